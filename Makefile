@@ -1,0 +1,38 @@
+# Baton: `make serve` runs the local stack, `make test` and `make check` what CI runs.
+PYTHON ?= python3
+MODEL ?= demo
+PREFILL ?= 1
+DECODE ?= 1
+PORT ?= 8000
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PACKAGES := common kv_transfer prefill_worker decode_worker gateway
+
+.PHONY: serve test check format clean
+
+serve: $(STAMP)
+	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The stamp is written last, so that an interrupted installation starts again.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing Baton into .venv (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $(STAMP)
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis

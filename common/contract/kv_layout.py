@@ -1,0 +1,87 @@
+"""The shape of the KV cache, and the fingerprint by which two processes know that they may exchange it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from common.contract.errors import FingerprintMismatchError
+
+PROTOCOL_VERSION = 1
+"""Version of the wire protocol; two processes of different versions refuse each other.
+
+History: 1, the first.
+"""
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""KV element types and their sizes in bytes."""
+
+_Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
+_Text = Annotated[str, Field(strict=True, max_length=256)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Geometry of a block: `[num_layers, 2, num_kv_heads, block_size, head_dim]` of `dtype`, contiguous.
+
+    Index 0 of the second axis holds keys, index 1 values. A cache is `num_blocks` such blocks, one after another.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    num_layers: _Positive
+    num_kv_heads: _Positive
+    head_dim: _Positive
+    block_size: _Positive
+    """Token slots in a block."""
+    dtype: _Text
+    """A key of `DTYPE_BYTES`."""
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, which is one descriptor of a transfer."""
+        return self.token_bytes * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What must be equal before KV may pass from one worker to another."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    protocol_version: Annotated[int, Field(strict=True, ge=0)] = PROTOCOL_VERSION
+    config_hash: _Text
+    """SHA-256 of the model's canonical `config.json`; a gateway, which loads no weights, compares this alone."""
+    weights_hash: _Text
+    """SHA-256 over the headers and sampled contents of the weight files."""
+    layout: KVLayout
+
+    def require_equal(self, other: Fingerprint, mine: str, theirs: str) -> None:
+        """Raise `FingerprintMismatchError`, naming each differing field and both values, unless equal.
+
+        `mine` and `theirs` name the two processes for the message.
+        """
+        if self == other:
+            return
+        left, right = _flat(self), _flat(other)
+        differences = "; ".join(
+            f"{name}: {left[name]} at {mine}, {right[name]} at {theirs}" for name in left if left[name] != right[name]
+        )
+        raise FingerprintMismatchError(f"fingerprint mismatch: {differences}")
+
+
+def _flat(fingerprint: Fingerprint) -> dict[str, object]:
+    fields = asdict(fingerprint)
+    layout = fields.pop("layout")
+    return fields | {f"layout.{name}": value for name, value in layout.items()}

@@ -1,0 +1,345 @@
+"""The messages of the control protocol: frozen, validated on receipt, bounded.
+
+Who sends what to whom is told in docs/protocol.md; in short, for one request:
+
+    gateway → P   Prefill            P → gateway   Tokens (the first), Finished | Failed | Cancelled
+    gateway → D   Decode             D → gateway   Tokens …, Finished | Failed | Cancelled
+    D → P         Attach, Settle, Detach
+    P → D         BlocksReady …, PrefillDone, Settled | OfferWithdrawn
+
+A message about a request carries (request, attempt); its frame carries the sender's incarnation (see `codec`); tokens
+and blocks carry their position. Times never travel: a budget in seconds does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.kv_layout import Fingerprint
+from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
+
+MAX_TOKENS = 2**20
+"""Most tokens of one sequence."""
+MAX_OPEN_REQUESTS = 2**16
+"""Most requests that one peer may have open at once."""
+
+Count = Annotated[int, Field(strict=True, ge=0, le=2**62)]
+Attempt = Annotated[int, Field(strict=True, ge=1, le=2**31)]
+Handle = Annotated[str, Field(strict=True, min_length=1, max_length=64)]
+Address = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
+Text = Annotated[str, Field(strict=True, max_length=4096)]
+Flag = Annotated[bool, Field(strict=True)]
+Real = Annotated[float, Field(allow_inf_nan=False)]
+TokenIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS)]
+BlockIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS)]
+Choice = Annotated[int, Field(strict=True, ge=0, lt=MAX_CHOICES)]
+FinishReason = Literal["stop", "length"]
+
+
+class Role(StrEnum):
+    """What a process does."""
+
+    GATEWAY = "gateway"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Anything that travels on a control channel."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMessage(Message):
+    """A message about one attempt at one request."""
+
+    request: Annotated[RequestId, Handle]
+    attempt: Attempt
+
+    @property
+    def key(self) -> RequestKey:
+        """(request, attempt)."""
+        return RequestKey(self.request, self.attempt)
+
+
+# --- the link itself ---------------------------------------------------------------------------------------------
+
+
+OpenRequests = Annotated[tuple[RequestKey, ...], Field(max_length=MAX_OPEN_REQUESTS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Message):
+    """Client to worker: opens a session, or opens it again after a loss; the worker aborts what is not listed."""
+
+    role: Role
+    fingerprint: Fingerprint | None
+    """None from a gateway, which holds no KV."""
+    open_requests: OpenRequests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(Message):
+    """Worker to client: the session is open. The client gives up what is not in `open_requests`."""
+
+    role: Role
+    fingerprint: Fingerprint
+    max_sequence_tokens: Count
+    """Most tokens, prompt and output together, that this worker takes in one sequence."""
+    transport: Address
+    """Name of the data transport."""
+    transport_metadata: Annotated[bytes, Field(strict=True, max_length=2**20)]
+    """What a sink's transport needs in order to read this worker's blocks."""
+    open_requests: OpenRequests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelloRefused(Message):
+    """Worker to client: no session, and why (both values, for a fingerprint)."""
+
+    cause: Cause
+    message: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelloRequired(Message):
+    """Worker to client: you spoke before your Hello, or I have restarted since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye(Message):
+    """Either side leaves on purpose; a client's open requests are aborted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat(Message):
+    """Worker to client, at a fixed interval. Shows a dead worker, a wedged engine and lost frames."""
+
+    number: Count
+    sent: Count
+    """Messages sent to this client in this session before this one; a client that received fewer says Hello again."""
+    steps: Count
+    """Engine steps finished since start."""
+    running: Count
+    """Sequences in the running batch."""
+    waiting: Count
+    """Requests accepted but not yet running (queued, pulling)."""
+    waiting_tokens: Count
+    """Uncomputed prompt tokens of the waiting requests."""
+    blocks_used: Count
+    blocks_total: Count
+    draining: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatEcho(Message):
+    """Client to worker: the answer to `Heartbeat`, so that a cut in one direction shows too."""
+
+    number: Count
+    sent: Count
+    """Messages sent to the worker in this session before this one."""
+
+
+# --- gateway to worker -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work(RequestMessage):
+    token_ids: Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_TOKENS)]
+    """The prompt, followed on a retry by the tokens that the client already has (a forced prefix)."""
+    prompt_len: Annotated[Count, Field(ge=1)]
+    """Leading tokens of `token_ids` that are the prompt; the rest counts as output for penalties and limits."""
+    choices: Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MAX_CHOICES)]
+    """Indices of the choices to generate; more than one only when `token_ids` is the bare prompt."""
+    sampling: SamplingParams
+    budget_s: Annotated[Real, Field(gt=0, le=10**6)]
+    """Seconds that the request may still take, from receipt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill(_Work):
+    """Compute the KV of `token_ids`, sample the next token of each choice, and offer the blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The worker whose blocks are to be read."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    address: Address
+    """Control address, `host:port`."""
+    incarnation: Annotated[Incarnation, Handle]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode(_Work):
+    """Pull the KV of `token_ids` from `source` and generate every choice to its end."""
+
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort(RequestMessage):
+    """Give the request up and free what it holds; inert when unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resend(RequestMessage):
+    """Send the tokens of a choice again, from `position` (in the whole sequence)."""
+
+    choice: Choice
+    position: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack(RequestMessage):
+    """The terminal message arrived: the worker may forget the request's tokens."""
+
+
+# --- worker to gateway -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, before temperature, after penalties."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    logprob: Real
+    """Of the token that was taken."""
+    top: Annotated[tuple[tuple[Count, Real], ...], Field(max_length=MAX_LOGPROBS)]
+    """(token id, log probability) of the most likely tokens, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens(RequestMessage):
+    """Generated tokens of one choice, `[position, position + len(token_ids))` of the whole sequence."""
+
+    choice: Choice
+    position: Count
+    token_ids: TokenIds
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS)] | None = None
+    """One for each token, when the request asked."""
+    finish_reason: FinishReason | None = None
+    """Set when the last of these tokens is the choice's last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(RequestMessage):
+    """Terminal: every choice has ended and its tokens have been sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(RequestMessage):
+    """Terminal: the worker gave the request up."""
+
+    cause: Cause
+    message: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled(RequestMessage):
+    """Terminal: the answer to an `Abort` of a known request; everything it held is free, or in quarantine."""
+
+
+# --- decode worker to prefill worker -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach(RequestMessage):
+    """Subscribe to the offer of a request, from its first block; parked, within a bound, if its Prefill is not here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle(RequestMessage):
+    """My reads have ended: was the lease held, in this epoch, until now? Idempotent."""
+
+    lease: Annotated[LeaseId, Handle]
+    epoch: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detach(RequestMessage):
+    """I give up my pull; the lease stays for another sink until it is aborted or expires."""
+
+
+# --- prefill worker to decode worker -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksReady(RequestMessage):
+    """Blocks `[start, start + len(block_ids))` of the sequence can be read. Empty when the offer is only opened."""
+
+    lease: Annotated[LeaseId, Handle]
+    epoch: Count
+    start: Count
+    block_ids: BlockIds
+    """Block ids in the source's cache."""
+    num_blocks: Count
+    """Blocks of the whole offer."""
+    checksums: Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS)] | None = None
+    """CRC-32 of each block's bytes, where the deployment runs with checksums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillDone(RequestMessage):
+    """Every block is ready, and these are the first tokens: the sink never recomputes them."""
+
+    lease: Annotated[LeaseId, Handle]
+    epoch: Count
+    first_tokens: Annotated[tuple[Tokens, ...], Field(max_length=MAX_CHOICES)]
+    """One for each choice, as sent to the gateway; a `finish_reason` says that the choice has ended with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled(RequestMessage):
+    """The answer to `Settle`. Only `valid` admits what was read."""
+
+    lease: Annotated[LeaseId, Handle]
+    epoch: Count
+    valid: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferWithdrawn(RequestMessage):
+    """There is nothing (more) to read: the source failed, aborted or expired the offer."""
+
+    cause: Cause
+    message: Text
+
+
+MESSAGES: tuple[type[Message], ...] = (
+    Hello,
+    Welcome,
+    HelloRefused,
+    HelloRequired,
+    Goodbye,
+    Heartbeat,
+    HeartbeatEcho,
+    Prefill,
+    Decode,
+    Abort,
+    Resend,
+    Ack,
+    Tokens,
+    Finished,
+    Failed,
+    Cancelled,
+    Attach,
+    Settle,
+    Detach,
+    BlocksReady,
+    PrefillDone,
+    Settled,
+    OfferWithdrawn,
+)
+"""Every message of the protocol."""

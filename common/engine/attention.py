@@ -1,0 +1,64 @@
+"""Attention over the paged KV cache: the interface of backends, and the reference that each is tested against.
+
+Shapes: T tokens, H query heads, K KV heads, G = H / K, D head dimension, S tokens of a sequence. `kv_layer` is one
+layer of the cache, `[num_blocks, 2, K, block_size, D]`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from common.engine.ragged import RaggedBatch
+
+
+class AttentionBackend(Protocol):
+    """Writes keys and values into the cache and attends to it."""
+
+    def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
+        """Store the keys and values of the batch's tokens in their slots."""
+
+    def attend(
+        self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of each token to its sequence in the cache, `[T, H, D]`.
+
+        A token at position p sees positions `(p - window, p]`, or all up to p without a window.
+        """
+
+
+class ReferenceAttention:
+    """What attention means: one sequence after another, in float32."""
+
+    def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
+        """See `AttentionBackend.write`."""
+        for token, slot in enumerate(batch.slot_mapping_T.tolist()):
+            block, offset = divmod(slot, batch.block_size)
+            kv_layer[block, 0, :, offset] = k_TKD[token]
+            kv_layer[block, 1, :, offset] = v_TKD[token]
+
+    def attend(
+        self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        group = q_THD.shape[1] // kv_layer.shape[2]
+        out_THD = torch.empty_like(q_THD)
+        end = 0
+        for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+            begin, end = end, end + query_len
+            num_blocks = -(-seq_len // batch.block_size)
+            blocks = kv_layer[batch.block_tables_BM[row, :num_blocks]].float()
+            k_KSD, v_KSD = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+            k_HSD, v_HSD = k_KSD.repeat_interleave(group, dim=0), v_KSD.repeat_interleave(group, dim=0)
+            visible = visible_mask(batch.positions_T[begin:end], torch.arange(seq_len, device=q_THD.device), window)
+            scores = q_THD[begin:end].float().transpose(0, 1) @ k_HSD.transpose(1, 2) * scale
+            weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+            out_THD[begin:end] = (weights @ v_HSD).transpose(0, 1).to(out_THD.dtype)
+        return out_THD
+
+
+def visible_mask(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which key positions each query position sees, `[len(queries), len(keys)]` bool."""
+    distance = queries[:, None] - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)

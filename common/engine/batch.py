@@ -1,0 +1,57 @@
+"""What one engine step is asked to do and what it answers, in plain data: schedulers know no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.contract.errors import BatonError
+from common.contract.messages import TokenLogprobs
+from common.contract.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A token to be sampled for one choice."""
+
+    params: SamplingParams
+    choice: int
+    position: int
+    """Of the token to be sampled, in the whole sequence; equals `len(token_ids)`."""
+    token_ids: Sequence[int]
+    """Every token before it: prompt and output. Read only where the parameters have penalties."""
+    prompt_len: int
+    """Leading tokens of `token_ids` that are the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Tokens `[start, start + len(token_ids))` of one sequence, to be computed in a step."""
+
+    token_ids: Sequence[int]
+    """At least one."""
+    start: int
+    block_table: Sequence[int]
+    """Blocks that hold `[0, start + len(token_ids))`, in order; there may be more."""
+    samples: tuple[Sample, ...] = ()
+    """Choices to sample from the logits of the last token; empty in the middle of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What came of a `Sample`."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Present when the parameters ask."""
+
+
+class InvalidLogitsError(BatonError):
+    """The model's logits of one row cannot be sampled from: NaN, infinite, or no token left.
+
+    It stands in a step's answer where the row's `SampledToken` would, so that the other rows keep theirs.
+    """
+
+
+Sampled = SampledToken | InvalidLogitsError
+"""One row's outcome."""

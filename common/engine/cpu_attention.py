@@ -1,0 +1,254 @@
+"""Attention on a CPU: decode tokens of many sequences in a few batched calls, prompt chunks in tiles of queries.
+
+What makes it fast is the gather. A run of one KV head's slots in one block is contiguous, so the cache is seen as rows
+of `block_size * D` elements, and one `index_select` into a reused buffer lines the rows of a sequence up as
+`[2, K, S, D]`, which is what scaled dot product attention wants: nothing is copied twice, nothing is allocated.
+
+Shapes: as in `attention`; N sequences, U blocks of the longest one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from common.engine.attention import visible_mask
+from common.engine.ragged import RaggedBatch
+
+_GROUP_BYTES = 8 * 2**20
+"""Most KV bytes gathered at once: what fits into a core's share of the last cache is still there when it is used."""
+_MAX_PADDING = 1.5
+"""Most that a sequence is padded to, relative to its own length, to share a call with longer ones."""
+_QUERY_TILE = 128
+"""Queries of a prompt chunk per call: bounds the mask, and lets early queries skip the keys of later ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Geometry:
+    """How one layer of the cache lies in memory, in rows of `block_size * D` elements."""
+
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    num_rows: int
+    rows_per_block: int
+    """Rows from a block to the next one, over all layers."""
+
+    @classmethod
+    def of(cls, kv_layer: torch.Tensor) -> _Geometry:
+        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+        rows_per_block = kv_layer.stride(0) // (block_size * head_dim)
+        return cls(
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            head_dim=head_dim,
+            num_rows=(num_blocks - 1) * rows_per_block + 2 * num_kv_heads,
+            rows_per_block=rows_per_block,
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one layer's keys and values of a block, taken as float32."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * 4
+
+    def row_index(self, tables_NU: torch.Tensor) -> torch.Tensor:
+        """Rows of the blocks of `tables_NU`, in the order `[2, N, K, U]`, flat."""
+        heads = torch.arange(2 * self.num_kv_heads).view(2, 1, self.num_kv_heads, 1)
+        return (tables_NU[:, None] * self.rows_per_block + heads).flatten()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DecodeGroup:
+    """Sequences of similar length that decode one token each, padded to the longest."""
+
+    tokens_N: torch.Tensor | None
+    """Their rows in the batch; None when they are the whole batch, in order."""
+    row_index: torch.Tensor
+    mask_N11S: torch.Tensor
+    """Added to the scores: 0 where a token sees a slot, minus infinity elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """Tokens `[begin, end)` of the batch, which are positions `[start, start + end - begin)` of a sequence."""
+
+    begin: int
+    end: int
+    start: int
+    first_key: int
+    """Position of the first slot that is gathered: blocks before any token's window are left out."""
+    row_index: torch.Tensor
+
+
+class CpuAttention:
+    """Attention over the paged cache in the host's memory. Keeps a buffer, hence for one thread."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+        self._batch: RaggedBatch | None = None
+        self._plans: dict[int | None, tuple[list[_DecodeGroup], list[_Chunk]]] = {}
+        """Of `_batch`, for each window that layers use."""
+
+    def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
+        """See `AttentionBackend.write`."""
+        where = (batch.slot_blocks_T, batch.slot_offsets_T)
+        kv_layer[:, 0].transpose(1, 2).index_put_(where, k_TKD)
+        kv_layer[:, 1].transpose(1, 2).index_put_(where, v_TKD)
+
+    def attend(
+        self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        geometry = _Geometry.of(kv_layer)
+        if batch is not self._batch:
+            self._batch, self._plans = batch, {}
+        if window not in self._plans:
+            self._plans[window] = _decode_groups(batch, geometry, window, q_THD.dtype), _chunks(batch, geometry, window)
+        groups, chunks = self._plans[window]
+        q_TKGD = q_THD.reshape(q_THD.shape[0], geometry.num_kv_heads, -1, geometry.head_dim)
+        out_TKGD = torch.empty_like(q_TKGD)
+        for group in groups:
+            self._decode(q_TKGD, kv_layer, geometry, group, scale, out_TKGD)
+        for chunk in chunks:
+            self._prefill(q_TKGD, kv_layer, geometry, chunk, window, scale, out_TKGD)
+        return out_TKGD.flatten(1, 2)
+
+    def _decode(
+        self,
+        q_TKGD: torch.Tensor,
+        kv_layer: torch.Tensor,
+        geometry: _Geometry,
+        group: _DecodeGroup,
+        scale: float,
+        out_TKGD: torch.Tensor,
+    ) -> None:
+        """One call for all sequences of a group, in which the G query heads of a KV head are its queries."""
+        q_NKGD = q_TKGD if group.tokens_N is None else q_TKGD[group.tokens_N]
+        k_NKSD, v_NKSD = self._gather(kv_layer, geometry, group.row_index, q_NKGD.shape[0])
+        out_NKGD = scaled_dot_product_attention(q_NKGD, k_NKSD, v_NKSD, attn_mask=group.mask_N11S, scale=scale)
+        if group.tokens_N is None:
+            out_TKGD.copy_(out_NKGD)
+        else:
+            out_TKGD[group.tokens_N] = out_NKGD
+
+    def _prefill(
+        self,
+        q_TKGD: torch.Tensor,
+        kv_layer: torch.Tensor,
+        geometry: _Geometry,
+        chunk: _Chunk,
+        window: int | None,
+        scale: float,
+        out_TKGD: torch.Tensor,
+    ) -> None:
+        """One call for each tile of a chunk's queries, over the keys that some query of the tile sees."""
+        k_1KSD, v_1KSD = self._gather(kv_layer, geometry, chunk.row_index, 1)
+        for begin in range(chunk.begin, chunk.end, _QUERY_TILE):
+            end = min(begin + _QUERY_TILE, chunk.end)
+            first, last = chunk.start + begin - chunk.begin, chunk.start + end - chunk.begin - 1
+            low = _first_visible(first, window)
+            visible = visible_mask(torch.arange(first, last + 1), torch.arange(low, last + 1), window)
+            keys = slice(low - chunk.first_key, last + 1 - chunk.first_key)
+            q_KGQD = q_TKGD[begin:end].permute(1, 2, 0, 3)
+            group = q_KGQD.shape[1]
+            out_KGQD = scaled_dot_product_attention(
+                q_KGQD,
+                k_1KSD[0, :, None, keys].expand(-1, group, -1, -1),
+                v_1KSD[0, :, None, keys].expand(-1, group, -1, -1),
+                attn_mask=visible,
+                scale=scale,
+            )
+            out_TKGD[begin:end] = out_KGQD.permute(2, 0, 1, 3)
+
+    def _gather(
+        self, kv_layer: torch.Tensor, geometry: _Geometry, row_index: torch.Tensor, num_sequences: int
+    ) -> torch.Tensor:
+        """Keys and values `[2, N, K, S, D]` of the rows, in the buffer."""
+        row_size = geometry.block_size * geometry.head_dim
+        size = row_index.numel() * row_size
+        if self._buffer.numel() < size or self._buffer.dtype != kv_layer.dtype:
+            self._buffer = torch.empty(size + size // 4, dtype=kv_layer.dtype)
+        gathered = self._buffer[:size]
+        rows = kv_layer.as_strided((geometry.num_rows, row_size), (row_size, 1))
+        torch.index_select(rows, 0, row_index, out=gathered.view(-1, row_size))
+        return gathered.view(2, num_sequences, geometry.num_kv_heads, -1, geometry.head_dim)
+
+
+def _decode_groups(
+    batch: RaggedBatch, geometry: _Geometry, window: int | None, dtype: torch.dtype
+) -> list[_DecodeGroup]:
+    """Single-token slices in groups of similar length, each within `_GROUP_BYTES`."""
+    block_size = batch.block_size
+    spans = []  # (blocks to gather, first of them, slice), shortest first
+    for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        if query_len == 1:
+            first = _first_visible(seq_len - 1, window) // block_size
+            spans.append((-(-seq_len // block_size) - first, first, row))
+    spans.sort()
+    groups: list[list[tuple[int, int, int]]] = []
+    for span in spans:
+        if (
+            groups
+            and span[0] <= _MAX_PADDING * groups[-1][0][0]
+            and span[0] * (len(groups[-1]) + 1) * geometry.block_bytes <= _GROUP_BYTES
+        ):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return [_decode_group(batch, geometry, window, dtype, group) for group in groups]
+
+
+def _decode_group(
+    batch: RaggedBatch,
+    geometry: _Geometry,
+    window: int | None,
+    dtype: torch.dtype,
+    spans: list[tuple[int, int, int]],
+) -> _DecodeGroup:
+    num_blocks = spans[-1][0]
+    spans = sorted(spans, key=lambda span: span[2])
+    rows = torch.tensor([row for _, _, row in spans])
+    first_N1 = torch.tensor([[first] for _, first, _ in spans])
+    last_N1 = torch.tensor([[first + count - 1] for count, first, _ in spans])
+    # Padding repeats the sequence's own last block: what is masked is still multiplied, and NaN times 0 is NaN, so
+    # that another sequence's block would let its NaN in.
+    columns_NU = torch.minimum(first_N1 + torch.arange(num_blocks), last_N1)
+    tables_NU = batch.block_tables_BM[rows[:, None], columns_NU]
+    keys_NS = first_N1 * batch.block_size + torch.arange(num_blocks * batch.block_size)
+    distance_NS = batch.seq_lens_B[rows, None] - 1 - keys_NS
+    hidden_NS = distance_NS < 0 if window is None else (distance_NS < 0) | (distance_NS >= window)
+    mask_NS = torch.zeros(hidden_NS.shape, dtype=dtype).masked_fill_(hidden_NS, float("-inf"))
+    whole_batch = len(spans) == batch.num_tokens
+    return _DecodeGroup(
+        tokens_N=None if whole_batch else batch.query_start_B1[rows],
+        row_index=geometry.row_index(tables_NU),
+        mask_N11S=mask_NS[:, None, None],
+    )
+
+
+def _chunks(batch: RaggedBatch, geometry: _Geometry, window: int | None) -> list[_Chunk]:
+    """Slices of several tokens."""
+    chunks, end = [], 0
+    for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        begin, end = end, end + query_len
+        if query_len > 1:
+            start = seq_len - query_len
+            first_block = _first_visible(start, window) // batch.block_size
+            tables_1U = batch.block_tables_BM[row : row + 1, first_block : -(-seq_len // batch.block_size)]
+            chunks.append(
+                _Chunk(
+                    begin=begin,
+                    end=end,
+                    start=start,
+                    first_key=first_block * batch.block_size,
+                    row_index=geometry.row_index(tables_1U),
+                )
+            )
+    return chunks
+
+
+def _first_visible(position: int, window: int | None) -> int:
+    """The first position that a token at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)

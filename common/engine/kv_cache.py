@@ -1,0 +1,52 @@
+"""The paged KV cache: one tensor, a block contiguous over all layers."""
+
+from __future__ import annotations
+
+import torch
+
+from common.contract.kv_layout import KVLayout
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Torch's names of the contract's element types."""
+
+_PAGE_BYTES = 4096
+
+
+class KVCache:
+    """`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, zeroed, starting on a memory page."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        assert num_blocks >= 1, num_blocks
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+        memory = torch.zeros(layout.block_bytes * num_blocks + _PAGE_BYTES, dtype=torch.uint8, device=device)
+        lead = -memory.data_ptr() % _PAGE_BYTES
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        self._blocks = memory[lead : lead + self.num_bytes].view(TORCH_DTYPES[layout.dtype]).view(shape)
+
+    @property
+    def address(self) -> int:
+        """Address of block 0; block `i` starts `i * layout.block_bytes` after it."""
+        return self._blocks.data_ptr()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.layout.block_bytes * self.num_blocks
+
+    def layer(self, index: int) -> torch.Tensor:
+        """View `[num_blocks, 2, num_kv_heads, block_size, head_dim]` of one layer."""
+        return self._blocks[:, index]
+
+    def clear(self, blocks: torch.Tensor) -> None:
+        """Zero `blocks`.
+
+        Done to a block when its first slot is written, this makes every slot that is not yet written zero: nothing
+        that an earlier owner left there, NaN in particular, can reach a sequence through a slot that is masked.
+        """
+        self._blocks.index_fill_(0, blocks, 0)
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """Copy all layers of block `src` to block `dst`."""
+        self._blocks[dst].copy_(self._blocks[src])

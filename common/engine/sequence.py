@@ -1,0 +1,78 @@
+"""The state of one choice of a request in an engine, and the rule by which it ends. No torch, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from common.contract.ids import RequestKey
+from common.contract.messages import FinishReason
+from common.contract.sampling import SamplingParams
+
+
+class Sequence:
+    """One choice of a request: its tokens, how many of them are in the KV cache, and where.
+
+    The tokens are `[0, prompt_len)` prompt, `[prompt_len, num_tokens)` output. The KV of `[0, num_computed)` is in
+    the cache, in the blocks of `block_table`.
+    """
+
+    __slots__ = ("block_table", "choice", "key", "num_computed", "prompt_len", "sampling", "token_ids")
+
+    def __init__(
+        self,
+        key: RequestKey,
+        choice: int,
+        token_ids: list[int],
+        prompt_len: int,
+        sampling: SamplingParams,
+        num_computed: int = 0,
+        block_table: list[int] | None = None,
+    ) -> None:
+        assert 1 <= prompt_len <= len(token_ids), (prompt_len, len(token_ids))
+        assert 0 <= num_computed <= len(token_ids), (num_computed, len(token_ids))
+        self.key = key
+        self.choice = choice
+        self.token_ids = token_ids
+        self.prompt_len = prompt_len
+        self.sampling = sampling
+        self.num_computed = num_computed
+        self.block_table = [] if block_table is None else block_table
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output together."""
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far, on whichever worker."""
+        return len(self.token_ids) - self.prompt_len
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.key.request}.{self.key.attempt}, choice {self.choice}, {self.prompt_len} prompt + "
+            f"{self.num_output} output tokens, {self.num_computed} computed, {len(self.block_table)} blocks)"
+        )
+
+
+def finish_reason(
+    token_id: int,
+    num_output: int,
+    sampling: SamplingParams,
+    eos_token_ids: Collection[int],
+    num_tokens: int,
+    max_sequence_tokens: int,
+) -> FinishReason | None:
+    """Whether a choice ends with the token it just produced, and why.
+
+    `num_output` and `num_tokens` (prompt and output) count that token; `max_sequence_tokens` is the most tokens that
+    one sequence may have. A token that both stops and is the last allowed is a "stop".
+    """
+    if num_output > sampling.min_tokens:
+        if token_id in sampling.stop_token_ids:
+            return "stop"
+        if not sampling.ignore_eos and token_id in eos_token_ids:
+            return "stop"
+    if num_output >= sampling.max_tokens or num_tokens >= max_sequence_tokens:
+        return "length"
+    return None

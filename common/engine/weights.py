@@ -1,0 +1,204 @@
+"""Hugging Face checkpoints (safetensors, one file or shards) into the decoder's fused tensors, strictly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.contract.errors import OperatorError
+from common.contract.kv_layout import DTYPE_BYTES
+from common.engine.kv_cache import TORCH_DTYPES
+from common.engine.linear import Linear
+from common.engine.model_config import ModelConfig
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors loaded, tensors to load)."""
+
+_PAIR = ("model.embed_tokens.weight", "lm_head.weight")
+"""The two tensors that `tie_word_embeddings` makes one."""
+_MAX_NAMED = 5
+"""Most tensors that an error message names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer; fused projections are concatenated along their outputs."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A decoder."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    lm_head: Linear
+    """Has its own copy of `embedding` when the two are tied: a row is read there, a matrix multiplied here."""
+
+
+def load_weights(
+    config: ModelConfig, folder: Path, dtype: str, device: torch.device, progress: Progress | None = None
+) -> Weights:
+    """Load the checkpoint in `folder` as `dtype` (a key of `DTYPE_BYTES`).
+
+    Raises `OperatorError`, naming tensors, if one is missing, unexpected or of the wrong shape, or a file is damaged.
+    """
+    weights = _allocate(config, TORCH_DTYPES[dtype], device)
+    targets = dict(_targets(config, weights))
+    files = {n: file for n, file in _files_by_tensor(folder).items() if not n.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings:
+        # As transformers does it: one of the pair stands for both, but where both are there, each counts.
+        for absent, present in (_PAIR, _PAIR[::-1]):
+            if absent not in files and present in files:
+                targets[present] += targets.pop(absent)
+    _require_none(folder, "lacks", targets.keys() - files.keys())
+    _require_none(folder, "has unexpected", files.keys() - targets.keys())
+    for done, (name, tensor) in enumerate(_tensors(files), start=1):
+        for target in targets[name]:
+            if tensor.shape != target.shape:
+                raise OperatorError(
+                    f"{folder}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(target.shape)}"
+                )
+            target.copy_(tensor)
+        if progress is not None:
+            progress(done, len(files))
+    for layer in weights.layers:
+        for projection in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            projection.pack()
+    weights.lm_head.pack()
+    return weights
+
+
+def resolve_dtype(config: ModelConfig, folder: Path, dtype: str) -> str:
+    """The element type to load with: `dtype` itself, or for "auto" the checkpoint's.
+
+    The checkpoint's is what its configuration states, otherwise what its tensors have.
+    """
+    if dtype != "auto":
+        if dtype not in DTYPE_BYTES:
+            raise OperatorError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPE_BYTES)}")
+        return dtype
+    if config.dtype is not None:
+        return config.dtype
+    _, tensor = next(_tensors(_files_by_tensor(folder)))
+    stored = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}.get(tensor.dtype)
+    if stored is None:
+        raise OperatorError(f"{folder}: tensors of {tensor.dtype}; name the dtype to load them with")
+    return stored
+
+
+def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Uninitialised weights."""
+
+    def vector(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def projection(out_features: int, in_features: int, bias: bool = False) -> Linear:
+        return Linear(out_features, in_features, bias=bias, dtype=dtype, device=device)
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return Weights(
+        embedding=torch.empty(config.vocab_size, hidden, dtype=dtype, device=device),
+        layers=tuple(
+            LayerWeights(
+                input_norm=vector(hidden),
+                qkv=projection(q_out + 2 * kv_out, hidden, config.qkv_bias),
+                q_norm=vector(config.head_dim) if config.qk_norm else None,
+                k_norm=vector(config.head_dim) if config.qk_norm else None,
+                output=projection(hidden, q_out, config.output_bias),
+                mlp_norm=vector(hidden),
+                gate_up=projection(2 * inner, hidden, config.mlp_bias),
+                down=projection(hidden, inner, config.mlp_bias),
+            )
+            for _ in range(config.num_layers)
+        ),
+        final_norm=vector(hidden),
+        lm_head=projection(config.vocab_size, hidden),
+    )
+
+
+def _targets(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """For each tensor of a checkpoint, what it fills."""
+    embedding, lm_head = _PAIR
+    yield embedding, [weights.embedding]
+    yield lm_head, [weights.lm_head.weight]
+    yield "model.norm.weight", [weights.final_norm]
+    q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}"
+        yield f"{prefix}.input_layernorm.weight", [layer.input_norm]
+        yield f"{prefix}.post_attention_layernorm.weight", [layer.mlp_norm]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            yield f"{prefix}.self_attn.q_norm.weight", [layer.q_norm]
+            yield f"{prefix}.self_attn.k_norm.weight", [layer.k_norm]
+        for names, sizes, linear in (
+            (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q_out, kv_out, kv_out), layer.qkv),
+            (("self_attn.o_proj",), (config.hidden_size,), layer.output),
+            (("mlp.gate_proj", "mlp.up_proj"), (config.intermediate_size,) * 2, layer.gate_up),
+            (("mlp.down_proj",), (config.hidden_size,), layer.down),
+        ):
+            for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
+                if tensor is not None:
+                    for name, part in zip(names, torch.split(tensor, list(sizes)), strict=True):
+                        yield f"{prefix}.{name}.{kind}", [part]
+
+
+def _files_by_tensor(folder: Path) -> dict[str, Path]:
+    """The file of each tensor, ordered by file."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        file = folder / "model.safetensors"
+        if not file.exists():
+            raise OperatorError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+        with _opened(file) as tensors:
+            return dict.fromkeys(tensors.keys(), file)
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: folder / file for name, file in sorted(weight_map.items(), key=lambda item: item[1])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OperatorError(f"{index} is not an index of safetensors files: {error!r}") from error
+    absent = sorted({file.name for file in files.values() if not file.is_file()})
+    if absent:
+        raise OperatorError(f"{folder} lacks the files {', '.join(absent[:_MAX_NAMED])} that its index names")
+    return files
+
+
+def _tensors(files: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor, file by file."""
+    for file in dict.fromkeys(files.values()):
+        with _opened(file) as tensors:
+            present = set(tensors.keys())
+            for name in (name for name, of in files.items() if of == file):
+                if name not in present:
+                    raise OperatorError(f"{file} lacks tensor {name}, which the index places there")
+                yield name, tensors.get_tensor(name)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise OperatorError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def _require_none(folder: Path, verb: str, names: set[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:_MAX_NAMED])
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        raise OperatorError(f"checkpoint {folder} {verb} tensors: {shown}{more}")

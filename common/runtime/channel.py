@@ -1,0 +1,479 @@
+"""The control channel: one ROUTER at each worker, one DEALER at each of its clients (gateways and peer workers).
+
+ZeroMQ drops silently: at its high-water mark, for a peer it cannot route to, across a reconnect. So a session counts.
+Every heartbeat says how many messages the worker has sent in this session, its echo how many the client has; FIFO
+order makes "fewer received" mean "lost", and the client says Hello again. At each Hello both sides name the requests
+that they hold open, and each gives up what the other does not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, decode, encode
+from common.contract.errors import Cause, FingerprintMismatchError, OperatorError, ProtocolError
+from common.contract.ids import Incarnation, RequestKey
+from common.contract.messages import (
+    Goodbye,
+    Heartbeat,
+    HeartbeatEcho,
+    Hello,
+    HelloRefused,
+    HelloRequired,
+    Message,
+    Role,
+    Welcome,
+)
+from common.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+MAX_OUTBOX_MESSAGES = 65_536
+"""Messages waiting for one peer that does not read; one more and the peer counts as lost."""
+MAX_SESSIONS = 1024
+"""Clients of one worker."""
+_BACKPRESSURE_RETRY_S = 0.01
+_HELLO_RETRY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """How often heartbeats are sent, and how long silence may last before the other side counts as lost."""
+
+    interval_s: float = 0.5
+    timeout_s: float = 3.0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counters of one end of a channel."""
+
+    frames_refused: int = 0
+    """Frames that were malformed, or from a sender with no session."""
+    sessions_lost: int = 0
+    resyncs: int = 0
+    """Sessions that were opened again because messages had been lost."""
+
+
+class ServerHandler(Protocol):
+    """What a worker does with its clients. Called on the event loop; must not block."""
+
+    def welcome(self) -> Welcome:
+        """This worker's side of a handshake; `open_requests` is filled in by `on_hello`."""
+
+    def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
+        """A session opens, or opens again: give up what `hello` does not list; return what is open for this peer."""
+
+    def on_message(self, peer: Incarnation, message: Message) -> None:
+        """A message within a session."""
+
+    def on_peer_lost(self, peer: Incarnation) -> None:
+        """The session is over: give up everything that was open for this peer."""
+
+    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+        """The worker's state of this moment."""
+
+
+@dataclass(slots=True)
+class _Session:
+    role: Role
+    heard_at: float
+    received: int = 0
+    sent: int = 0
+    outbox: deque[Message] = field(default_factory=deque)
+
+
+class ControlServer:
+    """A worker's ROUTER. `send` never blocks; a peer that does not read is lost, not waited for."""
+
+    def __init__(self, me: Incarnation, clock: Clock, pulse: Pulse) -> None:
+        self._me = me
+        self._clock = clock
+        self._pulse = pulse
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._sessions: dict[Incarnation, _Session] = {}
+        self._flush_scheduled = False
+        self._beat = 0
+        self.traffic = Traffic()
+
+    def bind(self, host: str, port: int) -> int:
+        """Bind to `host:port`, an ephemeral port if 0; the bound port. Raises `OperatorError` if occupied."""
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise OperatorError(f"cannot bind the control port {host}:{port}: {error}") from error
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+    async def run(self, handler: ServerHandler) -> None:
+        """Serve until cancelled."""
+        self._handler = handler
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self._pulse_loop())
+
+    def send(self, peer: Incarnation, message: Message) -> None:
+        """Send within the peer's session; inert if it has none (it was lost, and what it had open given up)."""
+        session = self._sessions.get(peer)
+        if session is None:
+            return
+        session.outbox.append(message)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    @property
+    def peers(self) -> tuple[Incarnation, ...]:
+        """The clients with a session."""
+        return tuple(self._sessions)
+
+    def close(self) -> None:
+        """Say goodbye and close the socket."""
+        for peer in tuple(self._sessions):
+            self._sessions[peer].outbox.append(Goodbye())
+            self._flush_peer(peer)
+        self._sessions.clear()
+        self._context.destroy(linger=100)
+
+    async def _receive(self) -> None:
+        while True:
+            parts = await self._socket.recv_multipart()
+            if len(parts) != 2:
+                self.traffic.frames_refused += 1
+                continue
+            identity, frame = parts
+            try:
+                sender, messages = decode(frame)
+                if sender.encode() != identity:
+                    raise ProtocolError("the sender's incarnation is not its routing id")
+            except ProtocolError as error:
+                self.traffic.frames_refused += 1
+                log.warning("frame refused: %s", error)
+                continue
+            for message in messages:
+                self._accept(sender, message)
+
+    def _accept(self, peer: Incarnation, message: Message) -> None:
+        session = self._sessions.get(peer)
+        if isinstance(message, Hello):
+            self._greet(peer, message)
+        elif session is None:
+            self.traffic.frames_refused += 1
+            self._send_control(peer, HelloRequired())
+        else:
+            session.heard_at = self._clock()
+            if isinstance(message, HeartbeatEcho):
+                if message.sent != session.received:
+                    self._send_control(peer, HelloRequired())
+            elif isinstance(message, Goodbye):
+                self._lose(peer, "said goodbye")
+            else:
+                session.received += 1
+                self._handler.on_message(peer, message)
+
+    def _greet(self, peer: Incarnation, hello: Hello) -> None:
+        welcome = self._handler.welcome()
+        try:
+            if hello.fingerprint is not None:
+                welcome.fingerprint.require_equal(hello.fingerprint, f"this {welcome.role}", f"the {hello.role} peer")
+        except FingerprintMismatchError as error:
+            log.error("%s", error)
+            self._send_control(peer, HelloRefused(cause=Cause.FINGERPRINT, message=str(error)[:4096]))
+            return
+        if peer not in self._sessions and len(self._sessions) >= MAX_SESSIONS:
+            self._send_control(peer, HelloRefused(cause=Cause.CAPACITY, message=f"{MAX_SESSIONS} clients already"))
+            return
+        open_requests = self._handler.on_hello(peer, hello)
+        old = self._sessions.get(peer)
+        unsent = old.outbox if old else deque[Message]()
+        self._sessions[peer] = _Session(role=hello.role, heard_at=self._clock(), outbox=unsent)
+        answer = Welcome(
+            role=welcome.role,
+            fingerprint=welcome.fingerprint,
+            max_sequence_tokens=welcome.max_sequence_tokens,
+            transport=welcome.transport,
+            transport_metadata=welcome.transport_metadata,
+            open_requests=open_requests,
+        )
+        self._send_control(peer, answer)
+
+    async def _pulse_loop(self) -> None:
+        while True:
+            await asyncio.sleep(self._pulse.interval_s)
+            self._beat += 1
+            now = self._clock()
+            for peer, session in list(self._sessions.items()):
+                if now - session.heard_at > self._pulse.timeout_s:
+                    self._lose(peer, f"silent for {now - session.heard_at:.1f} s")
+                elif not session.outbox:
+                    self._send_control(peer, self._handler.heartbeat(self._beat, session.sent))
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        for peer in tuple(self._sessions):
+            self._flush_peer(peer)
+
+    def _flush_peer(self, peer: Incarnation) -> None:
+        session = self._sessions[peer]
+        while session.outbox:
+            batch = [session.outbox[i] for i in range(min(len(session.outbox), MAX_MESSAGES_PER_FRAME))]
+            try:
+                delivered = self._send_now(peer, batch)
+            except zmq.Again:
+                self._wait_for_reader(peer, session)
+                return
+            if not delivered:
+                self._lose(peer, "unroutable")
+                return
+            session.sent += len(batch)
+            for _ in batch:
+                session.outbox.popleft()
+
+    def _wait_for_reader(self, peer: Incarnation, session: _Session) -> None:
+        if len(session.outbox) > MAX_OUTBOX_MESSAGES:
+            self._lose(peer, f"{len(session.outbox)} messages unread")
+        elif not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_later(_BACKPRESSURE_RETRY_S, self._flush)
+
+    def _send_control(self, peer: Incarnation, message: Message) -> None:
+        """Send a message of the link itself, outside the count; one that cannot leave now is repeated by its cause."""
+        with contextlib.suppress(zmq.Again):
+            self._send_now(peer, [message])
+
+    def _send_now(self, peer: Incarnation, messages: list[Message]) -> bool:
+        """Hand a frame to ZeroMQ; False if the peer is not connected. Raises `zmq.Again` at the high-water mark."""
+        parts = [peer.encode(), encode(self._me, messages)]
+        try:
+            _result(self._socket.send_multipart(parts, flags=zmq.NOBLOCK))
+        except zmq.Again:
+            raise
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _lose(self, peer: Incarnation, why: str) -> None:
+        del self._sessions[peer]
+        self.traffic.sessions_lost += 1
+        log.info("client %s lost: %s", peer, why)
+        self._handler.on_peer_lost(peer)
+
+
+class LinkState(StrEnum):
+    """A client's view of its worker."""
+
+    GREETING = "greeting"
+    """Not (yet, or any more) in a session; Hello is repeated."""
+    OPEN = "open"
+    REFUSED = "refused"
+    """The worker will not have us; only a restart on either side can change that."""
+    CLOSED = "closed"
+
+
+class ClientHandler(Protocol):
+    """What a client does with one worker. Called on the event loop; must not block."""
+
+    def hello(self) -> Hello:
+        """This client's side of a handshake, with the requests that it holds open at this worker."""
+
+    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
+        """A session with this incarnation opens."""
+
+    def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
+        """The same session goes on after lost messages: give up what `welcome` does not list, ask for gaps."""
+
+    def on_message(self, link: ControlClient, message: Message) -> None:
+        """A message within the session, heartbeats included."""
+
+    def on_lost(self, link: ControlClient, why: str) -> None:
+        """The session is over: the worker is dead, restarted or silent."""
+
+    def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
+        """The worker refuses us."""
+
+
+class ControlClient:
+    """A link to one worker. It keeps trying to be open until it is closed or refused."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        me: Incarnation,
+        handler: ClientHandler,
+        clock: Clock,
+        pulse: Pulse,
+    ) -> None:
+        self.address = address
+        self.state = LinkState.GREETING
+        self.welcome: Welcome | None = None
+        self.worker: Incarnation | None = None
+        """The worker's incarnation, of the session that is or last was open."""
+        self.traffic = Traffic()
+        self._me = me
+        self._handler = handler
+        self._clock = clock
+        self._pulse = pulse
+        self._outbox: deque[Message] = deque()
+        self._flush_scheduled = False
+        self._sent = 0
+        self._received = 0
+        self._heard_at = clock()
+        self._resyncing = False
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, me.encode())
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.connect(f"tcp://{address}")
+
+    async def run(self) -> None:
+        """Serve until cancelled; closes the socket."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive())
+                tasks.create_task(self._watch())
+        finally:
+            if self.state is LinkState.OPEN:
+                self._try_send([Goodbye()])
+            self.state = LinkState.CLOSED
+            self._socket.close(linger=100)
+
+    def send(self, message: Message) -> None:
+        """Send within the session; inert if there is none (`on_lost` has said so, or will)."""
+        if self.state is not LinkState.OPEN:
+            return
+        self._outbox.append(message)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    async def _watch(self) -> None:
+        while True:
+            if self.state is LinkState.GREETING or self._resyncing:
+                self._greet()
+                await asyncio.sleep(_HELLO_RETRY_S)
+            else:
+                await asyncio.sleep(self._pulse.interval_s)
+            silent_s = self._clock() - self._heard_at
+            if self.state is LinkState.OPEN and silent_s > self._pulse.timeout_s:
+                self._lose(f"silent for {silent_s:.1f} s")
+
+    def _greet(self) -> None:
+        if self._try_send([self._handler.hello()]):
+            self._sent = 0
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                sender, messages = decode(frame)
+            except ProtocolError as error:
+                self.traffic.frames_refused += 1
+                log.warning("frame from %s refused: %s", self.address, error)
+                continue
+            self._heard_at = self._clock()
+            for message in messages:
+                self._accept(sender, message)
+
+    def _accept(self, sender: Incarnation, message: Message) -> None:
+        if isinstance(message, Welcome):
+            self._open(sender, message)
+        elif isinstance(message, HelloRefused):
+            self.state = LinkState.REFUSED
+            self._handler.on_refused(self, message)
+        elif isinstance(message, HelloRequired):
+            if self.state is LinkState.OPEN:
+                self._resync(sender)
+        elif self.state is not LinkState.OPEN or sender != self.worker:
+            self.traffic.frames_refused += 1
+        elif isinstance(message, Goodbye):
+            self._lose("said goodbye")
+        elif isinstance(message, Heartbeat):
+            if message.sent != self._received:
+                self._resync(sender)
+                return
+            self._try_send([HeartbeatEcho(number=message.number, sent=self._sent)])
+            self._handler.on_message(self, message)
+        else:
+            self._received += 1
+            self._handler.on_message(self, message)
+
+    def _open(self, sender: Incarnation, welcome: Welcome) -> None:
+        same_session = self.state is LinkState.OPEN and sender == self.worker
+        if self.state is LinkState.OPEN and not same_session:
+            self._lose("restarted")
+        self.state = LinkState.OPEN
+        self.worker, self.welcome = sender, welcome
+        self._received = 0
+        self._resyncing = False
+        if same_session:
+            self.traffic.resyncs += 1
+            self._handler.on_resync(self, welcome)
+        else:
+            self._handler.on_open(self, welcome)
+
+    def _resync(self, sender: Incarnation) -> None:
+        if sender != self.worker:
+            self._lose("restarted")
+        elif not self._resyncing:
+            log.warning("messages to or from %s were lost; opening the session again", self.address)
+            self._resyncing = True
+            self._greet()
+
+    def _lose(self, why: str) -> None:
+        self.state = LinkState.GREETING
+        self._outbox.clear()
+        self._resyncing = False
+        self.traffic.sessions_lost += 1
+        log.warning("worker at %s lost: %s", self.address, why)
+        self._handler.on_lost(self, why)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        while self._outbox and self.state is LinkState.OPEN:
+            batch = [self._outbox[i] for i in range(min(len(self._outbox), MAX_MESSAGES_PER_FRAME))]
+            if not self._try_send(batch):
+                if len(self._outbox) > MAX_OUTBOX_MESSAGES:
+                    self._lose(f"{len(self._outbox)} messages unread")
+                else:
+                    self._flush_scheduled = True
+                    asyncio.get_running_loop().call_later(_BACKPRESSURE_RETRY_S, self._flush)
+                return
+            self._sent += len(batch)
+            for _ in batch:
+                self._outbox.popleft()
+
+    def _try_send(self, messages: list[Message]) -> bool:
+        """Hand a frame to ZeroMQ; False when not connected, or at the high-water mark."""
+        try:
+            _result(self._socket.send(encode(self._me, messages), flags=zmq.NOBLOCK))
+        except zmq.Again:
+            return False
+        return True
+
+
+def _result(sent: Awaitable[object]) -> None:
+    """The outcome of a send that does not wait: pyzmq answers with a future that is done. Raises what it holds."""
+    assert isinstance(sent, asyncio.Future)
+    sent.result()

@@ -1,0 +1,36 @@
+"""The `baton` command: picks the role and hands over. Each role parses its own options."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from common.runtime.lifecycle import EXIT_OPERATOR_ERROR
+
+_ROLES = {
+    "serve": ("common.runtime.local_stack", "the local stack: gateway and workers as separate processes"),
+    "gateway": ("gateway.__main__", "one gateway"),
+    "prefill": ("prefill_worker.__main__", "one prefill worker"),
+    "decode": ("decode_worker.__main__", "one decode worker"),
+}
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: baton ROLE [options]\n")
+        for role, (_, purpose) in _ROLES.items():
+            print(f"  {role:<9}{purpose}")
+        print("\n`baton ROLE --help` lists a role's options; each is also a variable BATON_<OPTION>.")
+        sys.exit(0 if arguments else EXIT_OPERATOR_ERROR)
+    role = arguments[0]
+    if role not in _ROLES:
+        print(f"error: unknown role {role!r}; one of {', '.join(_ROLES)}", file=sys.stderr)
+        sys.exit(EXIT_OPERATOR_ERROR)
+    sys.argv = [f"baton {role}", *arguments[1:]]
+    importlib.import_module(_ROLES[role][0]).main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Every setting of every role: declared once, typed, validated. Command line and `BATON_*` variables derive from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+
+from common.contract.errors import OperatorError
+from common.runtime.channel import Pulse
+from common.runtime.checkpoint import DEMO_MODEL
+
+ENV_PREFIX = "BATON_"
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+        raise ValueError(f"{text!r} is not host:port")
+    return text
+
+
+def _split(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+WorkerAddresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...], NoDecode, BeforeValidator(_split)]
+"""`host:port` of several workers, as a tuple or separated by commas."""
+
+
+class ProcessSettings(BaseSettings):
+    """What every process has."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_implicit_flags=True,
+    )
+
+    model: str = Field(DEMO_MODEL, description="demo, a Hugging Face folder, or a hub id")
+    log_level: LogLevel = Field("info", description="least severe level that is logged")
+    heartbeat_interval_s: float = Field(0.5, gt=0, le=60, description="seconds between heartbeats")
+    heartbeat_timeout_s: float = Field(5.0, gt=0, le=600, description="seconds of silence after which a peer is lost")
+    announce_fd: int | None = Field(None, description="pipe on which to report start-up to a supervisor")
+    end_with_parent: bool = Field(False, description="end when the process that started this one ends")
+
+    @property
+    def pulse(self) -> Pulse:
+        """The heartbeat settings."""
+        return Pulse(interval_s=self.heartbeat_interval_s, timeout_s=self.heartbeat_timeout_s)
+
+
+class WorkerSettings(ProcessSettings):
+    """What both worker roles have."""
+
+    host: str = Field("127.0.0.1", description="address to bind; peers and gateways reach the worker here")
+    control_port: Port = Field(0, description="control port (0: any free one)")
+    http_port: Port = Field(0, description="port of /health, /ready and /metrics (0: any free one)")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
+    block_size: int = Field(16, ge=1, le=256, description="token slots in a KV block")
+    kv_cache_bytes: int = Field(256 * 2**20, ge=1, description="bytes of the KV cache")
+    num_threads: int = Field(0, ge=0, le=1024, description="threads of the engine on a CPU (0: one for each core)")
+    transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
+    checksums: bool = Field(False, description="verify every block that moves by CRC-32 (CPU only)")
+    max_waiting: int = Field(1024, ge=1, le=65536, description="requests waiting; one more is refused")
+
+
+class PrefillSettings(WorkerSettings):
+    """Settings of a prefill worker."""
+
+    chunk_size: int = Field(512, ge=1, le=65536, description="most tokens of one prompt in one step")
+    token_budget: int = Field(1024, ge=1, le=2**20, description="most tokens of all prompts in one step")
+    unattached_ttl_s: float = Field(30.0, gt=0, description="seconds an offer waits for a decode worker to attach")
+
+
+class DecodeSettings(WorkerSettings):
+    """Settings of a decode worker."""
+
+    max_num_seqs: int = Field(64, ge=1, le=65536, description="most sequences in the running batch")
+    quarantine_bound_s: float = Field(
+        10.0, gt=0, description="seconds after which the agent that holds quarantined blocks is replaced"
+    )
+
+
+class GatewaySettings(ProcessSettings):
+    """Settings of a gateway."""
+
+    host: str = Field("127.0.0.1", description="address to bind")
+    port: Port = Field(8000, description="port of the HTTP API (0: any free one)")
+    prefill_workers: WorkerAddresses = Field((), description="control addresses of prefill workers: host:port,...")
+    decode_workers: WorkerAddresses = Field((), description="control addresses of decode workers: host:port,...")
+    served_model_name: str | None = Field(None, description="name in the API (default: the model's own)")
+    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="largest request body")
+    max_in_flight: int = Field(1024, ge=1, le=65536, description="requests in flight; one more gets 429")
+    request_budget_s: float = Field(600.0, gt=0, le=86400, description="seconds that a request may take")
+    shutdown_grace_s: float = Field(5.0, ge=0, le=86400, description="seconds that open requests get after SIGTERM")
+
+
+class ServeSettings(ProcessSettings):
+    """Settings of the local stack."""
+
+    host: str = Field("127.0.0.1", description="address of the HTTP API")
+    port: Port = Field(8000, description="port of the HTTP API")
+    prefill: int = Field(1, ge=1, le=64, description="prefill workers")
+    decode: int = Field(1, ge=1, le=64, description="decode workers")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
+    transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
+    kv_cache_bytes: int = Field(256 * 2**20, ge=1, description="bytes of the KV cache of each worker")
+    grace_s: float = Field(10.0, gt=0, le=600, description="seconds that processes get to end on Ctrl-C")
+
+
+Settings = TypeVar("Settings", bound=ProcessSettings)
+
+
+def load(cls: type[Settings], program: str, arguments: Sequence[str]) -> Settings:
+    """Settings from `arguments`, then `BATON_*` variables, then defaults.
+
+    `--help` prints and exits; an unknown option, an unknown variable or a bad value raises `OperatorError`.
+    """
+    _refuse_unknown_variables()
+    try:
+        source = CliSettingsSource[Any](cls, cli_prog_name=program, cli_exit_on_error=False)
+        return CliApp.run(cls, cli_args=list(arguments), cli_settings_source=source)
+    except ValidationError as error:
+        problems = "; ".join(f"--{_option(e['loc'])}: {e['msg']}" for e in error.errors())
+        raise OperatorError(f"{program}: {problems}") from error
+    except SettingsError as error:
+        raise OperatorError(f"{program}: {error}") from error
+
+
+def _option(location: tuple[int | str, ...]) -> str:
+    return str(location[0] if location else "").replace("_", "-")
+
+
+def _refuse_unknown_variables() -> None:
+    known = {
+        (ENV_PREFIX + name).upper()
+        for settings in (PrefillSettings, DecodeSettings, GatewaySettings, ServeSettings)
+        for name in settings.model_fields
+    }
+    unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+    if unknown:
+        raise OperatorError(f"unknown environment variable {', '.join(unknown)}")

@@ -1,0 +1,74 @@
+"""The life of a process: start, one-line errors towards the operator, signals, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from common.contract.errors import OperatorError
+
+EXIT_OPERATOR_ERROR = 2
+_PR_SET_PDEATHSIG = 1
+
+
+def configure_logging(level: str, name: str) -> None:
+    """One line per event on standard error, each with the process's name."""
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s {name} %(message)s",
+        force=True,
+    )
+
+
+def exit_on_operator_error(main: Callable[[], None]) -> None:
+    """Run `main`; what the operator must change is printed as one line, and the process exits 2."""
+    try:
+        main()
+    except OperatorError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_OPERATOR_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run `serve(stop)` on uvloop until it returns; SIGTERM and SIGINT set `stop`."""
+    import uvloop
+
+    async def body() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await serve(stop)
+
+    uvloop.run(body())
+
+
+def end_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent dies, so that a killed supervisor leaves no orphan."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Announcer:
+    """Tells a supervisor, over an inherited pipe, how far this process has come: one JSON object a line."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def say(self, **facts: object) -> None:
+        """Write one line; a supervisor that has gone is no reason to fail."""
+        if self._fd is None:
+            return
+        try:
+            os.write(self._fd, json.dumps(facts).encode() + b"\n")
+        except OSError:
+            self._fd = None

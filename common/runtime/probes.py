@@ -1,0 +1,97 @@
+"""A worker's small HTTP port: `/health` (the process answers), `/ready` (it can take work), `/metrics`.
+
+It runs on the control loop, off the engine's thread, so a long step delays no probe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from common.contract.errors import OperatorError
+
+
+class Probed(Protocol):
+    """What a worker tells its operator."""
+
+    def ready(self) -> tuple[bool, Mapping[str, object]]:
+        """Whether new work is taken, and the state of everything that a request can hold; JSON values."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """The metrics of this moment."""
+
+
+def gauge(name: str, help_text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+    """A gauge of one sample."""
+    family = GaugeMetricFamily(name, help_text, labels=list(labels or {}))
+    family.add_metric(list((labels or {}).values()), value)
+    return family
+
+
+def counter(name: str, help_text: str, values: Mapping[str, float] | float, label: str | None = None) -> Metric:
+    """A counter, of one sample or of one for each value of `label`."""
+    family = CounterMetricFamily(name, help_text, labels=[] if label is None else [label])
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            family.add_metric([key], value)
+    else:
+        family.add_metric([], values)
+    return family
+
+
+class _Scrape(Collector):
+    def __init__(self, probed: Probed) -> None:
+        self._probed = probed
+
+    def collect(self) -> Iterable[Metric]:
+        return self._probed.metrics()
+
+
+class ProbeServer:
+    """The HTTP port. `probed` is None while the worker is starting: alive, not ready."""
+
+    def __init__(self) -> None:
+        self.probed: Probed | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def bind(self, host: str, port: int) -> int:
+        """Bind, to an ephemeral port if 0, and serve; the bound port. Raises `OperatorError` if occupied."""
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise OperatorError(f"cannot bind the HTTP port {host}:{port}: {error.strerror or error}") from error
+        return int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "alive"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        ready, state = (False, {"reason": "starting"}) if self.probed is None else self.probed.ready()
+        return web.Response(
+            text=json.dumps({"ready": ready, **state}), status=200 if ready else 503, content_type="application/json"
+        )
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        registry = CollectorRegistry()
+        if self.probed is not None:
+            registry.register(_Scrape(self.probed))
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

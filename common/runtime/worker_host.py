@@ -1,0 +1,100 @@
+"""What surrounds every worker: its two ports from the first moment, the announcement, the end.
+
+The ports are bound before the model is loaded, so that an occupied one shows at once and a probe never meets silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from common.contract.errors import OperatorError, TransferError
+from common.contract.ids import Incarnation, new_incarnation
+from common.runtime.channel import ControlServer, ServerHandler
+from common.runtime.clock import monotonic
+from common.runtime.config import WorkerSettings, load
+from common.runtime.lifecycle import Announcer, configure_logging, end_with_parent, exit_on_operator_error, run
+from common.runtime.probes import Probed, ProbeServer
+
+log = logging.getLogger(__name__)
+
+
+class Worker(ServerHandler, Probed, Protocol):
+    """A role: what it does with its clients, what it tells its operator, and the loops that it runs."""
+
+    async def run(self) -> None:
+        """Work until cancelled, then give everything back."""
+
+
+class WorkerHost:
+    """The identity and the ports of one worker process."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.me: Incarnation = new_incarnation()
+        self.server = ControlServer(self.me, monotonic, settings.pulse)
+        self._settings = settings
+        self._announcer = Announcer(settings.announce_fd)
+        self._probes = ProbeServer()
+
+    async def bind(self) -> None:
+        """Bind both ports and announce them. Raises `OperatorError`."""
+        host = self._settings.host
+        control = f"{host}:{self.server.bind(host, self._settings.control_port)}"
+        http = f"{host}:{await self._probes.bind(host, self._settings.http_port)}"
+        self._announcer.say(control=control, http=http)
+        log.info("control on %s, probes on %s", control, http)
+
+    def progress(self, done: int, total: int) -> None:
+        """Report how much of the model is loaded; called on the engine's thread."""
+        self._announcer.say(loaded=done, total=total)
+
+    async def serve(self, worker: Worker, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, or a loop of the worker fails."""
+        self._probes.probed = worker
+        self._announcer.say(ready=True)
+        log.info("ready")
+        async with asyncio.TaskGroup() as tasks:
+            loops = [tasks.create_task(self.server.run(worker)), tasks.create_task(worker.run())]
+            await stop.wait()
+            log.info("stopping")
+            for loop in loops:
+                loop.cancel()
+
+    async def close(self) -> None:
+        """Close both ports."""
+        self.server.close()
+        await self._probes.close()
+
+
+_Settings = TypeVar("_Settings", bound=WorkerSettings)
+
+
+def run_worker(
+    settings_type: type[_Settings],
+    program: str,
+    make_worker: Callable[[_Settings, WorkerHost], Awaitable[Worker]],
+) -> None:
+    """The whole life of a worker process. `make_worker` runs once the ports are bound, and may raise
+    `OperatorError` or `TransferError`."""
+
+    async def serve(settings: _Settings, stop: asyncio.Event) -> None:
+        host = WorkerHost(settings)
+        try:
+            await host.bind()
+            await host.serve(await make_worker(settings, host), stop)
+        except TransferError as error:
+            raise OperatorError(f"the {settings.transport} transport cannot start: {error}") from error
+        finally:
+            await host.close()
+
+    def main() -> None:
+        settings = load(settings_type, program, sys.argv[1:])
+        configure_logging(settings.log_level, program)
+        if settings.end_with_parent:
+            end_with_parent()
+        run(lambda stop: serve(settings, stop))
+
+    exit_on_operator_error(main)

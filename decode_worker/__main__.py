@@ -1,0 +1,39 @@
+"""`baton decode`: one decode worker."""
+
+from __future__ import annotations
+
+from common.runtime.clock import monotonic
+from common.runtime.config import DecodeSettings
+from common.runtime.worker_host import Worker, WorkerHost, run_worker
+
+
+async def make_worker(settings: DecodeSettings, host: WorkerHost) -> Worker:
+    """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
+    # Imported once the ports are bound: torch takes seconds, and an occupied port should show at once.
+    from common.engine.engine import Engine
+    from decode_worker.worker import DecodeWorker
+    from kv_transfer.regions import Region
+    from kv_transfer.transports import transport_maker
+
+    engine = await Engine.load(settings, host.progress)
+    cache = engine.runner.cache
+    region = Region(
+        address=cache.address,
+        num_blocks=cache.num_blocks,
+        block_bytes=cache.layout.block_bytes,
+        device="cuda" if cache.device.type == "cuda" else "cpu",
+        device_id=cache.device.index or 0,
+    )
+    make_transport = transport_maker(settings.transport, region, host.me, settings.host)
+    worker = DecodeWorker(settings, host.me, host.server, engine, make_transport, monotonic)
+    await worker.start()
+    return worker
+
+
+def main() -> None:
+    """Entry point."""
+    run_worker(DecodeSettings, "baton decode", make_worker)
+
+
+if __name__ == "__main__":
+    main()

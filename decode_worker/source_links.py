@@ -1,0 +1,107 @@
+"""Links from a decode worker to the prefill workers that it pulls from: opened at first need, closed when lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+import zmq.asyncio
+
+from common.contract.ids import Incarnation
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages import Hello, HelloRefused, Message, Role, Welcome
+from common.runtime.channel import ControlClient, LinkState, Pulse
+from common.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+
+class SourceEvents(Protocol):
+    """What the worker does about its sources."""
+
+    def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
+        """A source can be attached to; also after lost messages, when every open pull must attach again."""
+
+    def on_source_message(self, source: Incarnation, message: Message) -> None:
+        """A message from a source."""
+
+    def on_source_lost(self, address: str, source: Incarnation | None, why: str) -> None:
+        """A source is gone, or refuses us (then `source` is None)."""
+
+
+class SourceLinks:
+    """One link for each address. A link that is lost or refused is closed; the next need opens another."""
+
+    def __init__(
+        self, me: Incarnation, fingerprint: Fingerprint, events: SourceEvents, clock: Clock, pulse: Pulse
+    ) -> None:
+        self._me = me
+        self._fingerprint = fingerprint
+        self._events = events
+        self._clock = clock
+        self._pulse = pulse
+        self._context = zmq.asyncio.Context()
+        self._links: dict[str, tuple[ControlClient, asyncio.Task[None]]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def need(self, address: str) -> Incarnation | None:
+        """Make sure that a link to `address` exists; the incarnation at its other end, if it is open already."""
+        if address not in self._links:
+            link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse)
+            self._links[address] = (link, asyncio.create_task(link.run()))
+        link = self._links[address][0]
+        return link.worker if link.state is LinkState.OPEN else None
+
+    def send(self, address: str, message: Message) -> None:
+        """Send to the source at `address`; inert without an open link."""
+        if address in self._links:
+            self._links[address][0].send(message)
+
+    def transport_metadata(self, address: str) -> bytes:
+        """Of the source at `address`, whose link is open."""
+        welcome = self._links[address][0].welcome
+        assert welcome is not None
+        return welcome.transport_metadata
+
+    async def close(self) -> None:
+        """Close every link."""
+        for address in tuple(self._links):
+            self._close(address)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        self._context.destroy(linger=100)
+
+    def _close(self, address: str) -> None:
+        _, task = self._links.pop(address)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        task.cancel()
+
+    # --- what a ControlClient tells ------------------------------------------------------------------------------
+
+    def hello(self) -> Hello:
+        """A sink holds no requests open at a source beyond its attaches, which it repeats."""
+        return Hello(role=Role.DECODE, fingerprint=self._fingerprint, open_requests=())
+
+    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
+        """A session opens."""
+        assert link.worker is not None
+        self._events.on_source_open(link.address, link.worker, welcome)
+
+    on_resync = on_open
+
+    def on_message(self, link: ControlClient, message: Message) -> None:
+        """A message within the session."""
+        assert link.worker is not None
+        self._events.on_source_message(link.worker, message)
+
+    def on_lost(self, link: ControlClient, why: str) -> None:
+        """The session is over."""
+        self._close(link.address)
+        self._events.on_source_lost(link.address, link.worker, why)
+
+    def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
+        """The source refuses us."""
+        log.error("%s refuses this worker: %s", link.address, refused.message)
+        self._close(link.address)
+        self._events.on_source_lost(link.address, None, refused.message)

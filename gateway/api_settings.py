@@ -1,0 +1,81 @@
+"""What the HTTP API is told at start: the model it speaks for, and the bounds within which it does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from common.contract.errors import OperatorError
+from common.contract.sampling import MAX_CHOICES, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Most of everything that a client can make the gateway hold."""
+
+    max_sequence_tokens: int
+    """Prompt and output together: the model's context, or what the workers take if that is less."""
+    max_body_bytes: int = 8 * 2**20
+    max_choices: int = MAX_CHOICES
+    """Most choices (`n`) for each prompt."""
+    max_prompts: int = 64
+    """Most prompts in one completions request."""
+    max_stop_strings: int = 16
+    max_stop_chars: int = 1024
+    """Longest stop string."""
+    max_in_flight: int = 1024
+    """Most POST requests at once; the next one is refused with 429."""
+    default_budget_s: float = 600.0
+    """Time that a generation may take."""
+    body_timeout_s: float = 60.0
+    """Time that a client may take to send its body."""
+    stall_timeout_s: float = 60.0
+    """Time that a streaming client may read nothing before it counts as gone."""
+    retry_after_s: int = 1
+    """What 429 and 503 say in `Retry-After`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Sampling parameters of a request that leaves them out."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_model(cls, folder: Path) -> SamplingDefaults:
+        """The model author's, from `generation_config.json`, where that file asks for sampling (`do_sample`).
+
+        Raises `OperatorError` if the file is there and its values cannot be used.
+        """
+        path = folder / "generation_config.json"
+        if not path.exists():
+            return cls()
+        try:
+            config = json.loads(path.read_text())
+            if not config.get("do_sample"):
+                return cls()
+            given = {name: config[name] for name in cls.__slots__ if config.get(name) is not None}
+            TypeAdapter(SamplingParams).validate_python({"max_tokens": 1, **given})
+        except (ValueError, AttributeError, ValidationError) as error:
+            raise OperatorError(f"cannot use {path}: {error}") from error
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """The model served, the bounds, and who may ask."""
+
+    model_name: str
+    """What clients call the model."""
+    model_vocab_size: int
+    """Rows of the model's embedding: every token id that goes to a worker is below it."""
+    limits: Limits
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    api_keys: tuple[str, ...] = ()
+    """Bearer tokens that are let in; empty lets everyone in."""

@@ -1,0 +1,258 @@
+"""One request's handoff, as the gateway sees it: tokens accepted by (attempt, position), and exactly one end.
+
+Life cycle of a request in the gateway:
+
+    1. A prefill and a decode worker are chosen; Prefill and Decode leave together.
+    2. The first token of each choice comes from the prefill worker (Tokens), and goes to the client at once.
+    3. The decode worker's first frame repeats it, and goes on. Duplicates are dropped, gaps asked for again (Resend).
+    4. Every choice has its finish reason: done, and the decode worker may forget (Ack). Or a worker fails, or is lost,
+       or the time runs out: failed, with the cause. Or the client leaves: cancelled. Each end frees both workers.
+
+Pure state: events in, actions out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestKey
+from common.contract.messages import (
+    Abort,
+    Ack,
+    Cancelled,
+    Decode,
+    Failed,
+    Finished,
+    Message,
+    Prefill,
+    Resend,
+    Role,
+    Source,
+    Tokens,
+)
+from gateway.generation import Delta, Generation
+
+
+class FlowState(StrEnum):
+    """Where a request is."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send to the request's worker of this role."""
+
+    role: Role
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give the client new tokens."""
+
+    delta: Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Terminal: every choice is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Terminal: the request failed."""
+
+    cause: Cause
+    message: str
+
+
+Action = Send | Deliver | Done | Fail
+
+
+@dataclass(slots=True)
+class _Choice:
+    next_position: int
+    ended: bool = False
+    asked_again: int | None = None
+    """Position from which a Resend is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker chosen for a request."""
+
+    address: str
+    incarnation: Incarnation
+
+
+class Flow:
+    """One attempt at one request, on one pair of workers."""
+
+    def __init__(self, key: RequestKey, generation: Generation, prefill: Place, decode: Place) -> None:
+        self.key = key
+        self.generation = generation
+        self.places = {Role.PREFILL: prefill, Role.DECODE: decode}
+        self.state = FlowState.RUNNING
+        self.story: list[str] = []
+        self._choices = [_Choice(len(generation.token_ids)) for _ in range(generation.num_choices)]
+        self._decode_has_spoken = False
+        self.num_duplicates = 0
+        self.num_gaps = 0
+
+    # --- events --------------------------------------------------------------------------------------------------
+
+    def start(self, budget_s: float) -> list[Action]:
+        """Give both workers their part."""
+        request, attempt = self.key
+        choices = tuple(range(self.generation.num_choices))
+        prompt = self.generation.token_ids
+        prefill = Prefill(
+            request=request,
+            attempt=attempt,
+            token_ids=prompt,
+            prompt_len=len(prompt),
+            choices=choices,
+            sampling=self.generation.sampling,
+            budget_s=budget_s,
+        )
+        source = self.places[Role.PREFILL]
+        decode = Decode(
+            request=request,
+            attempt=attempt,
+            token_ids=prompt,
+            prompt_len=len(prompt),
+            choices=choices,
+            sampling=self.generation.sampling,
+            budget_s=budget_s,
+            source=Source(address=source.address, incarnation=source.incarnation),
+        )
+        self.story.append(f"prefill at {source.address}, decode at {self.places[Role.DECODE].address}")
+        return [Send(Role.PREFILL, prefill), Send(Role.DECODE, decode)]
+
+    def on_message(self, role: Role, message: Message) -> list[Action]:
+        """A message about this attempt from its worker of this role."""
+        if self.state is not FlowState.RUNNING:
+            return []
+        match message:
+            case Tokens():
+                return self._on_tokens(role, message)
+            case Failed(cause=cause, message=text):
+                return self.fail(cause, text)
+            case Finished() if role is Role.DECODE:
+                return self._ask_for_missing()
+            case Cancelled():
+                return self.fail(Cause.INTERNAL, f"the {role} worker cancelled a request that was not aborted")
+            case _:
+                return []
+
+    def on_resync(self, role: Role, open_requests: frozenset[RequestKey]) -> list[Action]:
+        """Messages to or from this worker were lost; these requests are open there."""
+        if self.state is not FlowState.RUNNING:
+            return []
+        if role is Role.DECODE and self.key in open_requests:
+            return self._ask_for_missing()
+        if self.key in open_requests or (role is Role.PREFILL and self._has_first_tokens()):
+            return []
+        return self.fail(Cause.WORKER_LOST, f"the {role} worker does not know the request after lost messages")
+
+    def worker_lost(self, role: Role, why: str) -> list[Action]:
+        """The session with this worker is over. After its first tokens a prefill worker is the decode worker's concern:
+        it goes on if it has settled, and says so if it has not."""
+        if role is Role.PREFILL and self._has_first_tokens():
+            return []
+        return self.fail(Cause.WORKER_LOST, f"the {role} worker was lost: {why}")
+
+    def fail(self, cause: Cause, message: str) -> list[Action]:
+        """End with an error; inert after the end."""
+        if self.state is not FlowState.RUNNING:
+            return []
+        self._end(FlowState.FAILED, f"{cause}: {message}")
+        return [*self._abort(), Fail(cause, message)]
+
+    def cancel(self) -> list[Action]:
+        """The client has left; inert after the end."""
+        if self.state is not FlowState.RUNNING:
+            return []
+        self._end(FlowState.CANCELLED, "cancelled")
+        return self._abort()
+
+    # --- the steps between ---------------------------------------------------------------------------------------
+
+    def _on_tokens(self, role: Role, message: Tokens) -> list[Action]:
+        if role is Role.DECODE:
+            self._decode_has_spoken = True
+        if message.choice >= len(self._choices):
+            return self.fail(Cause.INTERNAL, f"the {role} worker sent a choice that was not asked for")
+        choice = self._choices[message.choice]
+        if choice.ended:
+            self.num_duplicates += 1
+            return []
+        skip = choice.next_position - message.position
+        if skip < 0:
+            return self._ask_again(message.choice, choice)
+        token_ids = message.token_ids[skip:]
+        if not token_ids:
+            self.num_duplicates += 1
+            return []
+        choice.next_position += len(token_ids)
+        choice.asked_again = None
+        choice.ended = message.finish_reason is not None
+        logprobs = None if message.logprobs is None else message.logprobs[skip:]
+        delta = Delta(
+            choice=message.choice, token_ids=token_ids, logprobs=logprobs, finish_reason=message.finish_reason
+        )
+        if not all(each.ended for each in self._choices):
+            return [Deliver(delta)]
+        self._end(FlowState.DONE, "done")
+        return [Deliver(delta), *self._acknowledge(), Done()]
+
+    def _ask_again(self, index: int, choice: _Choice) -> list[Action]:
+        self.num_gaps += 1
+        if choice.asked_again == choice.next_position:
+            return []
+        choice.asked_again = choice.next_position
+        request, attempt = self.key
+        self.story.append(f"gap in choice {index} at {choice.next_position}")
+        return [
+            Send(Role.DECODE, Resend(request=request, attempt=attempt, choice=index, position=choice.next_position))
+        ]
+
+    def _ask_for_missing(self) -> list[Action]:
+        """Every token of the choices that have not ended, from where they stand."""
+        request, attempt = self.key
+        return [
+            Send(Role.DECODE, Resend(request=request, attempt=attempt, choice=index, position=choice.next_position))
+            for index, choice in enumerate(self._choices)
+            if not choice.ended
+        ]
+
+    def _has_first_tokens(self) -> bool:
+        return all(choice.next_position > len(self.generation.token_ids) for choice in self._choices)
+
+    def _acknowledge(self) -> list[Action]:
+        """Every choice is complete. Had the first tokens ended them all, the decode worker still waits in vain."""
+        request, attempt = self.key
+        if self._decode_has_spoken:
+            return [Send(Role.DECODE, Ack(request=request, attempt=attempt))]
+        return [Send(Role.DECODE, Abort(request=request, attempt=attempt))]
+
+    def _abort(self) -> list[Action]:
+        request, attempt = self.key
+        abort = Abort(request=request, attempt=attempt)
+        return [Send(Role.PREFILL, abort), Send(Role.DECODE, abort)]
+
+    def _end(self, state: FlowState, why: str) -> None:
+        self.state = state
+        self.story.append(why)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        assert all(choice.next_position >= len(self.generation.token_ids) for choice in self._choices), self.story
+        if self.state is FlowState.DONE:
+            assert all(choice.ended for choice in self._choices), self.story

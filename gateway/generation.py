@@ -1,0 +1,77 @@
+"""Where the HTTP API ends and serving begins: one tokenised prompt goes in, deltas of tokens come out.
+
+The API validates, tokenises and words the answers; it knows no worker. The dispatcher behind `Generator` knows no
+HTTP: it routes, hands off and recovers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.contract.errors import BatonError, Cause
+from common.contract.messages import FinishReason, TokenLogprobs
+from common.contract.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One prompt to be generated, tokenised and validated. Nothing in it was copied from a client unseen."""
+
+    token_ids: tuple[int, ...]
+    """The prompt, at least one token."""
+    num_choices: int
+    """Choices to generate; they are numbered from 0."""
+    sampling: SamplingParams
+    budget_s: float
+    """Seconds that the whole generation may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New tokens of one choice; the deltas of a choice follow each other in order and without gaps."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    """One for each token when the sampling asked for them, else None."""
+    finish_reason: FinishReason | None
+    """Set on the choice's last delta."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """Whether a request that arrives now could be served."""
+
+    ready: bool
+    reason: str
+    """One line for an operator."""
+    details: Mapping[str, object] = field(default_factory=dict)
+    """What `/ready` shows besides; JSON values only."""
+
+
+class GenerationFailed(BatonError):  # noqa: N818 (the protocol's word for this end is Failed)
+    """A generation ended without finishing."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.message = message
+        """What the client is told."""
+
+
+class Generator(Protocol):
+    """Serves generations with whatever workers there are."""
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        """Yield deltas until each choice has had its `finish_reason`.
+
+        Raises `GenerationFailed`. Closing the iterator early (`aclose`, or cancelling the task that awaits it) aborts
+        the request on the workers.
+        """
+        ...
+
+    def ready(self) -> Readiness:
+        """Whether at least one prefill and one decode worker is usable."""
+        ...

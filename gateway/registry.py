@@ -1,0 +1,91 @@
+"""What the gateway knows of each worker: whether it may be given work, and how loaded it is. Pure state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.contract.errors import FingerprintMismatchError
+from common.contract.ids import Incarnation
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages import Heartbeat, Role, Welcome
+
+
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """One worker, as seen from here."""
+
+    address: str
+    role: Role
+    incarnation: Incarnation | None = None
+    """Set while its session is open."""
+    welcome: Welcome | None = None
+    load: Heartbeat | None = None
+    """The last heartbeat of this session."""
+    in_flight: int = 0
+    """Requests that this gateway has given it and that have not left it."""
+    in_flight_tokens: int = 0
+    """Tokens of those requests' prompts."""
+    refused: str | None = None
+    """Why it is not used although it answers."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be given new work."""
+        draining = self.load is not None and self.load.draining
+        return self.incarnation is not None and self.refused is None and not draining
+
+
+class Registry:
+    """Every worker that this gateway was told of, by address."""
+
+    def __init__(self, prefill: tuple[str, ...], decode: tuple[str, ...], config_hash: str) -> None:
+        self._config_hash = config_hash
+        self.workers = {address: WorkerView(address, Role.PREFILL) for address in prefill} | {
+            address: WorkerView(address, Role.DECODE) for address in decode
+        }
+
+    def opened(self, address: str, incarnation: Incarnation, welcome: Welcome) -> None:
+        """A session is open. Raises `FingerprintMismatchError` when the worker must not be used."""
+        worker = self.workers[address]
+        worker.incarnation, worker.welcome, worker.load = incarnation, welcome, None
+        worker.in_flight = worker.in_flight_tokens = 0
+        worker.refused = None
+        try:
+            self._require_fit(worker, welcome)
+        except FingerprintMismatchError as error:
+            worker.refused = str(error)
+            raise
+
+    def lost(self, address: str) -> None:
+        """Its session is over."""
+        worker = self.workers[address]
+        worker.incarnation = worker.welcome = worker.load = None
+
+    def heartbeat(self, address: str, load: Heartbeat) -> None:
+        """Its state of this moment."""
+        self.workers[address].load = load
+
+    def usable(self, role: Role) -> list[WorkerView]:
+        """Workers of a role that may be given work."""
+        return [worker for worker in self.workers.values() if worker.role is role and worker.usable]
+
+    def fingerprint(self) -> Fingerprint | None:
+        """The one fingerprint of the workers in use; None without workers."""
+        for worker in self.workers.values():
+            if worker.usable and worker.welcome is not None:
+                return worker.welcome.fingerprint
+        return None
+
+    def _require_fit(self, worker: WorkerView, welcome: Welcome) -> None:
+        if welcome.role is not worker.role:
+            raise FingerprintMismatchError(
+                f"the worker at {worker.address} was given as {worker.role} but is {welcome.role}"
+            )
+        if welcome.fingerprint.config_hash != self._config_hash:
+            raise FingerprintMismatchError(
+                f"fingerprint mismatch: config_hash: {self._config_hash} at this gateway, "
+                f"{welcome.fingerprint.config_hash} at {worker.address}"
+            )
+        for other in self.workers.values():
+            if other is not worker and other.usable and other.welcome is not None:
+                other.welcome.fingerprint.require_equal(welcome.fingerprint, other.address, worker.address)

@@ -1,0 +1,69 @@
+"""Stop strings, found as text comes in, wherever the pieces are cut.
+
+A match is complete at the first character at which the text so far ends with a stop string; if several end there, the
+longest counts. This depends on the text alone, not on how it was cut into tokens. Text is held back only while it
+could still be the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Passes text through up to the first stop string (Knuth, Morris and Pratt's automaton, one for each string)."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are not empty strings."""
+        assert all(stops)
+        self._stops = tuple(sorted(stops, key=len, reverse=True))
+        self._fallbacks = [_fallbacks(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        """Characters of each stop string that the text so far ends with."""
+        self._held = ""
+        """The end of the text that is not yet passed on: as long as the longest partial match."""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take more text; the text to pass on, and whether a stop string ended it. Not to be called after that."""
+        if not self._stops:
+            return text, False
+        known = self._held + text
+        for end in range(len(self._held) + 1, len(known) + 1):
+            length = self._advance(known[end - 1])
+            if length:
+                self._held = ""
+                return known[: end - length], True
+        keep = len(known) - max(self._matched)
+        self._held = known[keep:]
+        return known[:keep], False
+
+    def flush(self) -> str:
+        """The text is over: what was held back is no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> int:
+        """Move every automaton by one character; the length of the longest stop string that ends here, or 0."""
+        complete = 0
+        for index, (stop, fallbacks) in enumerate(zip(self._stops, self._fallbacks, strict=True)):
+            matched = self._matched[index]
+            while matched and stop[matched] != char:
+                matched = fallbacks[matched - 1]
+            matched += stop[matched] == char
+            if matched == len(stop):
+                complete = complete or matched
+                matched = fallbacks[-1]
+            self._matched[index] = matched
+        return complete
+
+
+def _fallbacks(stop: str) -> list[int]:
+    """For each prefix of `stop`, the length of its longest proper suffix that is also a prefix of `stop`."""
+    table = [0] * len(stop)
+    length = 0
+    for index in range(1, len(stop)):
+        while length and stop[index] != stop[length]:
+            length = table[length - 1]
+        length += stop[index] == stop[length]
+        table[index] = length
+    return table

@@ -1,0 +1,153 @@
+"""The model's tokenizer and chat template, as `transformers` loads them, without what the gateway must not load.
+
+Encoding and decoding go straight to the Rust tokenizer behind the `transformers` object: it may be used from several
+threads at once, lets go of the interpreter lock while it encodes, and never tidies up spaces in decoded text, which
+text that is already sent could not follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from common.contract.errors import BatonError, OperatorError
+
+_THREAD_CHARS = 8192
+"""Text from this size on, some milliseconds' work, is encoded in a thread."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_UNSETTLED = "�"
+
+
+class ChatTemplateError(BatonError):
+    """The model's chat template does not take these messages, or the model has none."""
+
+
+def keep_torch_out() -> None:
+    """Make torch impossible to import in this process, so that `transformers` loads only its tokenizers.
+
+    `transformers` imports torch wherever it finds it, which in a gateway costs seconds and hundreds of MB; with this,
+    a gateway beside an engine is the same as one in an image that has no torch. To be called before anything imports
+    `transformers`.
+    """
+    assert sys.modules.get("torch") is None, "torch is already loaded"
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make an import fail
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+
+
+class ModelTokenizer:
+    """Text to tokens and back, for one model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is a `transformers` tokenizer with a Rust backend, and belongs to this object from now on."""
+        self._templates = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        """One more than the largest token id, added tokens included."""
+        special = {index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        self._with_text = frozenset(vocabulary.values()) - special
+        self._spellings: dict[int, tuple[str, bytes]] = {}
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelTokenizer:
+        """Load the tokenizer of the checkpoint in `folder`; nothing is fetched.
+
+        Raises `OperatorError` if there is none that can be used.
+        """
+        from transformers import AutoTokenizer  # after `keep_torch_out`
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise OperatorError(f"cannot load a tokenizer from {folder}: {error}") from error
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise OperatorError(f"the tokenizer in {folder} has no fast form (tokenizer.json)")
+        return cls(tokenizer)
+
+    async def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt, with the special tokens that the model puts around a text."""
+        return await self._encode(text, add_special_tokens=True)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation up to where the assistant is to speak.
+
+        Special tokens are the template's: none is added. Raises `ChatTemplateError`.
+        """
+        if self._templates.chat_template is None:
+            raise ChatTemplateError("this model has no chat template: use /v1/completions")
+        try:
+            text: str = self._templates.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ChatTemplateError(f"the model's chat template does not take these messages: {error}") from error
+        return await self._encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, without special tokens."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens spelt out."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` gives something for this token: it is in the vocabulary, and not special."""
+        return token_id in self._with_text
+
+    def spelling(self, token_id: int) -> tuple[str, bytes]:
+        r"""A token by itself, for reports of log probabilities: a name and its bytes.
+
+        The name is the token's text; of a token that is no whole text it is `bytes:` and the bytes as `\x..`.
+        """
+        known = self._spellings.get(token_id)
+        if known is None:
+            known = self._spellings[token_id] = self._spell(token_id)
+        return known
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        def encode() -> list[int]:
+            # The batch form is the one that lets go of the interpreter lock.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            token_ids: list[int] = encoding.ids
+            return token_ids
+
+        return encode() if len(text) < _THREAD_CHARS else await asyncio.to_thread(encode)
+
+    def _spell(self, token_id: int) -> tuple[str, bytes]:
+        raw: str | None = self._backend.id_to_token(token_id)
+        if raw is None:
+            return "", b""
+        text = self.decode_all([token_id])
+        if _UNSETTLED not in text:
+            if raw.startswith("▁") and not text.startswith(" "):  # a decoder drops the space before the first word
+                text = " " + text
+            return text, text.encode()
+        if match := _BYTE_TOKEN.fullmatch(raw):
+            content = bytes.fromhex(match[1])
+        elif all(char in _BYTE_OF_CHAR for char in raw):
+            content = bytes(_BYTE_OF_CHAR[char] for char in raw)
+        else:
+            return text, text.encode()
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level BPE spells bytes (GPT-2): visible Latin-1 as itself, the others from U+0100 on, in order."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

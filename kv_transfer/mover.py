@@ -1,0 +1,272 @@
+"""The thread that moves blocks, so that no copy, however long, delays the event loop.
+
+The event loop posts commands and hears of ended reads by `call_soon_threadsafe`; the transport is touched by the thread
+alone. With no read open and nothing to serve the thread sleeps on its queue; otherwise it polls the transport too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from common.contract.errors import TransferError
+from common.contract.ids import Incarnation
+from kv_transfer.transport import Read, ReadId, ReadState, Transport
+
+READING_POLL_INTERVAL_S = 0.0003
+"""Pause between two looks at open reads."""
+SERVING_POLL_INTERVAL_S = 0.0005
+"""Pause between two looks at what peers read: about 5 % of a core."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _AddSource:
+    source: Incarnation
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _StartRead:
+    read_id: ReadId
+    source: Incarnation
+    source_blocks: tuple[int, ...]
+    sink_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _SetServing:
+    serving: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _DropSource:
+    source: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Command = _AddSource | _StartRead | _SetServing | _DropSource | _Stop
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A read that will write nothing any more."""
+
+    read_id: ReadId
+    num_blocks: int
+    duration_s: float
+    error: str
+    """Empty when every block has arrived."""
+
+
+class Mover:
+    """Owns a transport. Every method is called on the event loop's thread, and every callback is made there.
+
+    `on_read(read_id, error)` tells once for each read that it has ended, that is, that nothing will write to its blocks
+    any more: with None when every block has arrived, with the error otherwise. It is never called from within `read`.
+    `on_fatal(error)` tells that the thread has died of a bug. Reads whose end could not be proved are then never
+    reported, and their blocks stay in quarantine: the process should end.
+    """
+
+    def __init__(
+        self,
+        make_transport: Callable[[], Transport],
+        on_read: Callable[[ReadId, TransferError | None], None],
+        on_fatal: Callable[[Exception], None],
+    ) -> None:
+        self.num_reads_done = 0
+        self.num_reads_failed = 0
+        self.num_blocks_read = 0
+        """Blocks of the reads that are done."""
+        self.read_seconds = 0.0
+        """Time from start to end, summed over the reads that are done; reads overlap."""
+        self._make_transport = make_transport
+        self._on_read = on_read
+        self._on_fatal = on_fatal
+        # Bounded by its users: at most one open read for each block, and a few commands for each peer.
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._open: set[ReadId] = set()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    @property
+    def num_open_reads(self) -> int:
+        """Reads whose end has not been reported."""
+        return len(self._open)
+
+    async def start(self) -> bytes:
+        """Make the transport and return its metadata. Raises `TransferError` when it cannot work here."""
+        assert self._thread is None
+        self._loop = asyncio.get_running_loop()
+        self._metadata: asyncio.Future[bytes] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
+        self._thread.start()
+        return await asyncio.shield(self._metadata)
+
+    def add_source(self, source: Incarnation, metadata: bytes) -> None:
+        """Make a worker's blocks readable; inert when they are. An error surfaces on each read from that source."""
+        self._commands.put(_AddSource(source, metadata))
+
+    def read(
+        self, read_id: ReadId, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]
+    ) -> None:
+        """Copy block `source_blocks[i]` of `source` into block `sink_blocks[i]` of this worker; see `on_read`."""
+        assert read_id not in self._open, read_id
+        self._open.add(read_id)
+        self._commands.put(_StartRead(read_id, source, tuple(source_blocks), tuple(sink_blocks)))
+        if self._stopped:
+            self._loop.call_soon(self._refuse_reads)
+
+    def set_serving(self, serving: bool) -> None:
+        """Say whether peers may be reading now: while they may, the thread gives their reads progress."""
+        self._commands.put(_SetServing(serving))
+
+    def drop_source(self, source: Incarnation) -> None:
+        """The fence: forget a source. Each of its open reads is then reported as failed, if it had not ended."""
+        self._commands.put(_DropSource(source))
+
+    async def close(self) -> None:
+        """End the thread and the transport; open reads are reported as failed before this returns."""
+        if self._thread is None:
+            return
+        self._commands.put(_Stop())
+        await asyncio.shield(self._ended)
+        self._thread.join()
+
+    def _report(self, ended: _Ended) -> None:
+        self._open.remove(ended.read_id)
+        if ended.error:
+            self.num_reads_failed += 1
+            self._on_read(ended.read_id, TransferError(ended.error))
+        else:
+            self.num_reads_done += 1
+            self.num_blocks_read += ended.num_blocks
+            self.read_seconds += ended.duration_s
+            self._on_read(ended.read_id, None)
+
+    def _end(self, fatal: Exception | None) -> None:
+        """The thread's last words."""
+        self._stopped = True
+        self._refuse_reads()
+        self._ended.set_result(None)
+        if fatal is None:
+            return
+        if not self._metadata.done():
+            self._metadata.set_exception(fatal)
+            return
+        _logger.error("the mover has died with %d reads open", self.num_open_reads, exc_info=fatal)
+        self._on_fatal(fatal)
+
+    def _refuse_reads(self) -> None:
+        """After the thread's end: nothing was started for the reads that are still in the queue."""
+        while not self._commands.empty():
+            command = self._commands.get_nowait()
+            if isinstance(command, _StartRead):
+                self._report(_Ended(command.read_id, 0, 0.0, "the mover has stopped"))
+
+    def _run(self) -> None:
+        """The thread."""
+        fatal: Exception | None = None
+        try:
+            worker = _Worker(self._make_transport(), self._commands, lambda ended: self._tell(self._report, ended))
+            try:
+                self._tell(self._metadata.set_result, worker.metadata())
+                worker.run()
+            finally:
+                worker.close()
+        except Exception as error:  # noqa: BLE001 (`start` raises it, or `on_fatal` gets it)
+            fatal = error
+        self._tell(self._end, fatal)
+
+    def _tell(self, callback: Callable[..., object], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(callback, *args)
+
+
+class _Worker:
+    """The transport and its open reads, on the thread."""
+
+    def __init__(self, transport: Transport, commands: SimpleQueue[_Command], report: Callable[[_Ended], None]) -> None:
+        self._transport = transport
+        self._commands = commands
+        self._report = report
+        self._open: dict[ReadId, tuple[Read, float]] = {}
+        self._refused_sources: dict[Incarnation, str] = {}
+        self._serving = False
+
+    def metadata(self) -> bytes:
+        """The transport's."""
+        return self._transport.metadata()
+
+    def run(self) -> None:
+        """Execute commands and poll the transport until told to stop."""
+        while True:
+            try:
+                command = self._commands.get(timeout=self._patience_s())
+            except Empty:
+                pass
+            else:
+                if isinstance(command, _Stop):
+                    return
+                self._execute(command)
+            self._transport.poll()
+            self._report_ended()
+
+    def close(self) -> None:
+        """Close the transport, which ends every read."""
+        self._transport.close()
+        self._report_ended()
+
+    def _patience_s(self) -> float | None:
+        """How long to sleep if no command comes; None is until one does."""
+        if self._open:
+            return READING_POLL_INTERVAL_S
+        return SERVING_POLL_INTERVAL_S if self._serving and self._transport.serves_by_polling else None
+
+    def _execute(self, command: _Command) -> None:
+        match command:
+            case _AddSource(source, metadata):
+                self._refused_sources.pop(source, None)
+                try:
+                    self._transport.add_source(source, metadata)
+                except TransferError as error:
+                    self._refused_sources[source] = str(error)
+            case _StartRead():
+                self._start_read(command)
+            case _SetServing(serving):
+                self._serving = serving
+            case _DropSource(source):
+                self._refused_sources.pop(source, None)
+                self._transport.drop_source(source)
+
+    def _start_read(self, command: _StartRead) -> None:
+        started_s = time.monotonic()
+        error = self._refused_sources.get(command.source)
+        if error is None:
+            try:
+                read = self._transport.start_read(command.source, command.source_blocks, command.sink_blocks)
+            except TransferError as refused:
+                error = str(refused)
+            else:
+                self._open[command.read_id] = (read, started_s)
+                return
+        self._report(_Ended(command.read_id, 0, 0.0, error))
+
+    def _report_ended(self) -> None:
+        now_s = time.monotonic()
+        for read_id, (read, started_s) in list(self._open.items()):
+            if read.state is not ReadState.PENDING:
+                del self._open[read_id]
+                self._report(_Ended(read_id, read.num_blocks, now_s - started_s, read.error))

@@ -1,0 +1,291 @@
+"""The sink's half of a handoff: one pull, from the attach to the settle.
+
+Life cycle of a pull:
+
+    attaching ──► offered ──► pulling ──► settling ──► settled      (its blocks are the sequence's)
+        │            │           │           │
+        └────────────┴───────────┴───────────┴───────► abandoned    (its blocks are free, or in quarantine)
+
+`offered`: the source has allocated every block, so the sink may reserve its own. `pulling`: blocks are reserved and
+read as they become ready. `settling`: every read has ended; the source is asked whether the lease was held until now.
+
+A block under an unfinished read belongs to nobody: when a pull is abandoned, such a block is released only when its
+read has ended (done or failed: `transport.ReadState`), never before.
+
+Pure state: events in, actions out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.contract.errors import Cause
+from common.contract.ids import LeaseId, RequestKey
+from common.contract.messages import (
+    Attach,
+    BlocksReady,
+    Detach,
+    Message,
+    OfferWithdrawn,
+    PrefillDone,
+    Settle,
+    Settled,
+    Source,
+    Tokens,
+)
+
+
+class PullState(StrEnum):
+    """Where a pull is."""
+
+    ATTACHING = "attaching"
+    OFFERED = "offered"
+    PULLING = "pulling"
+    SETTLING = "settling"
+    SETTLED = "settled"
+    ABANDONED = "abandoned"
+
+
+_TRANSITIONS: dict[PullState, frozenset[PullState]] = {
+    PullState.ATTACHING: frozenset({PullState.OFFERED, PullState.ABANDONED}),
+    PullState.OFFERED: frozenset({PullState.PULLING, PullState.ABANDONED}),
+    PullState.PULLING: frozenset({PullState.SETTLING, PullState.ABANDONED}),
+    PullState.SETTLING: frozenset({PullState.SETTLED, PullState.ABANDONED}),
+    PullState.SETTLED: frozenset(),
+    PullState.ABANDONED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SendToSource:
+    """Send `message` to the source."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class WantBlocks:
+    """The offer is open: reserve this many blocks and call `reserve`."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    """Read blocks `[start, start + len(source_blocks))` of the sequence; report `read_done(start, …)`."""
+
+    start: int
+    source_blocks: tuple[int, ...]
+    sink_blocks: tuple[int, ...]
+    checksums: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Settled and valid: the blocks hold the sequence's KV, and these are its first tokens."""
+
+    block_ids: tuple[int, ...]
+    first_tokens: tuple[Tokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """These blocks are no longer the pull's, and nothing writes to them."""
+
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """The pull is abandoned. `cause` is None when the first tokens ended the request: nobody needs to be told."""
+
+    cause: Cause | None
+    message: str
+
+
+Action = SendToSource | WantBlocks | StartRead | Admit | Release | GaveUp
+
+
+class Pull:
+    """One request's blocks on their way from a source."""
+
+    def __init__(self, key: RequestKey, source: Source) -> None:
+        self.key = key
+        self.source = source
+        self.state = PullState.ATTACHING
+        self.num_blocks: int | None = None
+        """Blocks of the whole offer, once it is known."""
+        self.story: list[str] = []
+        self._lease: tuple[LeaseId, int] | None = None
+        self._offered: list[int] = []
+        self._checksums: list[int] = []
+        self._sink_blocks: tuple[int, ...] = ()
+        self._num_requested = 0
+        self._open_reads: dict[int, int] = {}
+        """Reads under way: first block of the sequence → one past the last."""
+        self._first_tokens: tuple[Tokens, ...] | None = None
+
+    @property
+    def quarantined(self) -> tuple[int, ...]:
+        """Blocks of an abandoned pull that an unfinished read may still write to."""
+        return self._reading() if self.state is PullState.ABANDONED else ()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of this pull is left to wait for."""
+        return self.state is PullState.SETTLED or (self.state is PullState.ABANDONED and not self._open_reads)
+
+    # --- events --------------------------------------------------------------------------------------------------
+
+    def attach(self) -> list[Action]:
+        """Subscribe; also after lost messages, since the source then tells everything again."""
+        self.story.append("attach")
+        if self.state is PullState.SETTLING:
+            return [self._settle()]
+        if self.state in (PullState.SETTLED, PullState.ABANDONED):
+            return []
+        return [SendToSource(Attach(request=self.key.request, attempt=self.key.attempt))]
+
+    def blocks_ready(self, message: BlocksReady) -> list[Action]:
+        """The source offers more blocks, or, after an attach, all of them again."""
+        if self.state not in (PullState.ATTACHING, PullState.OFFERED, PullState.PULLING):
+            return []
+        if self._lease is None:
+            self._lease = (message.lease, message.epoch)
+            self.num_blocks = message.num_blocks
+        elif self._lease != (message.lease, message.epoch):
+            return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now", detach=True)
+        known = len(self._offered)
+        end = message.start + len(message.block_ids)
+        checksums = message.checksums if message.checksums is not None else ()
+        if end > message.num_blocks or message.num_blocks != self.num_blocks:
+            return self.abandon(Cause.TRANSFER, "the source offers more blocks than it announced", detach=True)
+        if message.checksums is not None and len(checksums) != len(message.block_ids):
+            return self.abandon(Cause.TRANSFER, "the source sent fewer checksums than blocks", detach=True)
+        if message.start > known:
+            return self.attach()
+        self.story.append(f"ready {end}")
+        self._offered.extend(message.block_ids[known - message.start :])
+        self._checksums.extend(checksums[known - message.start :])
+        if self.state is PullState.ATTACHING:
+            self._enter(PullState.OFFERED)
+            return [WantBlocks(message.num_blocks)]
+        return self._read_more()
+
+    def reserve(self, block_ids: Sequence[int]) -> list[Action]:
+        """Blocks to read into, one for each block of the offer: reading begins."""
+        assert len(block_ids) == self.num_blocks, self.story
+        self._enter(PullState.PULLING)
+        self._sink_blocks = tuple(block_ids)
+        return self._read_more() + self._settle_if_read()
+
+    def read_done(self, start: int, error: str | None) -> list[Action]:
+        """The read that began at block `start` has ended; `error` says why, if it failed."""
+        end = self._open_reads.pop(start)
+        self.story.append(f"read [{start}, {end}) {error or 'done'}")
+        if self.state is PullState.ABANDONED:
+            return [Release(self._sink_blocks[start:end])]
+        if error is None:
+            return self._settle_if_read()
+        return self.abandon(Cause.TRANSFER, f"a read failed: {error}", detach=True)
+
+    def prefill_done(self, message: PrefillDone) -> list[Action]:
+        """The first tokens are known, and every block has been announced."""
+        if self.state not in (PullState.OFFERED, PullState.PULLING):
+            return []
+        if self._lease != (message.lease, message.epoch):
+            return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now", detach=True)
+        if all(tokens.finish_reason is not None for tokens in message.first_tokens):
+            return self.abandon(None, "the first token ended the request", detach=False)
+        self._first_tokens = message.first_tokens
+        if len(self._offered) < (self.num_blocks or 0):
+            return self.attach()
+        return self._settle_if_read()
+
+    def settled(self, message: Settled) -> list[Action]:
+        """The source's verdict. Only `valid`, for our lease and epoch, admits what was read."""
+        if self.state is not PullState.SETTLING or self._lease != (message.lease, message.epoch):
+            return []
+        if not message.valid:
+            return self.abandon(
+                Cause.LEASE_LOST, "the source could not prove that what was read is valid", detach=False
+            )
+        self._enter(PullState.SETTLED)
+        assert self._first_tokens is not None
+        return [Admit(self._sink_blocks, self._first_tokens)]
+
+    def withdrawn(self, message: OfferWithdrawn) -> list[Action]:
+        """The source has nothing (more) to offer."""
+        return self.abandon(message.cause, f"the source withdrew its offer: {message.message}", detach=False)
+
+    def abandon(self, cause: Cause | None, message: str, *, detach: bool) -> list[Action]:
+        """Give up; inert when the pull has ended. `detach` tells the source, unless it is the source's own doing."""
+        if self.state in (PullState.SETTLED, PullState.ABANDONED):
+            return []
+        self._enter(PullState.ABANDONED)
+        reading = set(self._reading())
+        free = tuple(block for block in self._sink_blocks if block not in reading)
+        actions: list[Action] = []
+        if detach:
+            actions.append(SendToSource(Detach(request=self.key.request, attempt=self.key.attempt)))
+        if free:
+            actions.append(Release(free))
+        return [*actions, GaveUp(cause, message)]
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        assert self._num_requested <= len(self._offered), self.story
+        assert self.num_blocks is None or len(self._offered) <= self.num_blocks, self.story
+        ranges = sorted(self._open_reads.items())
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges)), self.story
+        assert all(end <= self._num_requested for _, end in ranges), self.story
+        if self.state in (PullState.SETTLING, PullState.SETTLED):
+            assert not self._open_reads, self.story
+            assert self._num_requested == self.num_blocks, self.story
+            assert self._first_tokens is not None, self.story
+        if self.state in (PullState.ATTACHING, PullState.OFFERED):
+            assert not self._sink_blocks, self.story
+
+    # --- the steps between ---------------------------------------------------------------------------------------
+
+    def _enter(self, state: PullState) -> None:
+        assert state in _TRANSITIONS[self.state], f"{self.state} to {state}: {self.story}"
+        self.state = state
+        self.story.append(f"→ {state}")
+
+    def _reading(self) -> tuple[int, ...]:
+        return tuple(block for start, end in self._open_reads.items() for block in self._sink_blocks[start:end])
+
+    def _read_more(self) -> list[Action]:
+        start, end = self._num_requested, len(self._offered)
+        if self.state is not PullState.PULLING or start == end:
+            return []
+        self._num_requested = end
+        self._open_reads[start] = end
+        return [
+            StartRead(
+                start=start,
+                source_blocks=tuple(self._offered[start:end]),
+                sink_blocks=self._sink_blocks[start:end],
+                checksums=tuple(self._checksums[start:end]) if self._checksums else None,
+            )
+        ]
+
+    def _settle_if_read(self) -> list[Action]:
+        if (
+            self.state is not PullState.PULLING
+            or self._first_tokens is None
+            or self._open_reads
+            or self._num_requested != self.num_blocks
+        ):
+            return []
+        self._enter(PullState.SETTLING)
+        return [self._settle()]
+
+    def _settle(self) -> SendToSource:
+        assert self._lease is not None
+        lease, epoch = self._lease
+        return SendToSource(Settle(request=self.key.request, attempt=self.key.attempt, lease=lease, epoch=epoch))

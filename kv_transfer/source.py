@@ -1,0 +1,365 @@
+"""The source's half of a handoff: which blocks are offered to whom, under which lease, until when.
+
+Life cycle of a lease:
+
+    open ──► growing ──► complete ──► ended
+                  │          │          by: a valid settle, withdrawal (abort, failure), expiry, reclaim,
+                  └──────────┴────────►     or because the first token already ended the request
+
+A lease pins its blocks from `open` until it ends; the table then answers `Unpin`, and only then may the worker reuse
+them. An ended lease has no entry, so its epoch can match nothing any more: whoever settles it afterwards is told
+`invalid`. (The same sink that has been told `valid` is told so again: the answer is about the time before it asked.)
+
+Pure state: events and a time in, actions out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_lease_id
+from common.contract.messages import (
+    Attach,
+    BlocksReady,
+    Detach,
+    Message,
+    OfferWithdrawn,
+    PrefillDone,
+    Settle,
+    Settled,
+    Tokens,
+)
+
+MAX_TOMBSTONES = 4096
+"""Ended leases whose answers are remembered."""
+MAX_PARKED = 4096
+"""Attaches that wait for their Prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `message` to the sink."""
+
+    sink: Incarnation
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """The lease no longer pins these blocks."""
+
+    key: RequestKey
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The table itself ended the lease; whoever asked for the request must learn it."""
+
+    key: RequestKey
+    cause: Cause
+    message: str
+
+
+Action = Send | Unpin | Dropped
+
+
+@dataclass(slots=True)
+class Lease:
+    """One pin on the blocks of one request."""
+
+    key: RequestKey
+    lease: LeaseId
+    epoch: int
+    block_ids: tuple[int, ...]
+    opened_at: float
+    deadline: float
+    """When the request's own budget ends."""
+    unattached_since: float
+    num_ready: int = 0
+    """Blocks `[0, num_ready)` can be read."""
+    checksums: list[int] | None = None
+    first_tokens: tuple[Tokens, ...] | None = None
+    """Set once the offer is complete."""
+    sink: Incarnation | None = None
+    story: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block is ready and the first tokens are known."""
+        return self.first_tokens is not None
+
+
+@dataclass(slots=True)
+class _Parked:
+    attempt: int
+    sink: Incarnation
+    until: float
+
+
+class LeaseTable:
+    """Every lease of one worker, at most one a request."""
+
+    def __init__(self, *, unattached_ttl_s: float, checksums: bool = False) -> None:
+        self._unattached_ttl_s = unattached_ttl_s
+        self._checksums = checksums
+        self._leases: dict[RequestId, Lease] = {}
+        self._parked: OrderedDict[RequestId, _Parked] = OrderedDict()
+        self._settled: OrderedDict[LeaseId, tuple[int, Incarnation]] = OrderedDict()
+        self._epoch = 0
+        self.num_expired = 0
+        self.num_reclaimed = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_attached(self) -> int:
+        """Leases that a sink may be reading from."""
+        return sum(lease.sink is not None for lease in self._leases.values())
+
+    @property
+    def num_parked(self) -> int:
+        """Attaches waiting for their Prefill."""
+        return len(self._parked)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks pinned by leases, counted once for each lease."""
+        return sum(len(lease.block_ids) for lease in self._leases.values())
+
+    # --- the offer -----------------------------------------------------------------------------------------------
+
+    def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[Action]:
+        """Pin `block_ids` for a request that has none yet; a parked attach is answered."""
+        assert key.request not in self._leases, f"{key} has a lease: {self._leases[key.request].story}"
+        self._epoch += 1
+        lease = Lease(
+            key=key,
+            lease=new_lease_id(),
+            epoch=self._epoch,
+            block_ids=tuple(block_ids),
+            opened_at=now,
+            deadline=deadline,
+            unattached_since=now,
+            checksums=[] if self._checksums else None,
+            story=[f"open {len(block_ids)} blocks"],
+        )
+        self._leases[key.request] = lease
+        parked = self._parked.pop(key.request, None)
+        if parked is not None and parked.attempt >= key.attempt and parked.until > now:
+            return self._bind(lease, parked.attempt, parked.sink)
+        return []
+
+    def blocks_ready(
+        self, request: RequestId, num_ready: int, checksums: Sequence[int] = (), *, now: float
+    ) -> list[Action]:
+        """The step that wrote blocks up to `num_ready` is complete; `checksums` are those of the new blocks."""
+        lease = self._leases[request]
+        start = lease.num_ready
+        assert start <= num_ready <= len(lease.block_ids), lease.story
+        if num_ready == start:
+            return []
+        lease.num_ready = num_ready
+        lease.story.append(f"ready {num_ready}")
+        if lease.checksums is not None:
+            lease.checksums.extend(checksums)
+            assert len(lease.checksums) == num_ready, "one checksum for each ready block"
+        if lease.sink is None:
+            lease.unattached_since = now
+            return []
+        return [Send(lease.sink, _offer(lease, start))]
+
+    def complete(self, request: RequestId, first_tokens: Sequence[Tokens]) -> list[Action]:
+        """The last chunk is done. If no choice goes on after its first token, the lease has nothing left to do."""
+        lease = self._leases[request]
+        assert lease.num_ready == len(lease.block_ids), lease.story
+        lease.first_tokens = tuple(first_tokens)
+        lease.story.append("complete")
+        actions: list[Action] = []
+        if lease.sink is not None:
+            actions.append(Send(lease.sink, _done(lease)))
+        if all(tokens.finish_reason is not None for tokens in first_tokens):
+            actions.append(self._end(lease))
+        return actions
+
+    # --- the sink ------------------------------------------------------------------------------------------------
+
+    def attach(self, message: Attach, sink: Incarnation, now: float) -> list[Action]:
+        """A sink subscribes, or subscribes again after a loss: it is told everything from the first block."""
+        lease = self._leases.get(message.request)
+        if lease is None:
+            self._parked[message.request] = _Parked(message.attempt, sink, now + self._unattached_ttl_s)
+            self._parked.move_to_end(message.request)
+            if len(self._parked) > MAX_PARKED:
+                return self._refuse_parked(self._parked.popitem(last=False), Cause.CAPACITY, "too many parked attaches")
+            return []
+        if message.attempt < lease.key.attempt:
+            return [Send(sink, _withdrawn(message.key, Cause.SUPERSEDED, "a newer attempt is attached"))]
+        return self._bind(lease, message.attempt, sink)
+
+    def settle(self, message: Settle, sink: Incarnation) -> list[Action]:
+        """Whether the lease was held, in this epoch and for this sink, until now. Valid ends the lease."""
+        lease = self._leases.get(message.request)
+        if (
+            lease is not None
+            and (lease.key, lease.lease, lease.epoch) == (message.key, message.lease, message.epoch)
+            and lease.sink == sink
+            and lease.complete
+        ):
+            self._settled[lease.lease] = (lease.epoch, sink)
+            while len(self._settled) > MAX_TOMBSTONES:
+                self._settled.popitem(last=False)
+            return [Send(sink, _settled(message, valid=True)), self._end(lease)]
+        return [Send(sink, _settled(message, valid=self._settled.get(message.lease) == (message.epoch, sink)))]
+
+    def detach(self, message: Detach, sink: Incarnation, now: float) -> list[Action]:
+        """The sink gives up; the offer stays for another."""
+        parked = self._parked.get(message.request)
+        if parked is not None and (parked.attempt, parked.sink) == (message.attempt, sink):
+            del self._parked[message.request]
+        lease = self._leases.get(message.request)
+        if lease is not None and lease.key == message.key and lease.sink == sink:
+            lease.sink = None
+            lease.unattached_since = now
+            lease.story.append("detached")
+        return []
+
+    def sink_lost(self, sink: Incarnation, now: float) -> list[Action]:
+        """Every lease of a sink that is gone waits for another one."""
+        for request in [request for request, parked in self._parked.items() if parked.sink == sink]:
+            del self._parked[request]
+        for lease in self._leases.values():
+            if lease.sink == sink:
+                lease.sink = None
+                lease.unattached_since = now
+                lease.story.append("sink lost")
+        return []
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def withdraw(self, request: RequestId, cause: Cause, message: str) -> list[Action]:
+        """End the lease from this side (abort, failure); inert without one."""
+        parked = self._parked.pop(request, None)
+        lease = self._leases.get(request)
+        if lease is None:
+            return [] if parked is None else self._refuse_parked((request, parked), cause, message)
+        actions: list[Action] = []
+        if lease.sink is not None:
+            actions.append(Send(lease.sink, _withdrawn(lease.key, cause, message)))
+        return [*actions, self._end(lease)]
+
+    def expire(self, now: float) -> list[Action]:
+        """End what has outlived its time: the request's budget, or the wait for a sink."""
+        actions: list[Action] = []
+        for request, parked in [item for item in self._parked.items() if item[1].until <= now]:
+            del self._parked[request]
+            actions += self._refuse_parked((request, parked), Cause.DEADLINE, "no such prefill arrived")
+        for lease in [lease for lease in self._leases.values() if self._expiry(lease) <= now]:
+            self.num_expired += 1
+            state = "attached" if lease.sink is not None else "waiting for a decode worker"
+            actions += self._drop(lease, Cause.DEADLINE, f"the lease expired while {state}")
+        return actions
+
+    def reclaim(self, num_blocks: int, unattached_before: float) -> list[Action]:
+        """Under pressure: end complete leases that no sink has attached to since `unattached_before`, oldest first."""
+        actions: list[Action] = []
+        freed = 0
+        for lease in sorted(self._leases.values(), key=lambda lease: lease.unattached_since):
+            if freed >= num_blocks or lease.unattached_since > unattached_before:
+                break
+            if lease.sink is None and lease.complete:
+                freed += len(lease.block_ids)
+                self.num_reclaimed += 1
+                actions += self._drop(lease, Cause.LEASE_LOST, "reclaimed under pressure before a sink attached")
+        return actions
+
+    def next_expiry(self) -> float:
+        """When `expire` has something to do next; infinity if never."""
+        return min(
+            min((self._expiry(lease) for lease in self._leases.values()), default=math.inf),
+            min((parked.until for parked in self._parked.values()), default=math.inf),
+        )
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        epochs = [lease.epoch for lease in self._leases.values()]
+        assert len(set(epochs)) == len(epochs), "two leases in one epoch"
+        assert all(epoch <= self._epoch for epoch in epochs)
+        assert len(self._parked) <= MAX_PARKED
+        assert len(self._settled) <= MAX_TOMBSTONES
+        for request, lease in self._leases.items():
+            assert lease.key.request == request, lease.story
+            assert 0 <= lease.num_ready <= len(lease.block_ids), lease.story
+            assert lease.lease not in self._settled, lease.story
+            assert not lease.complete or lease.num_ready == len(lease.block_ids), lease.story
+            assert request not in self._parked, lease.story
+
+    def _expiry(self, lease: Lease) -> float:
+        if lease.sink is not None or not lease.complete:
+            return lease.deadline
+        return min(lease.deadline, lease.unattached_since + self._unattached_ttl_s)
+
+    def _bind(self, lease: Lease, attempt: int, sink: Incarnation) -> list[Action]:
+        actions: list[Action] = []
+        if lease.sink is not None and (lease.sink, lease.key.attempt) != (sink, attempt):
+            actions.append(Send(lease.sink, _withdrawn(lease.key, Cause.SUPERSEDED, "another sink attached")))
+        lease.key = RequestKey(lease.key.request, attempt)
+        lease.sink = sink
+        lease.story.append(f"attached by {sink}, attempt {attempt}")
+        actions.append(Send(sink, _offer(lease, 0)))
+        if lease.complete:
+            actions.append(Send(sink, _done(lease)))
+        return actions
+
+    def _drop(self, lease: Lease, cause: Cause, message: str) -> list[Action]:
+        actions: list[Action] = []
+        if lease.sink is not None:
+            actions.append(Send(lease.sink, _withdrawn(lease.key, cause, message)))
+        return [*actions, Dropped(lease.key, cause, message), self._end(lease)]
+
+    def _end(self, lease: Lease) -> Unpin:
+        del self._leases[lease.key.request]
+        return Unpin(lease.key, lease.block_ids)
+
+    def _refuse_parked(self, item: tuple[RequestId, _Parked], cause: Cause, message: str) -> list[Action]:
+        request, parked = item
+        return [Send(parked.sink, _withdrawn(RequestKey(request, parked.attempt), cause, message))]
+
+
+def _offer(lease: Lease, start: int) -> BlocksReady:
+    return BlocksReady(
+        request=lease.key.request,
+        attempt=lease.key.attempt,
+        lease=lease.lease,
+        epoch=lease.epoch,
+        start=start,
+        block_ids=lease.block_ids[start : lease.num_ready],
+        num_blocks=len(lease.block_ids),
+        checksums=None if lease.checksums is None else tuple(lease.checksums[start:]),
+    )
+
+
+def _done(lease: Lease) -> PrefillDone:
+    assert lease.first_tokens is not None
+    return PrefillDone(
+        request=lease.key.request,
+        attempt=lease.key.attempt,
+        lease=lease.lease,
+        epoch=lease.epoch,
+        first_tokens=lease.first_tokens,
+    )
+
+
+def _settled(message: Settle, *, valid: bool) -> Settled:
+    return Settled(
+        request=message.request, attempt=message.attempt, lease=message.lease, epoch=message.epoch, valid=valid
+    )
+
+
+def _withdrawn(key: RequestKey, cause: Cause, message: str) -> OfferWithdrawn:
+    return OfferWithdrawn(request=key.request, attempt=key.attempt, cause=cause, message=message)

@@ -1,0 +1,27 @@
+"""The transports by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.contract.ids import Incarnation
+from kv_transfer.regions import Region
+from kv_transfer.transport import Transport
+
+
+def transport_maker(name: str, region: Region, me: Incarnation, host: str) -> Callable[[], Transport]:
+    """A function that makes the transport `name` ("nixl" or "zmq") over `region`, on the thread that will use it.
+
+    `host` is where peers reach this worker; only the ZMQ transport binds it. NIXL is loaded only when it is asked for.
+    """
+
+    def make() -> Transport:
+        if name == "nixl":
+            from kv_transfer.nixl_transport import NixlTransport
+
+            return NixlTransport(region, me)
+        from kv_transfer.zmq_transport import ZmqTransport
+
+        return ZmqTransport(region, me, host)
+
+    return make

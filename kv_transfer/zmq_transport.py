@@ -1,0 +1,395 @@
+"""Blocks over plain ZMQ: for machines without NIXL, and for tests. Host memory only.
+
+A read is cut into pieces of at most `PIECE_BYTES`; the sink asks for each piece and has at most `MAX_PIECES_ASKED` on
+their way from one source, which bounds the memory of both sides, and the source keeps no state. A thread answers peers;
+what arrives is copied into the sink's blocks by `poll` alone, so closing the socket is a complete fence. A connection
+is never mended: its loss (closed, refused, or 1.5 s without an answer to a heartbeat) fails every read that uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import msgpack
+import zmq
+from pydantic import ConfigDict, Field, TypeAdapter
+from zmq.utils.monitor import recv_monitor_message
+
+from common.contract.errors import TransferError
+from common.contract.ids import Incarnation
+from kv_transfer.regions import Region
+from kv_transfer.transport import Read, ReadState, pack_metadata, require_pairs, unpack, unpack_metadata
+
+PIECE_BYTES = 2**20
+"""Most bytes of blocks in one message."""
+MAX_BLOCKS_PER_PIECE = 4096
+MAX_PIECES_ASKED = 8
+"""Pieces on their way from one source to one sink."""
+MAX_PIECES_PER_POLL = 16
+"""Pieces copied from one source in one `poll`, about 3 ms."""
+MAX_HEADER_BYTES = 2**16
+"""Largest request, and largest header of an answer."""
+HEARTBEAT_INTERVAL_MS = 500
+HEARTBEAT_TIMEOUT_MS = 1000
+CONNECT_TIMEOUT_MS = 2000
+SINK_TIMEOUT_MS = 10_000
+"""A sink that is silent for so long loses its connection, and the source the pieces queued for it."""
+
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+"""Events after which a connection that is never mended is of no more use."""
+
+_logger = logging.getLogger(__name__)
+
+_Count = Annotated[int, Field(strict=True, ge=0, le=2**62)]
+_Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Metadata:
+    """A source, as its sinks see it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    incarnation: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
+    # An address, for a name that does not resolve would never connect, and ZMQ would not say so.
+    endpoint: Annotated[str, Field(strict=True, max_length=64, pattern=r"^tcp://(\d{1,3}(\.\d{1,3}){3}):\d{1,5}$")]
+    token: Annotated[bytes, Field(strict=True, min_length=16, max_length=64)]
+    num_blocks: _Size
+    block_bytes: _Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """Send bytes `[start, start + length)` of each of these blocks."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    token: Annotated[bytes, Field(strict=True, max_length=64)]
+    number: _Count
+    block_ids: Annotated[list[_Count], Field(min_length=1, max_length=MAX_BLOCKS_PER_PIECE)]
+    start: _Count
+    length: _Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AnswerHeader:
+    """Goes before the bytes of a piece, or stands alone with the reason why there are none."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    number: _Count
+    refused: Annotated[str, Field(strict=True, max_length=1024)]
+
+
+_METADATA = TypeAdapter(_Metadata)
+_REQUEST = TypeAdapter(_Request)
+_ANSWER_HEADER = TypeAdapter(_AnswerHeader)
+
+
+class ZmqTransport:
+    """The `Transport` over ZMQ, serving on `host` (an IPv4 address that peers reach) and a port of the system's choice.
+
+    Raises `TransferError` for device memory, and when the address cannot be bound.
+    """
+
+    name = "zmq"
+    serves_by_polling = False
+
+    def __init__(self, region: Region, incarnation: Incarnation, host: str) -> None:
+        if region.device != "cpu":
+            raise TransferError("the ZMQ transport moves host memory only")
+        self._region = region
+        self._incarnation = incarnation
+        self._context = zmq.Context()
+        self._sources: dict[Incarnation, _Metadata] = {}
+        self._links: dict[Incarnation, _Link] = {}
+        self._server = _Server(self._context, region, host)
+
+    @property
+    def num_refused(self) -> int:
+        """Requests of peers that were refused: malformed, wrong token, no such block."""
+        return self._server.num_refused
+
+    def metadata(self) -> bytes:
+        """The server's endpoint and token, and the shape of the region."""
+        return pack_metadata(
+            {
+                "incarnation": self._incarnation,
+                "endpoint": self._server.endpoint,
+                "token": self._server.token,
+                "num_blocks": self._region.num_blocks,
+                "block_bytes": self._region.block_bytes,
+            }
+        )
+
+    def add_source(self, source: Incarnation, metadata: bytes) -> None:
+        """Connect to `source`; see `Transport.add_source`."""
+        if source in self._sources:
+            return
+        theirs = unpack_metadata(_METADATA, metadata)
+        if theirs.incarnation != source:
+            raise TransferError(f"transport metadata of {theirs.incarnation}, not of {source}")
+        if theirs.block_bytes != self._region.block_bytes:
+            raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
+        self._links[source] = _Link(self._context, self._region, theirs)
+        self._sources[source] = theirs
+
+    def start_read(self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> Read:
+        """Ask for the first pieces; see `Transport.start_read`."""
+        theirs = self._sources.get(source)
+        if theirs is None:
+            raise TransferError(f"unknown source {source}")
+        require_pairs(theirs.num_blocks, source_blocks, self._region.num_blocks, sink_blocks)
+        self._poll_link(source)  # it may have broken while nothing was read
+        if source not in self._links:
+            self._links[source] = _Link(self._context, self._region, theirs)
+        read = Read(source, len(sink_blocks))
+        self._links[source].start(read, source_blocks, sink_blocks)
+        return read
+
+    def poll(self) -> None:
+        """Copy what has arrived into its blocks and ask for more."""
+        for source in list(self._links):
+            self._poll_link(source)
+
+    def drop_source(self, source: Incarnation) -> None:
+        """Close the connection to `source`."""
+        self._sources.pop(source, None)
+        self._destroy_link(source, "the source was dropped")
+
+    def close(self) -> None:
+        """Close every connection and end the serving thread."""
+        for source in list(self._sources):
+            self.drop_source(source)
+        self._context.term()  # wakes the server, and returns when it has closed its socket
+        self._server.join()
+
+    def _poll_link(self, source: Incarnation) -> None:
+        link = self._links.get(source)
+        error = None if link is None else link.poll()
+        if error is not None:
+            self._destroy_link(source, error)
+
+    def _destroy_link(self, source: Incarnation, error: str) -> None:
+        link = self._links.pop(source, None)
+        for read in () if link is None else link.destroy():
+            read.fail(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Bytes `[start, start + length)` of some blocks of a read."""
+
+    read: Read
+    source_blocks: Sequence[int]
+    sink_blocks: Sequence[int]
+    start: int
+    length: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.length * len(self.sink_blocks)
+
+
+class _Link:
+    """A connection to one source, and what is read through it. Answers come in the order of the requests."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], region: Region, theirs: _Metadata) -> None:
+        self._region = region
+        self._token = theirs.token
+        self._missing_bytes: dict[Read, int] = {}
+        self._waiting: deque[Iterator[_Piece]] = deque()
+        self._asked: deque[tuple[int, _Piece]] = deque()
+        self._num_requests = 0
+        self._socket = context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RECONNECT_IVL, -1),
+            (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS),
+            (zmq.HANDSHAKE_IVL, CONNECT_TIMEOUT_MS),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.HEARTBEAT_TTL, SINK_TIMEOUT_MS),
+            (zmq.MAXMSGSIZE, PIECE_BYTES + MAX_HEADER_BYTES),
+        ):
+            self._socket.set(option, value)
+        self._events = self._socket.get_monitor_socket(_LOST)
+        self._socket.connect(theirs.endpoint)
+
+    def start(self, read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> None:
+        """Queue `read` behind the others and ask for as much of it as may be on its way."""
+        self._missing_bytes[read] = len(sink_blocks) * self._region.block_bytes
+        self._waiting.append(_pieces(read, source_blocks, sink_blocks, self._region.block_bytes))
+        self._ask()
+
+    def poll(self) -> str | None:
+        """Take pieces and ask for more. Returns what went wrong: the link is then to be destroyed."""
+        for _ in range(MAX_PIECES_PER_POLL):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            error = self._take([frame.buffer for frame in frames])
+            if error is not None:
+                return error
+            self._ask()
+        if self._events.poll(0):
+            event = zmq.Event(recv_monitor_message(self._events)["event"])
+            return f"the connection to the source was lost: {event.name}"
+        return None
+
+    def destroy(self) -> list[Read]:
+        """Close the connection; the reads that were open."""
+        self._socket.disable_monitor()
+        self._events.close(0)
+        self._socket.close(0)
+        return list(self._missing_bytes)
+
+    def _ask(self) -> None:
+        while self._waiting and len(self._asked) < MAX_PIECES_ASKED:
+            piece = next(self._waiting[0], None)
+            if piece is None or piece.read.state is not ReadState.PENDING:
+                self._waiting.popleft()
+                continue
+            self._num_requests += 1
+            request = {
+                "token": self._token,
+                "number": self._num_requests,
+                "block_ids": list(piece.source_blocks),
+                "start": piece.start,
+                "length": piece.length,
+            }
+            self._asked.append((self._num_requests, piece))
+            with contextlib.suppress(zmq.Again):  # the connection is lost, and the next poll says so
+                self._socket.send(msgpack.packb(request), zmq.NOBLOCK)
+
+    def _take(self, frames: list[memoryview]) -> str | None:
+        header, *body = frames
+        try:
+            answer = unpack(_ANSWER_HEADER, header, "answer", MAX_HEADER_BYTES)
+        except TransferError as error:
+            return str(error)
+        if not self._asked or self._asked[0][0] != answer.number:
+            return "the source answered a request that was not made"
+        _, piece = self._asked.popleft()
+        if piece.read.state is not ReadState.PENDING:
+            return None
+        if answer.refused:
+            del self._missing_bytes[piece.read]
+            piece.read.fail(f"the source refused: {answer.refused}")
+            return None
+        if len(body) != 1 or len(body[0]) != piece.num_bytes:
+            return "the source sent a piece of the wrong size"
+        self._copy(piece, body[0])
+        return None
+
+    def _copy(self, piece: _Piece, data: memoryview) -> None:
+        for index, block_id in enumerate(piece.sink_blocks):
+            target = self._region.view(block_id)[piece.start : piece.start + piece.length]
+            target[:] = data[index * piece.length : (index + 1) * piece.length]
+        self._missing_bytes[piece.read] -= piece.num_bytes
+        if self._missing_bytes[piece.read] == 0:
+            del self._missing_bytes[piece.read]
+            piece.read.finish()
+
+
+class _Server:
+    """The thread that answers sinks: it sleeps in `recv` until one asks."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], region: Region, host: str) -> None:
+        self.token = secrets.token_bytes(32)
+        self.num_refused = 0
+        self._region = region
+        self._socket = context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.MAXMSGSIZE, MAX_HEADER_BYTES),
+            (zmq.SNDHWM, 2 * MAX_PIECES_ASKED),
+        ):
+            self._socket.set(option, value)
+        try:
+            self._socket.bind(f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise TransferError(f"the ZMQ transport cannot bind to {host}: {error}") from error
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._run, name="zmq-transport", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread, after the context has been terminated."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                sink, *frames = self._socket.recv_multipart()
+                self._answer(sink, frames)
+        except zmq.ContextTerminated:
+            pass
+        except Exception:
+            _logger.exception("the ZMQ transport serves no more: its sinks lose their connections")
+        finally:
+            self._socket.close()
+
+    def _answer(self, sink: bytes, frames: list[bytes]) -> None:
+        try:
+            request = unpack(_REQUEST, b"".join(frames), "request", MAX_HEADER_BYTES)
+        except TransferError:
+            self.num_refused += 1  # and not answered: it has no number
+            return
+        piece: list[bytes] = []
+        refused = ""
+        try:
+            piece.append(self._read(request))
+        except TransferError as error:
+            self.num_refused += 1
+            refused = str(error)
+        header: bytes = msgpack.packb({"number": request.number, "refused": refused})
+        try:
+            self._socket.send_multipart([sink, header, *piece], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self.num_refused += 1  # a sink that asks for more at once than it may
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:  # the sink has gone
+                raise
+
+    def _read(self, request: _Request) -> bytes:
+        """The bytes of a piece, copied. Raises `TransferError` for what may not be read."""
+        if not hmac.compare_digest(request.token, self.token):
+            raise TransferError("wrong token")
+        stop = request.start + request.length
+        if stop > self._region.block_bytes or request.length * len(request.block_ids) > PIECE_BYTES:
+            raise TransferError(f"bytes [{request.start}, {stop}) of {len(request.block_ids)} blocks")
+        return b"".join(self._region.view(block_id)[request.start : stop] for block_id in request.block_ids)
+
+
+def _pieces(read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int], block_bytes: int) -> Iterator[_Piece]:
+    """Cut a read: several whole blocks to a piece or, for large blocks, several pieces to a block."""
+    length = min(block_bytes, PIECE_BYTES)
+    step = min(PIECE_BYTES // length, MAX_BLOCKS_PER_PIECE)
+    for first in range(0, len(sink_blocks), step):
+        for start in range(0, block_bytes, length):
+            yield _Piece(
+                read=read,
+                source_blocks=source_blocks[first : first + step],
+                sink_blocks=sink_blocks[first : first + step],
+                start=start,
+                length=min(length, block_bytes - start),
+            )

@@ -1,0 +1,218 @@
+"""A small tokenizer, a scripted generator and a real server on loopback, for the gateway's HTTP tests."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import web
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from common.contract.messages import FinishReason, TokenLogprobs
+from gateway.api import create_app, create_runner
+from gateway.api_settings import ApiSettings, Limits
+from gateway.generation import Delta, Generation, Readiness
+from gateway.metrics import GatewayMetrics
+from gateway.tokenizer import ModelTokenizer
+
+MODEL = "owner/tiny"
+CONTEXT = 256
+BOS, EOS = 0, 1
+READY = Readiness(ready=True, reason="ok", details={"prefill": 1, "decode": 1})
+CHAT_TEMPLATE = (
+    "<s>{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
+    "{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_CORPUS = [
+    "hello world, the quick brown fox jumps over the lazy dog. hello again, hello there, the end of the story",
+    "user: assistant: system: naïve café, 日本語の文章 日本 中文字符 👩‍👩‍👧 😀😀 привет",
+] * 3
+
+
+def byte_level_backend(vocab_size: int = 420) -> Tokenizer:
+    """A byte-level BPE that puts `<s>` before a text; many of its tokens end within a character."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_CORPUS, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return backend
+
+
+def byte_fallback_backend() -> Tokenizer:
+    """A BPE in SentencePiece's manner: words begin with U+2581, and what it does not know is spelt in byte tokens."""
+    words = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"helowrdinatsf"]
+    backend = Tokenizer(
+        models.BPE(
+            vocab={word: index for index, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>"
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>", "</s>", "<unk>"])
+    return backend
+
+
+def wrap(backend: Tokenizer, chat_template: str | None = CHAT_TEMPLATE) -> ModelTokenizer:
+    """As `transformers` would have loaded it."""
+    return ModelTokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=chat_template
+        )
+    )
+
+
+@functools.cache
+def tokenizer() -> ModelTokenizer:
+    """The tokenizer of the tests; its vocabulary is also the model's."""
+    return wrap(byte_level_backend())
+
+
+def encode(text: str) -> list[int]:
+    """Tokens of `text`, nothing around them."""
+    token_ids: list[int] = byte_level().encode(text, add_special_tokens=False).ids
+    return token_ids
+
+
+@functools.cache
+def byte_level() -> Tokenizer:
+    """The backend of `tokenizer`."""
+    return byte_level_backend()
+
+
+def logprobs_of(generation: Generation, token_id: int) -> TokenLogprobs | None:
+    """Made-up log probabilities, if asked for: the token itself and its successors."""
+    if generation.sampling.logprobs is None:
+        return None
+    top = tuple((token_id + rank, -0.5 - rank) for rank in range(generation.sampling.logprobs))
+    return TokenLogprobs(logprob=-0.5, top=top)
+
+
+@dataclass
+class ScriptedGenerator:
+    """Answers every choice with the same script and keeps a record of what was asked and closed."""
+
+    text: str = "hello world"
+    token_ids: Sequence[int] | None = None
+    """Instead of `text`."""
+    finish_reason: FinishReason = "stop"
+    tokens_per_delta: int = 1
+    failure: Exception | None = None
+    """Raised once `num_before` deltas of each choice are out."""
+    hang: bool = False
+    """Wait for ever once `num_before` deltas of each choice are out."""
+    num_before: int = 0
+    pause_s: float = 0.0
+    readiness: Readiness = READY
+    generations: list[Generation] = field(default_factory=list)
+    num_open: int = 0
+    closed_early: asyncio.Event = field(default_factory=asyncio.Event)
+    hanging: asyncio.Event = field(default_factory=asyncio.Event)
+    num_deltas: int = 0
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        self.generations.append(generation)
+        self.num_open += 1
+        complete = False
+        try:
+            for number, deltas in enumerate(self._rounds(generation)):
+                if number == self.num_before:
+                    await self._interrupt()
+                await asyncio.sleep(self.pause_s)
+                for delta in deltas:
+                    self.num_deltas += 1
+                    yield delta
+            assert self.failure is None
+            assert not self.hang, "the script was over before it was to hang"
+            complete = True
+        finally:
+            self.num_open -= 1
+            if not complete:
+                self.closed_early.set()
+
+    def ready(self) -> Readiness:
+        return self.readiness
+
+    async def _interrupt(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.hang:
+            self.hanging.set()
+            await asyncio.Event().wait()
+
+    def _rounds(self, generation: Generation) -> list[list[Delta]]:
+        """One delta of each choice, again and again."""
+        token_ids = list(self.token_ids if self.token_ids is not None else encode(self.text))
+        finish_reason = self.finish_reason
+        if len(token_ids) > generation.sampling.max_tokens:
+            token_ids, finish_reason = token_ids[: generation.sampling.max_tokens], "length"
+        starts = range(0, len(token_ids), self.tokens_per_delta)
+        rounds = []
+        for start in starts:
+            part = tuple(token_ids[start : start + self.tokens_per_delta])
+            reports = [logprobs_of(generation, token_id) for token_id in part]
+            logprobs = tuple(report for report in reports if report is not None) or None
+            last = start == starts[-1]
+            delta = Delta(choice=0, token_ids=part, logprobs=logprobs, finish_reason=finish_reason if last else None)
+            rounds.append([replace(delta, choice=choice) for choice in range(generation.num_choices)])
+        return rounds
+
+
+def settings(**limits: Any) -> ApiSettings:
+    """Settings of the tests' server, with some limits of its own."""
+    return ApiSettings(
+        model_name=MODEL,
+        model_vocab_size=tokenizer().vocab_size,
+        limits=Limits(**{"max_sequence_tokens": CONTEXT, **limits}),
+    )
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    url: str
+    metrics: GatewayMetrics
+
+
+@asynccontextmanager
+async def serve(
+    generator: ScriptedGenerator,
+    api_settings: ApiSettings | None = None,
+    model_tokenizer: ModelTokenizer | None = None,
+    clock: Callable[[], float] | None = None,
+    send_buffer_bytes: int | None = None,
+) -> AsyncIterator[Server]:
+    """Serve on a free port of loopback; afterwards, no generation may be left open."""
+    metrics = GatewayMetrics(MODEL)
+    options = {} if clock is None else {"clock": clock}
+    app = create_app(generator, model_tokenizer or tokenizer(), api_settings or settings(), metrics, **options)
+    runner = create_runner(app, shutdown_timeout_s=0.2)
+    await runner.setup()
+    try:
+        listener = socket.create_server(("127.0.0.1", 0))
+        if send_buffer_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+        await web.SockSite(runner, listener).start()
+        host, port = listener.getsockname()
+        yield Server(url=f"http://{host}:{port}", metrics=metrics)
+    finally:
+        await runner.cleanup()
+    assert generator.num_open == 0

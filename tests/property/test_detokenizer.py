@@ -1,0 +1,165 @@
+"""Pieces of text, joined, are the full decode, and never cut a character; stop strings are found wherever they lie."""
+
+from __future__ import annotations
+
+import codecs
+
+import pytest
+from gateway_fixtures import byte_fallback_backend, byte_level, encode, tokenizer, wrap
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from common.contract.messages import FinishReason
+from gateway.choice_text import ChoiceText
+from gateway.detokenizer import Detokenizer
+from gateway.generation import Delta
+from gateway.stop_strings import StopStrings
+
+BYTE_LEVEL = tokenizer()
+BYTE_FALLBACK = wrap(byte_fallback_backend())
+BYTES = {
+    BYTE_LEVEL.spelling(token_id)[1][0]: token_id
+    for token_id in range(BYTE_LEVEL.vocab_size)
+    if BYTE_LEVEL.has_text(token_id) and len(BYTE_LEVEL.spelling(token_id)[1]) == 1
+}
+"""Token ids of single bytes."""
+
+token_sequences = st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 3), max_size=120)
+garbage = st.lists(
+    st.sampled_from([BYTES[byte] for byte in (0x80, 0xBD, 0xC3, 0xE4, 0xF0, 0x9F, 0xFF, 0x61)]), max_size=400
+)
+texts = st.text(st.sampled_from("aé日本語😀👩‍👧 \n\ufffdhelo"), max_size=60)
+
+
+def pieces(model_tokenizer, token_ids):
+    detokenizer = Detokenizer(model_tokenizer)
+    return [detokenizer.push(token_id) for token_id in token_ids], detokenizer.flush()
+
+
+@settings(deadline=None)
+@given(token_sequences)
+def test_any_tokens_join_to_the_full_decode(token_ids: list[int]) -> None:
+    texts_, rest = pieces(BYTE_LEVEL, token_ids)
+    assert "".join(texts_) + rest == BYTE_LEVEL.decode(token_ids)
+
+
+@settings(deadline=None)
+@given(garbage)
+@example([BYTES[0xFF]] * 1000)
+@example([BYTES[0xE4]] * 300 + [BYTES[0xBD], BYTES[0xA0]])
+def test_garbage_joins_to_the_full_decode(token_ids: list[int]) -> None:
+    texts_, rest = pieces(BYTE_LEVEL, token_ids)
+    assert "".join(texts_) + rest == BYTE_LEVEL.decode(token_ids)
+
+
+def test_garbage_is_let_go_of() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL)
+    given_out = "".join(detokenizer.push(BYTES[0xFF]) for _ in range(1000))
+    assert len(given_out) > 900
+    assert len(detokenizer._window) < 100
+
+
+def test_the_window_stays_short_in_text() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL)
+    longest = 0
+    for token_id in encode("hello 日本語 😀 wörld. " * 200):
+        detokenizer.push(token_id)
+        longest = max(longest, len(detokenizer._window))
+    assert longest < 30
+
+
+@settings(deadline=None)
+@given(texts.filter(lambda text: "\ufffd" not in text))
+def test_every_whole_character_is_given_out_at_once(text: str) -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL)
+    reference = codecs.getincrementaldecoder("utf-8")()
+    for token_id in encode(text):
+        assert detokenizer.push(token_id) == reference.decode(BYTE_LEVEL.spelling(token_id)[1])
+    assert detokenizer.flush() == ""
+
+
+@settings(deadline=None)
+@given(texts)
+def test_text_in_byte_tokens_survives(text: str) -> None:
+    token_ids = BYTE_FALLBACK._backend.encode(text, add_special_tokens=False).ids
+    texts_, rest = pieces(BYTE_FALLBACK, token_ids)
+    assert "".join(texts_) + rest == BYTE_FALLBACK.decode(token_ids)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_character_that_stays_incomplete_ends_as_in_the_full_decode(cut: int) -> None:
+    token_ids = [*encode("ab"), *(BYTES[byte] for byte in "😀".encode()[:cut])]
+    texts_, rest = pieces(BYTE_LEVEL, token_ids)
+    assert "".join(texts_) == "ab"
+    assert rest == "\ufffd"
+    assert "ab" + rest == byte_level().decode(token_ids)
+
+
+def naive(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The definition: the first character at which the text so far ends with a stop string, the longest of them."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))], True
+    return text, False
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=20),
+    st.lists(st.text("abc", min_size=1, max_size=6), max_size=4),
+)
+@example(["aab", "aab", "aac"], ["aabaac"])
+@example(["abcd"[:3]], ["abc", "bc"])
+def test_stop_strings_match_the_naive_search(parts: list[str], stops: list[str]) -> None:
+    finder = StopStrings(stops)
+    out, seen, stopped = "", "", False
+    for part in parts:
+        passed, stopped = finder.push(part)
+        out, seen = out + passed, seen + part
+        if stopped:
+            break
+        held = len(seen) - len(out)
+        possible = [n for stop in stops for n in range(1, len(stop)) if seen.endswith(stop[:n])]
+        assert held == max(possible, default=0), "held back exactly what may begin a stop string"
+    if not stopped:
+        out += finder.flush()
+    assert (out, stopped) == naive("".join(parts), stops)
+
+
+@settings(deadline=None)
+@given(
+    token_ids=st.lists(st.sampled_from([*encode("hello 日本語 😀 the end"), BYTES[0xE4], BYTES[0xFF], 0]), max_size=40),
+    stops=st.lists(
+        st.sampled_from(["hel", "lo", "本語", "😀 t", "\ufffd", "o 日", "d", " the en"]), max_size=3, unique=True
+    ),
+    tokens_per_delta=st.integers(1, 5),
+    finish_reason=st.sampled_from(["stop", "length"]),
+    min_tokens=st.sampled_from([0, 0, 3]),
+)
+def test_a_choice_ends_at_its_first_stop_string(
+    token_ids: list[int], stops: list[str], tokens_per_delta: int, finish_reason: FinishReason, min_tokens: int
+) -> None:
+    choice = ChoiceText(0, BYTE_LEVEL, tuple(stops), min_tokens)
+    out, num_tokens, reason = "", 0, None
+    for start in range(0, len(token_ids), tokens_per_delta) or [0]:
+        part = tuple(token_ids[start : start + tokens_per_delta])
+        last = start + tokens_per_delta >= len(token_ids)
+        piece = choice.push(
+            Delta(choice=0, token_ids=part, logprobs=None, finish_reason=finish_reason if last else None)
+        )
+        out, num_tokens, reason = out + piece.text, num_tokens + piece.num_tokens, piece.finish_reason
+        if choice.ended:
+            break
+
+    settled, rest = pieces(BYTE_LEVEL, token_ids)
+    before = "".join(settled[:min_tokens])
+    if len(token_ids) <= min_tokens:
+        assert (out, num_tokens, reason) == (before + rest, len(token_ids), finish_reason)
+        return
+    searched = settled[min_tokens:]
+    text, stopped = naive("".join(searched) + rest, stops)
+    ends = [count for count in range(1, len(searched) + 1) if naive("".join(searched[:count]), stops)[1]]
+    assert out == before + text
+    assert reason == ("stop" if stopped else finish_reason)
+    assert num_tokens == (min_tokens + ends[0] if ends else len(token_ids))

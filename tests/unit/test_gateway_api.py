@@ -1,0 +1,430 @@
+"""The API as clients see it: the `openai` package against a real server, and the bytes of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from gateway_fixtures import BOS, CONTEXT, EOS, MODEL, ScriptedGenerator, byte_level, encode, serve, settings
+
+from common.contract.errors import Cause
+from common.contract.sampling import MAX_SEED
+from gateway.generation import GenerationFailed, Readiness
+
+MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
+STORY = "the quick brown fox jumps over the lazy dog"
+
+
+@asynccontextmanager
+async def openai_client(generator: ScriptedGenerator, **limits: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with serve(generator, settings(**limits)) as server:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+
+async def stream_of(generator: ScriptedGenerator, path: str, body: dict[str, Any]) -> list[Any]:
+    """The data events of a stream, `[DONE]` checked and left out."""
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        async with session.post(server.url + path, json=body | {"stream": True}) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            events = (await response.read()).decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+async def test_completion() -> None:
+    generator = ScriptedGenerator(text=STORY)
+    async with openai_client(generator) as client:
+        answer = await client.completions.create(model=MODEL, prompt="hello", max_tokens=100)
+    assert answer.object == "text_completion"
+    assert answer.model == MODEL
+    assert answer.id.startswith("cmpl-")
+    (choice,) = answer.choices
+    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, STORY, "stop", None)
+    assert answer.usage is not None
+    num_generated = len(encode(STORY))
+    num_prompt = 1 + len(encode("hello"))
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+    }
+    assert generator.generations[0].token_ids == (BOS, *encode("hello"))
+
+
+async def test_chat() -> None:
+    generator = ScriptedGenerator(text=STORY, finish_reason="length")
+    async with openai_client(generator) as client:
+        answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", STORY, "length")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(encode(STORY))
+    expected = (BOS, *encode("user: hello\nassistant:"))
+    assert generator.generations[0].token_ids == expected, "one beginning-of-text token, the template's"
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 3, 100])
+async def test_streams_carry_the_same_text(tokens_per_delta: int) -> None:
+    generator = ScriptedGenerator(text=STORY, tokens_per_delta=tokens_per_delta)
+    async with openai_client(generator) as client:
+        completion = await client.completions.create(model=MODEL, prompt="hello", max_tokens=100, stream=True)
+        chunks = [chunk async for chunk in completion]
+        assert "".join(chunk.choices[0].text for chunk in chunks) == STORY
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
+        assert {chunk.choices[0].finish_reason for chunk in chunks[:-1]} <= {None}
+        assert len({chunk.id for chunk in chunks}) == 1
+
+        chat = await client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+        )
+        chat_chunks = [chunk async for chunk in chat]
+    *content, last = chat_chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in content) == STORY
+    assert [chunk.choices[0].delta.role for chunk in content] == ["assistant"] + [None] * (len(content) - 1)
+    assert content[-1].choices[0].finish_reason == "stop"
+    assert all(chunk.usage is None for chunk in content)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(encode(STORY))
+
+
+async def test_the_openai_client_raises_its_own_errors() -> None:
+    generator = ScriptedGenerator()
+    async with openai_client(generator) as client:
+        with pytest.raises(openai.NotFoundError) as not_found:
+            await client.chat.completions.create(model="other", messages=MESSAGES)
+        assert (not_found.value.param, not_found.value.code) == ("model", "model_not_found")
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model=MODEL, prompt="hello", temperature=-1)
+        assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
+        generator.failure = GenerationFailed(Cause.CAPACITY, "all workers are busy")
+        with pytest.raises(openai.RateLimitError, match="all workers are busy") as busy:
+            await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        assert busy.value.response.headers["Retry-After"] == "1"
+        generator.failure, generator.num_before = GenerationFailed(Cause.WORKER_LOST, "worker gone"), 1
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError, match="worker gone") as broken:
+            async for _ in stream:
+                pass
+        assert broken.value.code == "worker_lost"
+
+
+async def test_several_choices() -> None:
+    generator = ScriptedGenerator(text="hello there")
+    async with openai_client(generator) as client:
+        answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3)
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3, stream=True)
+        texts = dict.fromkeys(range(3), "")
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {"hello there"}
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3 * len(encode("hello there"))
+    assert texts == dict.fromkeys(range(3), "hello there")
+    assert [generation.num_choices for generation in generator.generations] == [3, 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts(stream: bool) -> None:
+    generator = ScriptedGenerator(text=STORY)
+    prompts = ["hello", "hello again", "the end"]
+    async with openai_client(generator) as client:
+        if stream:
+            texts, usage = dict.fromkeys(range(6), ""), None
+            async for chunk in await client.completions.create(
+                model=MODEL, prompt=prompts, n=2, max_tokens=50, stream=True, stream_options={"include_usage": True}
+            ):
+                usage = chunk.usage
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+            assert texts == dict.fromkeys(range(6), STORY)
+        else:
+            answer = await client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=50)
+            assert [(choice.index, choice.text) for choice in answer.choices] == [(i, STORY) for i in range(6)]
+            usage = answer.usage
+    assert usage is not None
+    assert usage.prompt_tokens == sum(1 + len(encode(prompt)) for prompt in prompts)
+    assert usage.completion_tokens == 6 * len(encode(STORY))
+    assert sorted(g.token_ids for g in generator.generations) == sorted((BOS, *encode(p)) for p in prompts)
+    assert len({generation.sampling.seed for generation in generator.generations}) == 3
+
+
+async def test_one_prompt_of_several_fails() -> None:
+    class SecondFails(ScriptedGenerator):
+        async def generate(self, generation: Any) -> Any:
+            number = len(self.generations)
+            async for delta in super().generate(generation):
+                if number == 1:
+                    raise GenerationFailed(Cause.TRANSFER, "not moved")
+                yield delta
+
+    generator = SecondFails(text=STORY, hang=True, num_before=1)
+    async with openai_client(generator) as client:
+        with pytest.raises(openai.InternalServerError) as failed:
+            await client.completions.create(model=MODEL, prompt=["a", "b", "c"], max_tokens=50)
+        assert failed.value.status_code == 503
+        assert generator.num_open == 0, "the other generations are closed"
+
+
+async def test_token_prompts() -> None:
+    generator = ScriptedGenerator()
+    async with openai_client(generator) as client:
+        await client.completions.create(model=MODEL, prompt=[5, 6, 7])
+        await client.completions.create(model=MODEL, prompt=[[5, 6], [7]])
+        await client.completions.create(model=MODEL, prompt=["hello"])
+    prompts = [generation.token_ids for generation in generator.generations]
+    assert prompts[0] == (5, 6, 7)
+    assert sorted(prompts[1:3]) == [(5, 6), (7,)]
+    assert prompts[3] == (BOS, *encode("hello"))
+
+
+async def test_content_parts() -> None:
+    generator = ScriptedGenerator()
+    parts: Any = [{"type": "text", "text": "hello"}, {"type": "text", "text": "again"}]
+    async with openai_client(generator) as client:
+        await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": parts}])
+    assert generator.generations[0].token_ids == (BOS, *encode("user: hello\nagain\nassistant:"))
+
+
+async def test_sampling_reaches_the_generation() -> None:
+    generator = ScriptedGenerator()
+    async with openai_client(generator) as client:
+        await client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            temperature=0.5,
+            top_p=0.9,
+            seed=7,
+            presence_penalty=0.1,
+            frequency_penalty=-0.2,
+            max_completion_tokens=33,
+            extra_body={
+                "top_k": -1,
+                "min_p": 0.05,
+                "repetition_penalty": 1.2,
+                "min_tokens": 3,
+                "ignore_eos": True,
+                "stop_token_ids": [5, 6],
+            },
+        )
+        await client.completions.create(model=MODEL, prompt="hello")
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=9)
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    given, completion, short, chat = [generation.sampling for generation in generator.generations]
+    assert (given.temperature, given.top_p, given.top_k, given.min_p, given.seed) == (0.5, 0.9, 0, 0.05, 7)
+    assert (given.presence_penalty, given.frequency_penalty, given.repetition_penalty) == (0.1, -0.2, 1.2)
+    assert (given.max_tokens, given.min_tokens, given.ignore_eos, given.stop_token_ids) == (33, 3, True, (5, 6))
+    assert given.logprobs is None
+    assert (completion.temperature, completion.top_p, completion.top_k, completion.max_tokens) == (1.0, 1.0, 0, 16)
+    assert 0 <= completion.seed <= MAX_SEED
+    assert completion.seed != chat.seed
+    assert short.max_tokens == 9
+    assert chat.max_tokens == CONTEXT - len(generator.generations[-1].token_ids), "all that the context leaves"
+
+
+async def test_a_default_length_is_cut_to_the_context() -> None:
+    generator = ScriptedGenerator()
+    async with openai_client(generator) as client:
+        await client.completions.create(model=MODEL, prompt=[5] * (CONTEXT - 3))
+    assert generator.generations[0].sampling.max_tokens == 3
+
+
+@pytest.mark.parametrize("stop", ["fox", ["dog", "own fo"], ["ox", "fox"]])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings(stop: str | list[str], stream: bool) -> None:
+    generator = ScriptedGenerator(text=STORY, finish_reason="length", tokens_per_delta=1)
+    path = "/v1/completions"
+    body = {"prompt": "hello", "stop": stop, "max_tokens": 100}
+    expected = STORY[: min(STORY.index(string) for string in ([stop] if isinstance(stop, str) else stop))]
+    if stream:
+        *chunks, last = await stream_of(generator, path, body | {"stream_options": {"include_usage": True}})
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        reason, usage = chunks[-1]["choices"][0]["finish_reason"], last["usage"]
+    else:
+        async with serve(generator) as server, aiohttp.ClientSession() as session:
+            async with session.post(server.url + path, json=body) as response:
+                answer = await response.json()
+        (choice,) = answer["choices"]
+        text, reason, usage = choice["text"], choice["finish_reason"], answer["usage"]
+    assert text == expected
+    assert reason == "stop"
+    assert usage["completion_tokens"] < len(encode(STORY))
+    before = byte_level().decode(encode(STORY)[: usage["completion_tokens"] - 1])
+    assert not any(string in before for string in ([stop] if isinstance(stop, str) else stop))
+    assert usage["completion_tokens"] == generator.num_deltas, "nothing is generated past the stop string"
+    assert generator.closed_early.is_set()
+
+
+async def test_a_choice_that_has_stopped_ignores_what_follows() -> None:
+    class Uneven(ScriptedGenerator):
+        """The first choice runs into the stop string, the second does not."""
+
+        def _rounds(self, generation: Any) -> Any:
+            self.text = "hello fox again and again and again"
+            first = super()._rounds(generation)
+            self.text = "the end of the story, hello there"
+            second = super()._rounds(generation)
+            return [[*one[:1], *two[1:]] for one, two in zip(first, second, strict=False)]
+
+    generator = Uneven()
+    async with openai_client(generator) as client:
+        answer = await client.completions.create(model=MODEL, prompt="a", n=2, stop="fox", max_tokens=9)
+    assert answer.choices[0].text == "hello "
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[1].text.startswith("the end")
+    assert not generator.closed_early.is_set() or answer.choices[1].finish_reason is not None
+
+
+async def test_no_event_cuts_a_character() -> None:
+    text = "日本 🦊👩‍👩‍👧 naïve ß"
+    chunks = await stream_of(ScriptedGenerator(text=text), "/v1/chat/completions", {"messages": MESSAGES})
+    contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(contents) == text
+    assert not any("\ufffd" in content for content in contents)
+    assert len(contents) < len(encode(text)), "some tokens are no whole character"
+
+
+async def test_an_incomplete_character_ends_as_a_replacement() -> None:
+    token_ids = [*encode("hello "), *encode("🦊")[:-1]]
+    assert len(encode("🦊")) > 1
+    chunks = await stream_of(
+        ScriptedGenerator(token_ids=token_ids, finish_reason="length"), "/v1/completions", {"prompt": "a"}
+    )
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert text == byte_level().decode(token_ids)
+    assert text.endswith("\ufffd")
+
+
+async def test_special_tokens_are_no_text_and_count() -> None:
+    generator = ScriptedGenerator(token_ids=[*encode("hello"), EOS])
+    async with openai_client(generator) as client:
+        answer = await client.completions.create(model=MODEL, prompt="a")
+    assert answer.choices[0].text == "hello"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(encode("hello")) + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat_logprobs(stream: bool) -> None:
+    token_ids = [*encode("hello 日"), EOS]
+    generator = ScriptedGenerator(token_ids=token_ids)
+    async with openai_client(generator) as client:
+        if stream:
+            entries = [
+                entry
+                async for chunk in await client.chat.completions.create(
+                    model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2, stream=True
+                )
+                for entry in chunk.choices[0].logprobs.content or []  # type: ignore[union-attr]
+            ]
+        else:
+            answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2)
+            assert answer.choices[0].logprobs is not None
+            entries = answer.choices[0].logprobs.content or []  # type: ignore[assignment]
+    assert len(entries) == len(token_ids)
+    assert b"".join(bytes(entry.bytes or []) for entry in entries) == "hello 日</s>".encode()
+    assert entries[0].token == byte_level().decode(token_ids[:1])
+    assert all(entry.logprob == -0.5 for entry in entries)
+    assert [[top.logprob for top in entry.top_logprobs] for entry in entries] == [[-0.5, -1.5]] * len(entries)
+    assert generator.generations[0].sampling.logprobs == 2
+    partial = [entry.token for entry in entries if entry.token.startswith("bytes:")]
+    assert partial, "a token within a character is named by its bytes"
+
+
+async def test_chat_logprobs_without_alternatives() -> None:
+    generator = ScriptedGenerator()
+    async with openai_client(generator) as client:
+        answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True)
+    assert generator.generations[0].sampling.logprobs == 0
+    assert answer.choices[0].logprobs is not None
+    assert all(entry.top_logprobs == [] for entry in answer.choices[0].logprobs.content or [])
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completion_logprobs(num_logprobs: int, stream: bool) -> None:
+    token_ids = encode("hello the end")
+    body = {"prompt": "a", "logprobs": num_logprobs}
+    if stream:
+        chunks = await stream_of(ScriptedGenerator(token_ids=token_ids), "/v1/completions", body)
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        report = {name: [item for part in parts for item in part[name]] for name in parts[0]}
+    else:
+        async with openai_client(ScriptedGenerator(token_ids=token_ids)) as client:
+            answer = await client.completions.create(model=MODEL, prompt="a", logprobs=num_logprobs)
+        assert answer.choices[0].logprobs is not None
+        report = answer.choices[0].logprobs.model_dump()
+    spelt = [byte_level().decode([token_id]) for token_id in token_ids]
+    assert report["tokens"] == spelt
+    assert report["token_logprobs"] == [-0.5] * len(token_ids)
+    assert report["text_offset"] == [len("".join(spelt[:index])) for index in range(len(spelt))]
+    assert [len(top) for top in report["top_logprobs"]] == [max(1, num_logprobs)] * len(token_ids)
+    assert all(top[token] == -0.5 for top, token in zip(report["top_logprobs"], spelt, strict=True))
+
+
+async def test_logprobs_end_with_the_stop_string() -> None:
+    generator = ScriptedGenerator(text=STORY)
+    async with openai_client(generator) as client:
+        answer = await client.completions.create(model=MODEL, prompt="a", stop="brown", logprobs=1, max_tokens=50)
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    assert answer.usage is not None
+    assert len(choice.logprobs.tokens or []) == answer.usage.completion_tokens
+    assert max(choice.logprobs.text_offset or []) <= len(choice.text)
+
+
+async def test_models() -> None:
+    async with openai_client(ScriptedGenerator()) as client:
+        (model,) = [model async for model in client.models.list()]
+        assert model.id == MODEL
+        assert model.model_dump()["max_model_len"] == CONTEXT
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
+
+
+async def test_tokenize_and_back() -> None:
+    async with serve(ScriptedGenerator()) as server, aiohttp.ClientSession() as session:
+
+        async def post(path: str, body: Any) -> Any:
+            async with session.post(server.url + path, json=body) as response:
+                assert response.status == 200
+                return await response.json()
+
+        answer = await post("/tokenize", {"model": MODEL, "prompt": "hello 日本"})
+        assert answer == {
+            "tokens": [BOS, *encode("hello 日本")],
+            "count": 1 + len(encode("hello 日本")),
+            "max_model_len": CONTEXT,
+        }
+        assert await post("/detokenize", {"tokens": answer["tokens"]}) == {"prompt": "<s>hello 日本"}
+        assert await post("/detokenize", {"tokens": []}) == {"prompt": ""}
+        chat = await post("/tokenize", {"messages": MESSAGES})
+        assert chat["tokens"] == [BOS, *encode("user: hello\nassistant:")]
+
+
+async def test_probes() -> None:
+    generator = ScriptedGenerator()
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        async with session.get(server.url + "/health") as response:
+            assert response.status == 200
+        async with session.get(server.url + "/ready") as response:
+            assert response.status == 200
+            assert await response.json() == {"ready": True, "reason": "ok", "details": {"prefill": 1, "decode": 1}}
+        generator.readiness = Readiness(ready=False, reason="no decode worker", details={"decode": 0})
+        async with session.get(server.url + "/ready") as response:
+            assert response.status == 503
+            assert (await response.json())["reason"] == "no decode worker"
+        async with session.get(server.url + "/health") as response:
+            assert response.status == 200

@@ -1,0 +1,122 @@
+"""Names that dashboards rely on, and the latencies behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import aiohttp
+import pytest
+from gateway_fixtures import MODEL, ScriptedGenerator, encode, serve, settings, tokenizer
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.contract.errors import Cause
+from gateway.api_settings import SamplingDefaults
+from gateway.choice_text import Piece
+from gateway.generation import GenerationFailed
+from gateway.metrics import GatewayMetrics, RequestStopwatch
+from gateway.request_intake import Intake
+from gateway.schemas import CompletionRequest, parse
+
+NAMES = {
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:request_time_per_output_token_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "baton_gateway_requests": "counter",
+    "baton_gateway_requests_failed": "counter",
+    "baton_gateway_requests_in_flight": "gauge",
+}
+
+
+def samples(exposition: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    return {
+        (
+            sample.name,
+            tuple(value for name, value in sorted(sample.labels.items()) if name != "model_name"),
+        ): sample.value
+        for family in text_string_to_metric_families(exposition)
+        for sample in family.samples
+    }
+
+
+def piece(choice: int, num_tokens: int, finish_reason: str | None = None) -> Piece:
+    return Piece(choice=choice, text="", num_tokens=num_tokens, reports=(), finish_reason=finish_reason)  # type: ignore[arg-type]
+
+
+def test_names_and_kinds() -> None:
+    families = text_string_to_metric_families(GatewayMetrics("m").exposition().decode())
+    assert {family.name: family.type for family in families if not family.name.endswith("_created")} == NAMES
+
+
+def test_two_gateways_do_not_share_metrics() -> None:
+    one, two = GatewayMetrics("m"), GatewayMetrics("m")
+    one.finished("stop")
+    assert one.exposition() != two.exposition()
+
+
+def test_latencies_are_derived_from_pieces() -> None:
+    metrics = GatewayMetrics("m")
+    stopwatch = RequestStopwatch(metrics, arrived_s=100.0, num_prompt_tokens=7)
+    stopwatch.observe(piece(0, 1), 100.5)
+    stopwatch.observe(piece(1, 1), 100.75)
+    stopwatch.observe(piece(0, 3), 101.5)
+    stopwatch.observe(piece(0, 0, "stop"), 102.0)
+    stopwatch.observe(piece(1, 1, "length"), 102.75)
+    stopwatch.finish(103.0)
+    values = samples(metrics.exposition().decode())
+    assert stopwatch.num_tokens == 6
+    assert values["vllm:time_to_first_token_seconds_sum", ()] == 0.5
+    assert values["vllm:time_to_first_token_seconds_count", ()] == 1
+    assert values["vllm:inter_token_latency_seconds_sum", ()] == 1.0 + 2.0
+    assert values["vllm:inter_token_latency_seconds_count", ()] == 2
+    assert values["vllm:request_time_per_output_token_seconds_sum", ()] == pytest.approx(1.0 / 3 + 2.0)
+    assert values["vllm:e2e_request_latency_seconds_sum", ()] == 3.0
+    assert values["vllm:prompt_tokens_total", ()] == 7
+    assert values["vllm:generation_tokens_total", ()] == 6
+    assert values["vllm:request_success_total", ("stop",)] == 1
+    assert values["vllm:request_success_total", ("length",)] == 1
+
+
+async def test_requests_are_counted() -> None:
+    generator = ScriptedGenerator()
+    body = {"model": MODEL, "prompt": "hello"}
+    ticks = iter(range(1000))
+    async with serve(generator, clock=lambda: float(next(ticks))) as server, aiohttp.ClientSession() as session:
+        for stream in [False, True]:
+            async with session.post(server.url + "/v1/completions", json=body | {"stream": stream}) as response:
+                await response.read()
+        async with session.post(server.url + "/v1/completions", json=body | {"n": 0}) as response:
+            assert response.status == 400
+        generator.failure = GenerationFailed(Cause.DEADLINE, "too late")
+        async with session.post(server.url + "/v1/completions", json=body) as response:
+            assert response.status == 504
+        async with session.get(server.url + "/nowhere/1") as response:
+            assert response.status == 404
+        async with session.get(server.url + "/metrics") as response:
+            assert response.headers["Content-Type"].startswith("text/plain; version=")
+            text = await response.text()
+    values = samples(text)
+    assert f'vllm:generation_tokens_total{{model_name="{MODEL}"}}' in text
+    assert values["baton_gateway_requests_total", ("200", "/v1/completions")] == 2
+    assert values["baton_gateway_requests_total", ("400", "/v1/completions")] == 1
+    assert values["baton_gateway_requests_total", ("504", "/v1/completions")] == 1
+    assert values["baton_gateway_requests_total", ("404", "unknown")] == 1
+    assert values["baton_gateway_requests_failed_total", ("deadline",)] == 1
+    assert values["baton_gateway_requests_in_flight", ()] == 0
+    assert values["vllm:generation_tokens_total", ()] == 2 * len(encode("hello world"))
+    assert values["vllm:prompt_tokens_total", ()] == 2 * (1 + len(encode("hello")))
+    assert values["vllm:request_success_total", ("stop",)] == 2
+    assert values["vllm:time_to_first_token_seconds_count", ()] == 2
+    assert values["vllm:e2e_request_latency_seconds_count", ()] == 2
+
+
+async def test_the_models_sampling_defaults_give_way_to_the_request() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05)
+    intake = Intake(tokenizer(), dataclasses.replace(settings(), sampling_defaults=defaults))
+    job = await intake.completion(parse(CompletionRequest, {"prompt": "a", "top_k": 0, "temperature": 0}))
+    sampling = job.generations[0].sampling
+    assert (sampling.temperature, sampling.top_k) == (0, 0)
+    assert (sampling.top_p, sampling.repetition_penalty) == (0.9, 1.05)

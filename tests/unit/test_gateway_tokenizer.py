@@ -1,0 +1,161 @@
+"""The tokenizer as `transformers` has it, without torch, and without holding up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gateway_fixtures import BOS, CHAT_TEMPLATE, byte_fallback_backend, byte_level_backend, encode, tokenizer, wrap
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from common.contract.errors import OperatorError
+from gateway.api_settings import SamplingDefaults
+from gateway.tokenizer import ChatTemplateError, ModelTokenizer
+
+MESSAGES = [{"role": "user", "content": "hello 日本"}]
+
+WITHOUT_TORCH = """
+import asyncio, sys
+from pathlib import Path
+from gateway.tokenizer import ModelTokenizer, keep_torch_out
+import gateway.api
+assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "triton", "nixl", "transformers")]
+keep_torch_out()
+tokenizer = ModelTokenizer.load(Path(sys.argv[1]))
+token_ids = asyncio.run(tokenizer.encode("hello"))
+chat_ids = asyncio.run(tokenizer.encode_chat([{"role": "user", "content": "hello"}]))
+assert tokenizer.decode(token_ids) == "hello", token_ids
+assert token_ids.count(0) == chat_ids.count(0) == 1
+loaded = [name for name, module in sys.modules.items() if module is not None]
+assert not [name for name in loaded if name.split(".")[0] in ("torch", "triton", "nixl", "kv_transfer")]
+assert not [name for name in loaded if name.startswith("common.engine")]
+try:
+    import torch
+except ModuleNotFoundError:
+    print("no torch")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint's tokenizer, as `transformers` writes it."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_backend(), bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
+    ).save_pretrained(path)
+    return path
+
+
+def test_no_torch_in_the_gateway(folder: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(folder)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "no torch\n"
+    assert run.stderr == ""
+
+
+async def test_it_agrees_with_transformers(folder: Path) -> None:
+    loaded, reference = ModelTokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ["", "hello", "hello 日本 </s> 😀", "a" * 50_000]:
+        token_ids = await loaded.encode(text)
+        assert token_ids == reference(text)["input_ids"]
+        assert loaded.decode(token_ids) == reference.decode(token_ids, skip_special_tokens=True)
+        assert loaded.decode_all(token_ids) == reference.decode(token_ids)
+    chat = reference.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert await loaded.encode_chat(MESSAGES) == chat
+    assert chat.count(BOS) == 1
+    assert loaded.vocab_size == len(reference)
+
+
+async def test_truncation_and_padding_of_the_file_do_not_count() -> None:
+    backend = byte_level_backend()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    assert await wrap(backend).encode("hello the end of the story") == [BOS, *encode("hello the end of the story")]
+
+
+async def test_long_text_does_not_hold_up_the_loop() -> None:
+    task = asyncio.create_task(tokenizer().encode("the quick brown fox " * 20_000))
+    num_turns = 0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert len(await task) > 20_000
+    assert num_turns > 20, "the loop stands still, or nearly, while the interpreter lock is held"
+
+
+async def test_templates_that_do_not_fit() -> None:
+    with pytest.raises(ChatTemplateError, match="unknown role wizard"):
+        await tokenizer().encode_chat([{"role": "wizard", "content": "a"}])
+    for template in [
+        "{{ messages[5]['role'] }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ nothing.of.this }}",
+        "{% broken",
+    ]:
+        with pytest.raises(ChatTemplateError):
+            await wrap(byte_level_backend(), template).encode_chat(MESSAGES)
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        await wrap(byte_level_backend(), None).encode_chat(MESSAGES)
+
+
+def test_what_cannot_be_loaded_is_the_operators_to_mend(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="cannot load a tokenizer"):
+        ModelTokenizer.load(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(OperatorError, match="cannot load a tokenizer"):
+        ModelTokenizer.load(tmp_path)
+
+
+def test_tokens_are_spelt_by_text_or_bytes() -> None:
+    (hello,) = encode("hello")
+    assert tokenizer().spelling(hello) == ("hello", b"hello")
+    assert tokenizer().spelling(0) == ("<s>", b"<s>")
+    assert tokenizer().spelling(10**6) == ("", b"")
+    first, *_ = encode("🦊")
+    name, content = tokenizer().spelling(first)
+    assert "🦊".encode().startswith(content)
+    assert name == "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+    for text in ["naïve café", "日本語 🦊", "\x00\x7f\u00ad ~"]:
+        assert b"".join(tokenizer().spelling(token_id)[1] for token_id in encode(text)) == text.encode()
+
+
+def test_tokens_of_sentencepiece_are_spelt_with_their_space() -> None:
+    backend = byte_fallback_backend()
+    model_tokenizer = wrap(backend)
+    token_ids = backend.encode("a é", add_special_tokens=False).ids
+    assert b"".join(model_tokenizer.spelling(token_id)[1] for token_id in token_ids) == " a é".encode()
+    assert model_tokenizer.spelling(backend.token_to_id("<0xC3>")) == ("bytes:\\xc3", b"\xc3")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, SamplingDefaults()),
+        ({"temperature": 0.6, "top_p": 0.9}, SamplingDefaults()),
+        ({"do_sample": False, "temperature": 0.6}, SamplingDefaults()),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "eos": 1},
+            SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05),
+        ),
+        ({"do_sample": True, "temperature": None}, SamplingDefaults()),
+    ],
+)
+def test_sampling_defaults_of_the_model(
+    tmp_path: Path, config: dict[str, object] | None, expected: SamplingDefaults
+) -> None:
+    if config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert SamplingDefaults.from_model(tmp_path) == expected
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"do_sample": true, "temperature": -1}'])
+def test_sampling_defaults_that_cannot_be_used(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(OperatorError, match=r"generation_config\.json"):
+        SamplingDefaults.from_model(tmp_path)
