@@ -11,8 +11,8 @@ import zmq.asyncio
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Hello, HelloRefused, Message, Role, Welcome
-from common.runtime.channel import ControlClient, LinkState, Pulse
-from common.runtime.clock import Clock
+from common.runtime.channel import ControlClient, LinkState
+from common.runtime.clock import Clock, Pulse
 
 log = logging.getLogger(__name__)
 

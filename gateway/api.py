@@ -82,7 +82,7 @@ def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> 
     It cancels the handler of a client that leaves, which `aiohttp` does not do unless told. Its `cleanup` stops
     listening, gives requests in flight `shutdown_timeout_s` to end, and then cancels them.
     """
-    return web.AppRunner(app, handler_cancellation=False, access_log=None, shutdown_timeout=shutdown_timeout_s)
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
 
 
 class _Api:

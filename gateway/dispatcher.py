@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 
 import zmq.asyncio
@@ -23,8 +23,8 @@ from common.contract.messages import (
     Role,
     Welcome,
 )
-from common.runtime.channel import ControlClient, Pulse
-from common.runtime.clock import Clock
+from common.runtime.channel import ControlClient
+from common.runtime.clock import Clock, Pulse
 from gateway.flow import Action, Deliver, Done, Fail, Flow, Place, Send
 from gateway.generation import Delta, Generation, GenerationFailed, Readiness
 from gateway.registry import Registry, WorkerView
@@ -100,7 +100,7 @@ class Dispatcher(Collector):
 
     # --- the Generator -------------------------------------------------------------------------------------------
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Delta]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         """Run one generation; see `gateway.generation.Generator`."""
         client = self._open(generation)
         flow = client.flow

@@ -151,7 +151,7 @@ class _Link:
             self._sink_blocks = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", *_blocks(region))
             self._source_blocks = self._agent.prep_xfer_dlist(remote, *_blocks(theirs))
         except nixl.errors as error:
-            raise TransferError(f"NIXL refused the metadata of {theirs.agent}: {_describe(error)}") from error
+            raise TransferError(f"NIXL cannot connect to {theirs.agent}: {_describe(error)}") from error
 
     def start(self, read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> str | None:
         """Post `read`. Returns what went wrong: the link is then to be destroyed."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import aiohttp
+import openai
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +28,12 @@ MODEL = "owner/tiny"
 CONTEXT = 256
 BOS, EOS = 0, 1
 READY = Readiness(ready=True, reason="ok", details={"prefill": 1, "decode": 1})
+STORY = "the quick brown fox jumps over the lazy dog"
+MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
+COMPLETION = {"model": MODEL, "prompt": "hello"}
+CHAT = {"model": MODEL, "messages": MESSAGES}
+COMPLETIONS_PATH = "/v1/completions"
+CHAT_PATH = "/v1/chat/completions"
 CHAT_TEMPLATE = (
     "<s>{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -216,3 +225,48 @@ async def serve(
     finally:
         await runner.cleanup()
     assert generator.num_open == 0
+
+
+async def post(
+    path: str,
+    body: Any,
+    generator: ScriptedGenerator | None = None,
+    *,
+    headers: dict[str, str] | None = None,
+    **options: Any,
+) -> tuple[int, Any, Any]:
+    """Status, decoded body and headers."""
+    async with serve(generator or ScriptedGenerator(), **options) as server, aiohttp.ClientSession() as session:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with session.post(server.url + path, data=data, headers=headers) as response:
+            return response.status, json.loads(await response.read()), response.headers
+
+
+def assert_error(answer: Any, param: str | None, code: str | None = None) -> None:
+    assert set(answer) == {"error"}
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+
+
+@asynccontextmanager
+async def openai_client(generator: ScriptedGenerator, **limits: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with serve(generator, settings(**limits)) as server:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+
+async def stream_of(generator: ScriptedGenerator, path: str, body: dict[str, Any]) -> list[Any]:
+    """The data events of a stream, `[DONE]` checked and left out."""
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        async with session.post(server.url + path, json=body | {"stream": True}) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            events = (await response.read()).decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]

@@ -40,18 +40,17 @@ class Cache:
 
     def fill(self, seed: int) -> None:
         """Write seeded bytes, none of them POISON."""
-        generator = np.random.default_rng(seed)
-        for block_B in self.blocks_NB:
-            block_B[:] = generator.integers(0, POISON, block_B.size, dtype=np.uint8)
+        random_B = np.random.default_rng(seed).integers(0, POISON, self.region.block_bytes, dtype=np.uint8)
+        for index, block_B in enumerate(self.blocks_NB):
+            block_B[:] = np.roll(random_B, index)
 
     def poison(self) -> None:
         """Write POISON everywhere."""
         self.blocks_NB[:] = POISON
 
-    def is_poisoned(self, block_ids: Iterable[int] | None = None) -> bool:
-        """Whether nobody has written to these blocks (all, by default)."""
-        blocks_NB = self.blocks_NB if block_ids is None else self.blocks_NB[list(block_ids)]
-        return bool((blocks_NB == POISON).all())
+    def is_poisoned(self, block_ids: Iterable[int]) -> bool:
+        """Whether nobody has written to these blocks."""
+        return bool((self.blocks_NB[list(block_ids)] == POISON).all())
 
     def num_landed(self) -> int:
         """Blocks whose first byte has been written."""
@@ -61,14 +60,13 @@ class Cache:
 class SourceProcess:
     """tests/transport_source.py, running."""
 
-    def __init__(self, kind: str, num_blocks: int, block_bytes: int, seed: int, environment: dict[str, str]) -> None:
+    def __init__(self, kind: str, num_blocks: int, block_bytes: int, seed: int) -> None:
         self.incarnation = new_incarnation()
         command = [kind, self.incarnation, str(num_blocks), str(block_bytes), str(seed)]
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("transport_source.py")), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | environment,
         )
         self.metadata = b""
         self.checksums: tuple[int, ...] = ()
@@ -110,8 +108,9 @@ class Sink:
 
     def __init__(self, kind: str, num_blocks: int, block_bytes: int) -> None:
         self.cache = Cache(num_blocks, block_bytes)
+        self.fatal: list[Exception] = []
         self.mover = Mover(
-            lambda: make_transport(kind, self.cache.region, new_incarnation()), self._on_read, self._on_fatal
+            lambda: make_transport(kind, self.cache.region, new_incarnation()), self._on_read, self.fatal.append
         )
         self._ends: dict[ReadId, asyncio.Future[TransferError | None]] = {}
         self._next_read = 0
@@ -137,13 +136,12 @@ class Sink:
     def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
         self._ends.pop(read_id).set_result(error)
 
-    def _on_fatal(self, error: Exception) -> None:
-        raise error
-
     async def __aenter__(self) -> Sink:
         await self.mover.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.mover.close()
+        assert not self.fatal
+        assert not self._ends
         assert self.mover.num_open_reads == 0

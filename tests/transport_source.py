@@ -10,9 +10,10 @@ import asyncio
 import json
 import sys
 
+from transport_harness import Cache, make_transport
+
 from common.contract.ids import Incarnation
 from kv_transfer.mover import Mover
-from transport_harness import Cache, make_transport
 
 
 async def serve(kind: str, incarnation: Incarnation, num_blocks: int, block_bytes: int, seed: int) -> None:

@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from common.engine.attention import visible_mask
 from common.engine.ragged import RaggedBatch
 
-_GROUP_BYTES = 8 * 2**20
-"""Most KV bytes gathered at once: what fits into a core's share of the last cache is still there when it is used."""
+GATHER_BYTES = 4 * 2**20
+"""KV gathered for one call, at most: what fits into a core's share of the last cache is still there when it is used."""
 _MAX_PADDING = 1.5
 """Most that a sequence is padded to, relative to its own length, to share a call with longer ones."""
 _QUERY_TILE = 128
@@ -49,9 +49,9 @@ class _Geometry:
         )
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one layer's keys and values of a block, taken as float32."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * 4
+    def block_elements(self) -> int:
+        """Elements of one layer's keys and values of a block."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim
 
     def row_index(self, tables_NU: torch.Tensor) -> torch.Tensor:
         """Rows of the blocks of `tables_NU`, in the order `[2, N, K, U]`, flat."""
@@ -66,8 +66,8 @@ class _DecodeGroup:
     tokens_N: torch.Tensor | None
     """Their rows in the batch; None when they are the whole batch, in order."""
     row_index: torch.Tensor
-    mask_N11S: torch.Tensor
-    """Added to the scores: 0 where a token sees a slot, minus infinity elsewhere."""
+    visible_N11S: torch.Tensor
+    """Which of the gathered slots each token sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,9 @@ class _Chunk:
 class CpuAttention:
     """Attention over the paged cache in the host's memory. Keeps a buffer, hence for one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, gather_bytes: int = GATHER_BYTES) -> None:
+        """Decode tokens share a call up to `gather_bytes` of keys and values; one sequence may need more."""
+        self._gather_bytes = gather_bytes
         self._buffer = torch.empty(0)
         self._batch: RaggedBatch | None = None
         self._plans: dict[int | None, tuple[list[_DecodeGroup], list[_Chunk]]] = {}
@@ -105,7 +107,8 @@ class CpuAttention:
         if batch is not self._batch:
             self._batch, self._plans = batch, {}
         if window not in self._plans:
-            self._plans[window] = _decode_groups(batch, geometry, window, q_THD.dtype), _chunks(batch, geometry, window)
+            most = self._gather_bytes // (geometry.block_elements * kv_layer.element_size())
+            self._plans[window] = _decode_groups(batch, geometry, window, most), _chunks(batch, geometry, window)
         groups, chunks = self._plans[window]
         q_TKGD = q_THD.reshape(q_THD.shape[0], geometry.num_kv_heads, -1, geometry.head_dim)
         out_TKGD = torch.empty_like(q_TKGD)
@@ -127,7 +130,7 @@ class CpuAttention:
         """One call for all sequences of a group, in which the G query heads of a KV head are its queries."""
         q_NKGD = q_TKGD if group.tokens_N is None else q_TKGD[group.tokens_N]
         k_NKSD, v_NKSD = self._gather(kv_layer, geometry, group.row_index, q_NKGD.shape[0])
-        out_NKGD = scaled_dot_product_attention(q_NKGD, k_NKSD, v_NKSD, attn_mask=group.mask_N11S, scale=scale)
+        out_NKGD = scaled_dot_product_attention(q_NKGD, k_NKSD, v_NKSD, attn_mask=group.visible_N11S, scale=scale)
         if group.tokens_N is None:
             out_TKGD.copy_(out_NKGD)
         else:
@@ -176,10 +179,8 @@ class CpuAttention:
         return gathered.view(2, num_sequences, geometry.num_kv_heads, -1, geometry.head_dim)
 
 
-def _decode_groups(
-    batch: RaggedBatch, geometry: _Geometry, window: int | None, dtype: torch.dtype
-) -> list[_DecodeGroup]:
-    """Single-token slices in groups of similar length, each within `_GROUP_BYTES`."""
+def _decode_groups(batch: RaggedBatch, geometry: _Geometry, window: int | None, max_blocks: int) -> list[_DecodeGroup]:
+    """Single-token slices in groups of similar length, each of `max_blocks` padded blocks or a single slice."""
     block_size = batch.block_size
     spans = []  # (blocks to gather, first of them, slice), shortest first
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
@@ -189,23 +190,16 @@ def _decode_groups(
     spans.sort()
     groups: list[list[tuple[int, int, int]]] = []
     for span in spans:
-        if (
-            groups
-            and span[0] <= _MAX_PADDING * groups[-1][0][0]
-            and span[0] * (len(groups[-1]) + 1) * geometry.block_bytes <= _GROUP_BYTES
-        ):
+        longest = span[0]
+        if groups and longest <= _MAX_PADDING * groups[-1][0][0] and longest * (len(groups[-1]) + 1) <= max_blocks:
             groups[-1].append(span)
         else:
             groups.append([span])
-    return [_decode_group(batch, geometry, window, dtype, group) for group in groups]
+    return [_decode_group(batch, geometry, window, group) for group in groups]
 
 
 def _decode_group(
-    batch: RaggedBatch,
-    geometry: _Geometry,
-    window: int | None,
-    dtype: torch.dtype,
-    spans: list[tuple[int, int, int]],
+    batch: RaggedBatch, geometry: _Geometry, window: int | None, spans: list[tuple[int, int, int]]
 ) -> _DecodeGroup:
     num_blocks = spans[-1][0]
     spans = sorted(spans, key=lambda span: span[2])
@@ -217,14 +211,14 @@ def _decode_group(
     columns_NU = torch.minimum(first_N1 + torch.arange(num_blocks), last_N1)
     tables_NU = batch.block_tables_BM[rows[:, None], columns_NU]
     keys_NS = first_N1 * batch.block_size + torch.arange(num_blocks * batch.block_size)
-    distance_NS = batch.seq_lens_B[rows, None] - 1 - keys_NS
-    hidden_NS = distance_NS < 0 if window is None else (distance_NS < 0) | (distance_NS >= window)
-    mask_NS = torch.zeros(hidden_NS.shape, dtype=dtype).masked_fill_(hidden_NS, float("-inf"))
-    whole_batch = len(spans) == batch.num_tokens
+    queries_N1 = batch.seq_lens_B[rows, None] - 1
+    visible_NS = keys_NS <= queries_N1
+    if window is not None:
+        visible_NS &= keys_NS > queries_N1 - window
     return _DecodeGroup(
-        tokens_N=None if whole_batch else batch.query_start_B1[rows],
+        tokens_N=None if len(spans) == batch.num_tokens else batch.query_start_B1[rows],
         row_index=geometry.row_index(tables_NU),
-        mask_N11S=mask_NS[:, None, None],
+        visible_N11S=visible_NS[:, None, None],
     )
 
 

@@ -34,7 +34,7 @@ from common.contract.messages import (
     Role,
     Welcome,
 )
-from common.runtime.clock import Clock
+from common.runtime.clock import Clock, Pulse
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +44,6 @@ MAX_SESSIONS = 1024
 """Clients of one worker."""
 _BACKPRESSURE_RETRY_S = 0.01
 _HELLO_RETRY_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """How often heartbeats are sent, and how long silence may last before the other side counts as lost."""
-
-    interval_s: float = 0.5
-    timeout_s: float = 3.0
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
 from common.contract.errors import OperatorError
-from common.runtime.channel import Pulse
 from common.runtime.checkpoint import DEMO_MODEL
+from common.runtime.clock import Pulse
 
 ENV_PREFIX = "BATON_"
 

@@ -5,7 +5,7 @@ Every case runs several prompts of unequal lengths together: chunks of prompts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from common.engine.runner import ModelRunner, load_runner
 from common.engine.sequence import Sequence, finish_reason
 from common.engine.weights import load_weights
 from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
 
 BLOCK_SIZE = 16
 CHUNK = 64
@@ -54,14 +56,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -206,9 +200,7 @@ def test_logits_do_not_depend_on_chunks(
 
 
 @pytest.mark.parametrize("chunk", [150, 7, 1])
-def test_what_an_earlier_owner_left_in_a_block_does_not_matter(
-    checkpoint: Callable[[str], Path], chunk: int
-) -> None:
+def test_what_an_earlier_owner_left_in_a_block_does_not_matter(checkpoint: Callable[[str], Path], chunk: int) -> None:
     folder = checkpoint("mistral-window-24")
     (prompt,) = prompts((150,))
     clean = logits_of_chunks(folder, prompt, chunk, CpuAttention())
@@ -226,9 +218,7 @@ def test_an_invalid_sequence_does_not_spoil_the_others(checkpoint: Callable[[str
             params=params, choice=0, position=len(token_ids), token_ids=token_ids, prompt_len=len(token_ids)
         )
         prefix = Slice(token_ids=token_ids[:-1], start=0, block_table=table)
-        return prefix, Slice(
-            token_ids=token_ids[-1:], start=len(token_ids) - 1, block_table=table, samples=(sample,)
-        )
+        return prefix, Slice(token_ids=token_ids[-1:], start=len(token_ids) - 1, block_table=table, samples=(sample,))
 
     (first, last), (other_first, other_last) = slices(short, [3, 4]), slices(long, [1, 2])
     runner.step([first, other_first])

@@ -52,6 +52,14 @@ def test_garbage_joins_to_the_full_decode(token_ids: list[int]) -> None:
     assert "".join(texts_) + rest == BYTE_LEVEL.decode(token_ids)
 
 
+@pytest.mark.parametrize("num_garbage", range(60, 70))
+@pytest.mark.parametrize("character", ["ß", "日", "🦊"])
+def test_a_character_after_garbage_is_whole(num_garbage: int, character: str) -> None:
+    token_ids = [BYTES[0xFF]] * num_garbage + [BYTES[byte] for byte in character.encode()]
+    texts_, rest = pieces(BYTE_LEVEL, token_ids)
+    assert "".join(texts_) + rest == "\ufffd" * num_garbage + character
+
+
 def test_garbage_is_let_go_of() -> None:
     detokenizer = Detokenizer(BYTE_LEVEL)
     given_out = "".join(detokenizer.push(BYTES[0xFF]) for _ in range(1000))

@@ -12,52 +12,21 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway_fixtures import (
+    CHAT,
+    CHAT_PATH,
+    COMPLETION,
+    COMPLETIONS_PATH,
     CONTEXT,
     MODEL,
     ScriptedGenerator,
+    assert_error,
     byte_level_backend,
     encode,
+    post,
     serve,
     settings,
-    tokenizer,
     wrap,
 )
-
-from common.contract.errors import Cause
-from gateway.generation import GenerationFailed
-
-COMPLETION = {"model": MODEL, "prompt": "hello"}
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
-COMPLETIONS_PATH = "/v1/completions"
-CHAT_PATH = "/v1/chat/completions"
-
-
-async def post(
-    path: str,
-    body: Any,
-    generator: ScriptedGenerator | None = None,
-    *,
-    headers: dict[str, str] | None = None,
-    **options: Any,
-) -> tuple[int, Any, Any]:
-    """Status, decoded body and headers."""
-    async with serve(generator or ScriptedGenerator(), **options) as server, aiohttp.ClientSession() as session:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with session.post(server.url + path, data=data, headers=headers) as response:
-            return response.status, json.loads(await response.read()), response.headers
-
-
-def assert_error(answer: Any, param: str | None, code: str | None = None) -> None:
-    assert set(answer) == {"error"}
-    error = answer["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert isinstance(error["message"], str)
-    assert error["message"]
-    assert isinstance(error["type"], str)
-    assert error["param"] == param
-    if code is not None:
-        assert error["code"] == code
-
 
 COMMON_CASES = [
     ({"temperature": -0.1}, "temperature"),
@@ -322,103 +291,6 @@ async def test_an_api_key_is_asked_for() -> None:
             assert response.status == 401
 
 
-STATUSES = {
-    Cause.CANCELLED: 499,
-    Cause.CAPACITY: 429,
-    Cause.TOO_LARGE: 400,
-    Cause.DEADLINE: 504,
-    Cause.DRAINING: 503,
-    Cause.WORKER_LOST: 503,
-    Cause.LEASE_LOST: 503,
-    Cause.TRANSFER: 503,
-    Cause.FINGERPRINT: 503,
-    Cause.SUPERSEDED: 503,
-    Cause.INTERNAL: 500,
-}
-
-
-@pytest.mark.parametrize("cause", list(Cause))
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_failure_before_the_first_token_has_a_status(cause: Cause, stream: bool) -> None:
-    generator = ScriptedGenerator(failure=GenerationFailed(cause, "what happened"))
-    status, answer, headers = await post(CHAT_PATH, CHAT | {"stream": stream}, generator)
-    assert status == STATUSES[cause]
-    assert_error(answer, None, cause.value)
-    assert headers["Content-Type"].startswith("application/json")
-    assert ("Retry-After" in headers) == (status in (429, 503))
-    assert ("what happened" in answer["error"]["message"]) == (cause is not Cause.INTERNAL)
-
-
-async def test_an_unexpected_exception_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    generator = ScriptedGenerator(failure=ZeroDivisionError("secret detail"))
-    status, answer, _ = await post(COMPLETIONS_PATH, COMPLETION, generator)
-    assert status == 500
-    assert_error(answer, None)
-    assert "secret" not in json.dumps(answer)
-    assert "secret detail" in caplog.text
-    assert "Traceback" in caplog.text
-
-
-@pytest.mark.parametrize("failure", [GenerationFailed(Cause.WORKER_LOST, "gone"), ZeroDivisionError("secret detail")])
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS_PATH, COMPLETION), (CHAT_PATH, CHAT)])
-async def test_a_failure_in_mid_stream_is_an_error_event(failure: Exception, path: str, body: dict[str, Any]) -> None:
-    generator = ScriptedGenerator(failure=failure, num_before=3, text="hello world the end of the story")
-    async with serve(generator) as server, aiohttp.ClientSession() as session:
-        request = body | {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 100}
-        async with session.post(server.url + path, json=request) as response:
-            assert response.status == 200
-            text = (await response.read()).decode()
-        events = text.strip().split("\n\n")
-        assert len(events) == 4
-        kind, data = events[-1].split("\n")
-        assert kind == "event: error"
-        assert_error(json.loads(data.removeprefix("data: ")), None)
-        assert "[DONE]" not in text
-        assert "secret" not in text
-        for event in events[:-1]:
-            (choice,) = json.loads(event.removeprefix("data: "))["choices"]
-            assert choice["finish_reason"] is None
-        exposition = server.metrics.exposition().decode()
-    cause = failure.cause.value if isinstance(failure, GenerationFailed) else "internal"
-    assert f'baton_gateway_requests_failed_total{{cause="{cause}"}} 1.0' in exposition
-
-
-async def test_a_generation_that_just_stops_is_a_failure() -> None:
-    class Quits(ScriptedGenerator):
-        async def generate(self, generation: Any) -> Any:
-            async for delta in super().generate(generation):
-                yield dataclasses.replace(delta, finish_reason=None)
-
-    status, answer, _ = await post(COMPLETIONS_PATH, COMPLETION, Quits())
-    assert status == 500
-    assert_error(answer, None, "internal")
-
-
-async def test_too_many_requests_in_flight() -> None:
-    generator = ScriptedGenerator(hang=True)
-    async with serve(generator, settings(max_in_flight=2, retry_after_s=7)) as server:
-        async with aiohttp.ClientSession() as session:
-            held = [asyncio.create_task(session.post(server.url + CHAT_PATH, json=CHAT)) for _ in range(2)]
-            while len(generator.generations) < 2:
-                await asyncio.sleep(0.01)
-            async with session.post(server.url + CHAT_PATH, json=CHAT) as response:
-                assert response.status == 429
-                assert response.headers["Retry-After"] == "7"
-                assert_error(await response.json(), None, "capacity")
-            async with session.get(server.url + "/health") as response:
-                assert response.status == 200
-            for task in held:
-                task.cancel()
-            await asyncio.gather(*held, return_exceptions=True)
-            generator.hang = False
-            async with asyncio.timeout(5):
-                while True:
-                    async with session.post(server.url + CHAT_PATH, json=CHAT) as response:
-                        if response.status == 200:
-                            break
-                    await asyncio.sleep(0.01)
-
-
 async def test_unknown_fields_are_ignored_and_listed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="gateway.schemas")
     generator = ScriptedGenerator()
@@ -449,7 +321,3 @@ async def test_null_and_values_that_ask_for_nothing_count_as_absent() -> None:
     }
     status, _, _ = await post(COMPLETIONS_PATH, COMPLETION | harmless)
     assert status == 200
-
-
-def test_the_vocabulary_is_the_models() -> None:
-    assert tokenizer().vocab_size == settings().model_vocab_size

@@ -1,0 +1,48 @@
+"""Worker pools shared by the end-to-end tests. Each test leaves them as it found them: empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from stack import Workers
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Make (once) the tiny random checkpoint of a family."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = make_checkpoint(family, tmp_path_factory.mktemp(family), seed=7)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[str, Workers]]:
+    """Every pool that was started, ended when the session ends."""
+    started: dict[str, Workers] = {}
+    yield started
+    for workers in started.values():
+        workers.stop()
+
+
+@pytest.fixture
+def pool(pools: dict[str, Workers], checkpoint: Callable[[str], Path]) -> Iterator[Callable[..., Workers]]:
+    """Get a pool by name, started at first use; every pool used is checked to be empty after the test."""
+    used: list[Workers] = []
+
+    def get(name: str, family: str = "llama", **how: object) -> Workers:
+        if name not in pools:
+            pools[name] = Workers.start(checkpoint(family), **how)  # type: ignore[arg-type]
+        used.append(pools[name])
+        return pools[name]
+
+    yield get
+    for workers in used:
+        workers.wait_for_baseline()

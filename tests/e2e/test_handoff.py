@@ -1,0 +1,184 @@
+"""The handoff between real processes: sampling, forks, refusals, aborts and deadlines; and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from checkpoints import VOCAB_SIZE
+from stack import Workers, answer, generation
+
+from common.contract.errors import Cause
+from gateway.generation import GenerationFailed
+
+Pool = Callable[..., Workers]
+TRANSPORTS = {
+    "nixl": {},
+    "zmq": {"options": ("--transport", "zmq")},
+    "nixl-tcp": {"env": {"UCX_TLS": "tcp"}, "options": ("--checksums",)},
+}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(8, VOCAB_SIZE) for _ in range(length)]
+
+
+def main_pool(pool: Pool) -> Workers:
+    """The two prefill and two decode workers that the parity test uses too."""
+    return pool("llama", prefill=2, decode=2)
+
+
+async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_every_transport(pool: Pool) -> None:
+    work = generation(prompt(1, 150), temperature=1.0, top_k=50, top_p=0.95, seed=1234, max_tokens=40, logprobs=2)
+    texts = {}
+    async with main_pool(pool).dispatcher() as dispatcher:
+        texts["alone"] = await answer(dispatcher, work)
+        others = [
+            generation(prompt(seed, 40 + seed * 7), temperature=1.0, seed=seed, max_tokens=60) for seed in range(40)
+        ]
+        together = await asyncio.gather(*(answer(dispatcher, other) for other in [*others[:20], work, *others[20:]]))
+        texts["in a full batch"] = together[20]
+        again = generation(prompt(1, 150), temperature=1.0, top_k=50, top_p=0.95, seed=1235, max_tokens=40)
+        other_seed = await answer(dispatcher, again)
+    for name in ("zmq", "nixl-tcp"):
+        async with pool(name, **TRANSPORTS[name]).dispatcher() as dispatcher:
+            texts[name] = await answer(dispatcher, work)
+    first = texts["alone"].tokens[0]
+    assert {name: text.tokens[0] for name, text in texts.items()} == dict.fromkeys(texts, first)
+    assert other_seed.tokens[0] != first
+    logprobs = [each for delta in texts["alone"].deltas for each in delta.logprobs or ()]
+    assert len(logprobs) == len(first)
+    assert all(each.logprob <= 0 and len(each.top) == 2 for each in logprobs)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65, 200])
+async def test_choices_fork_from_one_prefill_and_one_pull(pool: Pool, length: int) -> None:
+    workers = main_pool(pool)
+    computed = sum(p.metric("vllm:prompt_tokens_total") for p in workers.prefill)
+    ids = prompt(5, length)
+    async with workers.dispatcher() as dispatcher:
+        several = await answer(dispatcher, generation(ids, n=4, temperature=1.0, seed=9, max_tokens=20))
+        assert sum(p.metric("vllm:prompt_tokens_total") for p in workers.prefill) - computed == length
+        single = await answer(dispatcher, generation(ids, temperature=1.0, seed=9, max_tokens=20))
+        greedy = await answer(dispatcher, generation(ids, n=3, max_tokens=20))
+        greedy_single = await answer(dispatcher, generation(ids, max_tokens=20))
+    assert several.tokens[0] == single.tokens[0]
+    assert len({tuple(tokens) for tokens in several.tokens}) > 1, "the choices share their random numbers"
+    assert greedy.tokens == [greedy_single.tokens[0]] * 3
+
+
+async def test_a_request_that_its_first_token_ends_leaves_nothing_on_either_worker(pool: Pool) -> None:
+    workers = main_pool(pool)
+    async with workers.dispatcher() as dispatcher:
+        results = await asyncio.gather(
+            *(answer(dispatcher, generation(prompt(seed, 90), max_tokens=1)) for seed in range(20))
+        )
+    assert [len(result.tokens[0]) for result in results] == [1] * 20
+    assert {result.reasons[0] for result in results} == {"length"}
+
+
+async def test_a_stop_token_ends_a_choice_and_ignore_eos_does_not(pool: Pool) -> None:
+    ids = prompt(11, 33)
+    async with main_pool(pool).dispatcher() as dispatcher:
+        free = (await answer(dispatcher, generation(ids, max_tokens=30))).tokens[0]
+        stop = free[7]
+        stopped = await answer(dispatcher, generation(ids, max_tokens=30, stop_token_ids=(stop,)))
+        assert stopped.tokens[0] == free[: free.index(stop) + 1]
+        assert stopped.reasons == ["stop"]
+        later = await answer(dispatcher, generation(ids, max_tokens=30, stop_token_ids=(stop,), min_tokens=20))
+        assert len(later.tokens[0]) >= 20
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_aborts_at_random_moments_return_every_block(pool: Pool, transport: str) -> None:
+    workers = main_pool(pool) if transport == "nixl" else pool(transport, **TRANSPORTS[transport])
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    finished = cancelled = 0
+
+    async def run(index: int) -> None:
+        nonlocal finished, cancelled
+        work = generation(prompt(index, draw.randint(1, 900)), max_tokens=draw.randint(1, 60), n=draw.choice([1, 1, 3]))
+        try:
+            async with asyncio.timeout(draw.choice([0.0, 0.005, 0.02, 0.1, 0.3, 1.0, 60.0])):
+                await answer(dispatcher, work)
+            finished += 1
+        except TimeoutError:
+            cancelled += 1
+
+    async with workers.dispatcher() as dispatcher:
+        await asyncio.gather(*(run(index) for index in range(60)))
+        workers.wait_for_baseline()
+        assert cancelled >= 5, (finished, cancelled)
+        result = await answer(dispatcher, generation(prompt(1, 100)))
+    assert len(result.tokens[0]) == 16
+
+
+async def test_a_decode_worker_without_room_lets_requests_wait_and_every_one_finishes(pool: Pool) -> None:
+    block_bytes = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, slots, head size, float32
+    workers = pool(
+        "small-decode",
+        decode_options=("--kv-cache-bytes", str(20 * block_bytes)),
+        prefill_options=("--chunk-size", "32"),
+    )
+    assert workers.decode[0].get("/ready")["blocks_total"] == 20
+    works = [generation(prompt(seed, 100), max_tokens=40, ignore_eos=True) for seed in range(12)]
+    async with workers.dispatcher() as dispatcher:
+        crowd = await asyncio.gather(*(answer(dispatcher, work) for work in works))
+        alone = [await answer(dispatcher, work) for work in works[:3]]
+        assert [each.tokens for each in crowd[:3]] == [each.tokens for each in alone]
+        assert all(len(each.tokens[0]) == 40 for each in crowd)
+        with pytest.raises(GenerationFailed) as refused:
+            await answer(dispatcher, generation(prompt(1, 300), max_tokens=100))
+        assert refused.value.cause is Cause.TOO_LARGE
+        assert "20" in refused.value.message
+        blocker = asyncio.create_task(answer(dispatcher, generation(prompt(0, 200), max_tokens=100, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(GenerationFailed) as late:
+            await answer(dispatcher, generation(prompt(2, 200), max_tokens=100, budget_s=0.05))
+        assert late.value.cause is Cause.DEADLINE
+        await blocker
+
+
+async def test_a_prefill_worker_without_room_lets_prompts_wait(pool: Pool) -> None:
+    block_bytes = 2 * 2 * 2 * 16 * 16 * 4
+    workers = pool("small-prefill", prefill_options=("--kv-cache-bytes", str(16 * block_bytes), "--chunk-size", "32"))
+    works = [generation(prompt(seed, 200), max_tokens=10) for seed in range(10)]
+    async with workers.dispatcher() as dispatcher:
+        crowd = await asyncio.gather(*(answer(dispatcher, work) for work in works))
+        alone = await answer(dispatcher, works[9])
+        with pytest.raises(GenerationFailed) as refused:
+            await answer(dispatcher, generation(prompt(1, 300)))
+    assert crowd[9].tokens == alone.tokens
+    assert refused.value.cause is Cause.TOO_LARGE
+
+
+async def test_a_request_that_outlives_its_budget_fails_with_the_state_it_was_in(pool: Pool) -> None:
+    async with main_pool(pool).dispatcher() as dispatcher:
+        work = generation(prompt(1, 100), max_tokens=900, ignore_eos=True, budget_s=0.4)
+        with pytest.raises(GenerationFailed) as failed:
+            await answer(dispatcher, work)
+    assert failed.value.cause is Cause.DEADLINE
+    assert "decoding" in failed.value.message
+
+
+async def test_a_gateway_that_leaves_takes_its_requests_with_it(pool: Pool) -> None:
+    workers = main_pool(pool)
+    async with workers.dispatcher() as dispatcher:
+        tasks = [
+            asyncio.create_task(answer(dispatcher, generation(prompt(seed, 500), max_tokens=400, ignore_eos=True)))
+            for seed in range(8)
+        ]
+        await asyncio.sleep(0.1)
+        assert any(process.leftovers() for process in workers.all), "the requests never reached the workers"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    started = time.monotonic()
+    workers.wait_for_baseline()
+    print(f"baseline after {time.monotonic() - started:.2f} s")

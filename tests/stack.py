@@ -1,0 +1,219 @@
+"""Real worker processes for tests: started, watched for their announcements, checked for leftovers, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.contract.ids import new_incarnation
+from common.contract.sampling import SamplingParams
+from common.runtime.checkpoint import config_hash
+from common.runtime.clock import Pulse, monotonic
+from gateway.dispatcher import Dispatcher
+from gateway.generation import Delta, Generation
+from gateway.registry import Registry
+
+START_TIMEOUT_S = 120.0
+BASELINE_TIMEOUT_S = 10.0
+_ZERO_AT_REST = (
+    "blocks_used",
+    "blocks_limbo",
+    "blocks_promised",
+    "blocks_quarantined",
+    "waiting",
+    "pulling",
+    "running",
+    "reads",
+    "leases",
+    "parked",
+    "requests",
+    "unacknowledged",
+)
+
+
+class Process:
+    """One process of Baton and what it has announced."""
+
+    def __init__(self, module: str, options: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        reader, writer = os.pipe()
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", module, *options, "--announce-fd", str(writer), "--end-with-parent"],
+            pass_fds=(writer,),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"} | dict(env or {}),
+        )
+        os.close(writer)
+        self.facts: dict[str, Any] = {}
+        self.log: list[str] = []
+        self._changed = threading.Condition()
+        threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
+        self._logger = threading.Thread(target=self._collect_log, daemon=True)
+        self._logger.start()
+
+    def fact(self, name: str, timeout_s: float = START_TIMEOUT_S) -> Any:
+        """Wait until the process has announced `name`."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: name in self.facts or "ended" in self.facts, timeout_s)
+        assert found and name in self.facts, f"no {name!r} from {self.popen.args}:\n" + "\n".join(self.log[-30:])
+        return self.facts[name]
+
+    def get(self, path: str) -> Any:
+        """The JSON (or text, for /metrics) that the probe port answers."""
+        with urllib.request.urlopen(f"http://{self.fact('http')}{path}", timeout=10) as response:
+            text = response.read().decode()
+        return text if path == "/metrics" else json.loads(text)
+
+    def leftovers(self) -> dict[str, int]:
+        """What a worker at rest should not hold."""
+        state = self.get("/ready")
+        return {name: state[name] for name in _ZERO_AT_REST if state.get(name)}
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith((name + " ", name + "{"))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+        """Signal the process and wait; its exit code."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+        try:
+            code = self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+            raise
+        self._logger.join(5)
+        return code
+
+    def _listen(self, fd: int) -> None:
+        with os.fdopen(fd) as lines:
+            for line in lines:
+                with self._changed:
+                    self.facts.update(json.loads(line))
+                    self._changed.notify_all()
+        with self._changed:
+            self.facts["ended"] = True
+            self._changed.notify_all()
+
+    def _collect_log(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self.log.append(line.rstrip())
+
+
+@dataclass
+class Workers:
+    """Prefill and decode workers of one model."""
+
+    folder: Path
+    prefill: list[Process] = field(default_factory=list)
+    decode: list[Process] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        options: Sequence[str] = (),
+        prefill_options: Sequence[str] = ("--chunk-size", "64"),
+        decode_options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> Workers:
+        """Start the processes and wait until all are ready."""
+        common = ["--model", str(folder), "--num-threads", "1", "--kv-cache-bytes", str(64 * 2**20), *options]
+        workers = cls(folder)
+        workers.prefill = [Process("prefill_worker", [*common, *prefill_options], env) for _ in range(prefill)]
+        workers.decode = [Process("decode_worker", [*common, *decode_options], env) for _ in range(decode)]
+        for process in workers.all:
+            process.fact("ready")
+        return workers
+
+    @property
+    def all(self) -> list[Process]:
+        """Every process."""
+        return [*self.prefill, *self.decode]
+
+    def wait_for_baseline(self, timeout_s: float = BASELINE_TIMEOUT_S) -> None:
+        """Wait until no worker holds anything; fails, naming what is left."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = {p.facts["control"]: p.leftovers() for p in self.all}
+            if not any(left.values()):
+                return
+            assert time.monotonic() < deadline, f"left behind after {timeout_s} s: {left}"
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End every process; each must end cleanly."""
+        codes = [process.end() for process in self.all]
+        logs = "\n".join(line for process in self.all for line in process.log[-15:])
+        assert codes == [0] * len(codes), f"exit codes {codes}\n{logs}"
+
+    @asynccontextmanager
+    async def dispatcher(self) -> AsyncIterator[Dispatcher]:
+        """A gateway's dispatcher in this process, connected to the workers."""
+        registry = Registry(
+            tuple(p.facts["control"] for p in self.prefill),
+            tuple(p.facts["control"] for p in self.decode),
+            config_hash(self.folder),
+        )
+        dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=30))
+        running = asyncio.create_task(dispatcher.run())
+        usable = asyncio.create_task(dispatcher.wait_usable())
+        try:
+            await asyncio.wait([running, usable], return_when=asyncio.FIRST_COMPLETED, timeout=30)
+            if running.done():
+                running.result()
+            while len(dispatcher.ready().details["workers"]) != sum(  # type: ignore[arg-type]
+                worker["usable"]  # type: ignore[index]
+                for worker in dispatcher.ready().details["workers"]  # type: ignore[attr-defined]
+            ):
+                await asyncio.sleep(0.01)
+            yield dispatcher
+        finally:
+            usable.cancel()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+@dataclass
+class Answer:
+    """What came of a generation: for each choice its tokens and why it ended; and every delta."""
+
+    tokens: list[list[int]]
+    reasons: list[str | None]
+    deltas: list[Delta]
+
+
+def generation(token_ids: Sequence[int], *, n: int = 1, budget_s: float = 120.0, **sampling: Any) -> Generation:
+    """A generation; greedy unless told otherwise."""
+    params = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | sampling))
+    return Generation(token_ids=tuple(token_ids), num_choices=n, sampling=params, budget_s=budget_s)
+
+
+async def answer(dispatcher: Dispatcher, work: Generation) -> Answer:
+    """Run a generation to its end."""
+    result = Answer([[] for _ in range(work.num_choices)], [None] * work.num_choices, [])
+    async for delta in dispatcher.generate(work):
+        result.tokens[delta.choice].extend(delta.token_ids)
+        result.reasons[delta.choice] = delta.finish_reason
+        result.deltas.append(delta)
+    return result

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from common.contract.kv_layout import KVLayout
+from common.engine.kv_cache import KVCache
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=8, dtype="float16")
+
+
+def test_is_zeroed_contiguous_and_on_a_page() -> None:
+    cache = KVCache(LAYOUT, 5, torch.device("cpu"))
+    assert cache.address % 4096 == 0
+    assert cache.num_bytes == 5 * LAYOUT.block_bytes == 5 * 3 * 2 * 2 * 8 * 4 * 2
+    assert ctypes.string_at(cache.address, cache.num_bytes) == bytes(cache.num_bytes)
+
+
+def test_a_block_is_contiguous_over_all_layers() -> None:
+    cache = KVCache(LAYOUT, 5, torch.device("cpu"))
+    cache.layer(1)[3, 1, 0, 7, 2] = 1.5
+    offset = 3 * LAYOUT.block_bytes + ((((1 * 2 + 1) * 2 + 0) * 8 + 7) * 4 + 2) * 2
+    memory = ctypes.string_at(cache.address, cache.num_bytes)
+    assert memory[offset : offset + 2] == torch.tensor(1.5, dtype=torch.float16).numpy().tobytes()
+    assert memory.count(0) == len(memory) - 1, "something else was written"
+
+
+def test_copy_and_clear_concern_all_layers_of_one_block() -> None:
+    cache = KVCache(LAYOUT, 3, torch.device("cpu"))
+    for layer in range(3):
+        cache.layer(layer)[0] = layer + 1
+    cache.copy_block(0, 2)
+    for layer in range(3):
+        assert bool((cache.layer(layer)[2] == layer + 1).all())
+        assert not cache.layer(layer)[1].any()
+    cache.clear(torch.tensor([0]))
+    for layer in range(3):
+        assert not cache.layer(layer)[0].any()
+        assert bool((cache.layer(layer)[2] == layer + 1).all())

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from common.engine import linear as linear_module
+from common.engine.linear import Linear, multiplies_natively
+from torch.nn.functional import linear
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+
+
+def filled(dtype: torch.dtype, bias: bool = True) -> tuple[Linear, torch.Tensor, torch.Tensor | None]:
+    """A projection, and the weight and bias that it was given."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(24, 16, generator=generator).to(dtype)
+    projection = Linear(24, 16, bias=bias, dtype=dtype, device=CPU)
+    projection.weight.copy_(weight)
+    if projection.bias is None:
+        return projection, weight, None
+    projection.bias.copy_(torch.randn(24, generator=generator).to(dtype))
+    return projection, weight, projection.bias.clone()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_is_a_matrix_product(rows: int, packed: bool, bias: bool) -> None:
+    projection, weight, offset = filled(torch.float32, bias)
+    if packed:
+        projection.pack_for_onednn()
+    else:
+        projection.pack()
+    x = torch.randn(rows, 16)
+    torch.testing.assert_close(projection(x), linear(x, weight, offset))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    projection, weight, offset = filled(dtype)
+    projection.pack()
+    x = torch.randn(5, 16).to(dtype)
+    assert offset is not None
+    exact = linear(x.double(), weight.double(), offset.double())
+    ours = projection(x)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+def test_a_cpu_without_instructions_for_the_type_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "multiplies_natively", lambda dtype: dtype == torch.float32)
+    projection, _, _ = filled(torch.bfloat16)
+    projection.pack()
+    assert projection.weight.dtype == torch.float32
+    assert projection(torch.randn(2, 16).bfloat16()).dtype == torch.bfloat16
+
+
+def test_float32_is_always_native() -> None:
+    assert multiplies_natively(torch.float32)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LINEAR_SCALING, LLAMA3_SCALING, YARN_SCALING
+from common.contract.errors import ModelNotSupportedError, OperatorError
+from common.contract.kv_layout import KVLayout
+from common.engine.model_config import ModelConfig
+from common.engine.rope import LinearScaling, RopeConfig, YarnScaling, inverse_frequencies
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 1,
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "head_dim": 32}
+
+
+def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    return ModelConfig.from_folder(write(folder, config, generation))
+
+
+def test_llama(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA | {"torch_dtype": "bfloat16"})
+    assert config.architecture == "LlamaForCausalLM"
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (384, 64, 96)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
+    assert config.rms_norm_eps == 1e-5
+    assert config.max_sequence_tokens == 256
+    assert config.eos_token_ids == {1}
+    assert config.dtype == "bfloat16"
+    assert config.windows == (None, None)
+    assert config.rope == RopeConfig(theta=10000.0)
+    assert not (config.tie_word_embeddings or config.qkv_bias or config.output_bias or config.mlp_bias)
+    assert not config.qk_norm
+    assert config.layout(16, "float32") == KVLayout(
+        num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32"
+    )
+
+
+def test_biases_and_norms_of_the_families(tmp_path: Path) -> None:
+    llama = read(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.tie_word_embeddings) == (True,) * 4
+    qwen2 = read(tmp_path, QWEN2)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
+    qwen3 = read(tmp_path, QWEN3)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias, qwen3.qk_norm) == (False, False, False, True)
+    assert qwen3.head_dim == 32
+    assert read(tmp_path, QWEN3 | {"attention_bias": True}).output_bias
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MISTRAL, (4096, 4096)),
+        (MISTRAL | {"sliding_window": None}, (None, None)),
+        (LLAMA | {"sliding_window": 24}, (None, None)),
+        (QWEN2 | {"sliding_window": 24, "max_window_layers": 1}, (None,) * 4),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}, (None, 24, 24, 24)),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 9}, (None,) * 4),
+        (
+            QWEN3
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 24,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            },
+            (24, None, 24, None),
+        ),
+    ],
+)
+def test_windows(tmp_path: Path, config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read(tmp_path, config).windows == windows
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_theta": 500000.0},
+        {"rope_theta": 1000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_parameters": LINEAR_SCALING},
+        {"rope_parameters": LLAMA3_SCALING},
+        {"rope_theta": 5e5, "rope_scaling": {k: v for k, v in LLAMA3_SCALING.items() if k != "rope_theta"}},
+        {"rope_parameters": YARN_SCALING},
+        {"rope_parameters": YARN_SCALING | {"truncate": False, "beta_fast": 16, "beta_slow": 2}},
+        {"rope_parameters": YARN_SCALING | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+        {"rope_parameters": YARN_SCALING | {"attention_factor": 1.25}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_rotation_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict[str, Any], head_dim: int) -> None:
+    ours = read(tmp_path, LLAMA | {"head_dim": head_dim} | rope).rope
+    config = AutoConfig.from_pretrained(tmp_path)
+    kind = config.rope_parameters["rope_type"]
+    factor = ours.scaling.attention_factor if isinstance(ours.scaling, YarnScaling) else 1.0
+    if kind == "default":
+        assert ours.scaling is None
+        assert ours.theta == rope.get("rope_theta", 10000.0)
+        expected = ours.theta ** -(torch.arange(0, head_dim, 2).double() / head_dim)
+        torch.testing.assert_close(inverse_frequencies(ours, head_dim).double(), expected)
+    else:
+        frequencies, expected_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        torch.testing.assert_close(inverse_frequencies(ours, head_dim), frequencies, rtol=1e-6, atol=0)
+        assert factor == pytest.approx(expected_factor)
+
+
+def test_rope_of_older_files(tmp_path: Path) -> None:
+    old = LLAMA | {"rope_theta": 1000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert read(tmp_path, old).rope == RopeConfig(theta=1000.0, scaling=LinearScaling(factor=4.0))
+
+
+@pytest.mark.parametrize(
+    ("stated", "generation", "expected"),
+    [
+        (1, None, {1}),
+        ([1, 5], None, {1, 5}),
+        (1, {"eos_token_id": [7, 8]}, {7, 8}),
+        (1, {"eos_token_id": 7}, {7}),
+        (1, {"temperature": 0.5}, {1}),
+        (None, None, set()),
+    ],
+)
+def test_end_of_sequence_tokens(
+    tmp_path: Path, stated: object, generation: dict[str, Any] | None, expected: set[int]
+) -> None:
+    assert read(tmp_path, LLAMA | {"eos_token_id": stated}, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            LLAMA | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+            "GPT2LMHeadModel is not supported.*Qwen3",
+        ),
+        (LLAMA | {"model_type": "gemma"}, "model_type 'gemma' is not that of LlamaForCausalLM"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
+        (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA | {"torch_dtype": "float64"}, "dtype float64 is not supported"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelNotSupportedError, match=message):
+        read(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({k: v for k, v in LLAMA.items() if k != "architectures"}, "names no architecture"),
+        (LLAMA | {"architectures": []}, "names no architecture"),
+        (LLAMA | {"hidden_size": "many"}, "not a valid LlamaForCausalLM config"),
+        (LLAMA | {"num_key_value_heads": 3}, "KV heads must divide"),
+        (LLAMA | {"head_dim": 15}, "must be even|even rotary"),
+        (LLAMA | {"eos_token_id": [True]}, "eos_token_id|valid"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 4}, "makes no sense"),
+        (QWEN2 | {"layer_types": ["full_attention"]}, "makes no sense|not a valid"),
+    ],
+)
+def test_what_is_malformed_is_an_operators_error_of_one_line(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OperatorError, match=message) as caught:
+        read(tmp_path, config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_unreadable_folder(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match=re.escape(str(tmp_path / "nowhere" / "config.json"))):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(OperatorError, match="cannot be read"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(OperatorError, match="not a JSON object"):
+        ModelConfig.from_folder(tmp_path)

@@ -1,0 +1,294 @@
+"""The sampler against straightforward references, and rows against themselves in other company."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from common.contract.sampling import SamplingParams
+from common.engine.batch import InvalidLogitsError, Sample, SampledToken
+from common.engine.philox import uniforms
+from common.engine.sampler import sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+torch.set_num_threads(1)
+
+VOCAB = 50
+EOS = frozenset((2, 3))
+
+
+def ask(token_ids: list[int] | None = None, prompt_len: int = 1, choice: int = 0, **params: Any) -> Sample:
+    tokens = [7] if token_ids is None else token_ids
+    return Sample(
+        params=SamplingParams(max_tokens=100, **params),
+        choice=choice,
+        position=len(tokens),
+        token_ids=tokens,
+        prompt_len=prompt_len,
+    )
+
+
+def tokens_of(logits_NV: torch.Tensor, samples: list[Sample]) -> list[int]:
+    outcome = sample(logits_NV, samples, EOS)
+    assert all(isinstance(each, SampledToken) for each in outcome)
+    return [each.token_id for each in outcome if isinstance(each, SampledToken)]
+
+
+def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def support(logits_V: torch.Tensor, num: int = 3000, **params: Any) -> set[int]:
+    """Tokens that come up for some of `num` seeds."""
+    drawn = tokens_of(logits_V.expand(num, -1), [ask(seed=seed, **params) for seed in range(num)])
+    return set(drawn)
+
+
+def test_nothing_to_sample() -> None:
+    assert sample(torch.empty(0, VOCAB), [], EOS) == []
+
+
+def test_greedy_takes_the_most_likely_token_and_leaves_the_logits() -> None:
+    logits = random_logits(4)
+    before = logits.clone()
+    assert tokens_of(logits, [ask(temperature=0.0)] * 4) == before.argmax(dim=-1).tolist()
+    sample(logits, [ask(temperature=0.0, repetition_penalty=2.0), ask(), ask(min_tokens=9), ask(top_p=0.5)], EOS)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_frequencies_are_the_probabilities(params: dict[str, Any]) -> None:
+    """Chi-squared over tokens that are expected at least five times; transformers' own warpers give the expectation."""
+    num = 20_000
+    (logits,) = random_logits(1)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.get("temperature", 1.0))])
+    if "top_k" in params:
+        warpers.append(TopKLogitsWarper(params["top_k"]))
+    if "top_p" in params:
+        warpers.append(TopPLogitsWarper(params["top_p"]))
+    if "min_p" in params:
+        warpers.append(MinPLogitsWarper(params["min_p"]))
+    expected = warpers(None, logits[None].clone())[0].softmax(dim=-1).double() * num
+    drawn = tokens_of(logits.expand(num, -1), [ask(seed=seed, **params) for seed in range(num)])
+    observed = torch.bincount(torch.tensor(drawn), minlength=VOCAB).double()
+    assert not observed[expected == 0].any(), "a token was drawn that the filters exclude"
+    likely = expected >= 5
+    chi_squared = ((observed - expected)[likely] ** 2 / expected[likely]).sum().item()
+    freedom = max(int(likely.sum()) - 1, 1)
+    assert chi_squared < freedom + 4 * (2 * freedom) ** 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    top_k=st.integers(0, 60),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    temperature=st.floats(0.2, 3.0),
+    coarse=st.booleans(),
+)
+def test_filters_keep_what_a_plain_reference_keeps(
+    seed: int, top_k: int, top_p: float, min_p: float, temperature: float, coarse: bool
+) -> None:
+    """Whatever is drawn lies in the set kept, and is where the cumulative distribution reaches the random number.
+
+    Coarse logits have many ties, and ties with the last token kept are kept.
+    """
+    (logits,) = random_logits(1, seed)
+    if coarse:
+        logits = logits.round()
+    kept = logits.double() / temperature
+    if 0 < top_k < VOCAB:
+        kept[kept < kept.sort(descending=True).values[top_k - 1]] = float("-inf")
+    if top_p < 1.0:
+        ordered = kept.sort(descending=True).values
+        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
+        near = ((before - top_p).abs() < 1e-5).any()
+        kept[kept < ordered[before < top_p].min()] = float("-inf")
+    else:
+        near = torch.tensor(False)
+    probabilities = kept.softmax(dim=-1)
+    near |= ((probabilities / probabilities.max() - min_p).abs() < 1e-5).any()
+    kept[probabilities < min_p * probabilities.max()] = float("-inf")
+    cumulative = kept.softmax(dim=-1).cumsum(dim=-1)
+    each = ask(seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+    number = uniforms([seed], [0], [1])[0]
+    near |= ((cumulative - number).abs() < 1e-5).any()
+    if not near:
+        assert tokens_of(logits[None], [each]) == [int(torch.searchsorted(cumulative, number))]
+
+
+def test_top_k_top_p_and_min_p_keep_at_least_the_most_likely_token() -> None:
+    (logits,) = random_logits(1)
+    best = {int(logits.argmax())}
+    assert support(logits, top_k=1) == best
+    assert support(logits, top_p=1e-9) == best
+    assert support(logits, min_p=1.0) == best
+    assert support(logits, temperature=1e-300) == best
+
+
+def test_top_p_of_a_flat_distribution_over_many_tokens() -> None:
+    """More tokens are kept than the sampler looks at first."""
+    logits = torch.linspace(0, 0.01, 2000)
+    kept = support(logits, num=4000, top_p=0.5)
+    assert min(kept) >= 1000 - 5
+    assert len(kept) > 900
+
+
+def test_a_random_number_is_named_by_seed_choice_and_position() -> None:
+    (logits,) = random_logits(1)
+    rows = [
+        ask(seed=seed, choice=choice, token_ids=[7] * position)
+        for seed in range(6)
+        for choice in range(3)
+        for position in range(1, 6)
+    ]
+    drawn = tokens_of(logits.expand(len(rows), -1), rows)
+    numbers = uniforms([r.params.seed for r in rows], [r.choice for r in rows], [r.position for r in rows])
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    assert drawn == torch.searchsorted(cumulative, torch.from_numpy(numbers)).tolist()
+
+
+any_params = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.7, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 1, 10]),
+        "top_p": st.sampled_from([0.3, 0.95, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.2]),
+        "repetition_penalty": st.sampled_from([1.0, 1.5]),
+        "presence_penalty": st.sampled_from([0.0, 0.5]),
+        "frequency_penalty": st.sampled_from([0.0, -0.3]),
+        "min_tokens": st.sampled_from([0, 4]),
+        "stop_token_ids": st.sampled_from([(), (9,)]),
+        "logprobs": st.sampled_from([None, 0, 3]),
+        "seed": st.integers(0, 2**40),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), wanted=st.lists(any_params, min_size=2, max_size=6), seed=st.integers(0, 1000))
+def test_a_row_does_not_depend_on_its_company(data: st.DataObject, wanted: list[dict[str, Any]], seed: int) -> None:
+    logits = random_logits(len(wanted), seed, vocab=400)
+    histories = [data.draw(st.lists(st.integers(0, 399), min_size=2, max_size=8)) for _ in wanted]
+    rows = [ask(tokens, prompt_len=2, **params) for tokens, params in zip(histories, wanted, strict=True)]
+    together = sample(logits, rows, EOS)
+    alone = [sample(logits[index : index + 1], [row], EOS)[0] for index, row in enumerate(rows)]
+    assert together == alone
+    backwards = sample(logits.flip(0), rows[::-1], EOS)
+    assert backwards == together[::-1]
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    logits = random_logits(3)
+    tokens = [5, 9, 9, 30, 31]
+    expected = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([tokens] * 3), logits.clone())
+    row = ask(tokens, prompt_len=2, temperature=0.0, repetition_penalty=1.8, logprobs=20)
+    for outcome, wanted in zip(sample(logits, [row] * 3, EOS), expected, strict=True):
+        assert_top(outcome, wanted)
+
+
+def test_presence_and_frequency_penalties_concern_the_output() -> None:
+    logits = random_logits(1)
+    tokens = [4, 5, 9, 9, 9, 5, 30]
+    expected = logits[0].clone()
+    for token, count in {9: 3, 5: 1, 30: 1}.items():
+        expected[token] -= 0.7 + 0.4 * count
+    row = ask(tokens, prompt_len=2, temperature=0.0, presence_penalty=0.7, frequency_penalty=0.4, logprobs=20)
+    assert_top(sample(logits, [row], EOS)[0], expected)
+
+
+def assert_top(outcome: object, penalised_V: torch.Tensor) -> None:
+    """The outcome is the most likely token of `penalised_V`, with its log probabilities."""
+    assert isinstance(outcome, SampledToken)
+    assert outcome.logprobs is not None
+    expected = penalised_V.log_softmax(dim=-1).sort(descending=True)
+    assert outcome.token_id == expected.indices[0]
+    assert outcome.logprobs.logprob == pytest.approx(expected.values[0].item(), abs=1e-5)
+    assert [token for token, _ in outcome.logprobs.top] == expected.indices[:20].tolist()
+    assert [value for _, value in outcome.logprobs.top] == pytest.approx(expected.values[:20].tolist(), abs=1e-5)
+
+
+def test_no_ending_token_before_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [2, 3, 9]] = torch.tensor([9.0, 8.0, 7.0])
+    logits[0, 20] = 5.0
+
+    def taken(num_output: int, **params: Any) -> int:
+        row = ask([7] * (2 + num_output), prompt_len=2, temperature=0.0, stop_token_ids=(9, 10**6), **params)
+        return tokens_of(logits, [row])[0]
+
+    assert taken(0, min_tokens=2) == 20
+    assert taken(1, min_tokens=2) == 20
+    assert taken(2, min_tokens=2) == 2
+    assert taken(0) == 2
+    assert taken(0, min_tokens=2, ignore_eos=True) == 20
+
+
+def test_logprobs_come_before_temperature_and_filters() -> None:
+    logits = random_logits(1)
+    expected = logits[0].log_softmax(dim=-1)
+    (outcome,) = sample(logits, [ask(temperature=0.3, top_k=2, seed=5, logprobs=4)], EOS)
+    assert isinstance(outcome, SampledToken)
+    assert outcome.logprobs is not None
+    assert outcome.logprobs.logprob == pytest.approx(expected[outcome.token_id].item(), abs=1e-5)
+    assert [token for token, _ in outcome.logprobs.top] == expected.topk(4).indices.tolist()
+
+
+def test_logprobs_without_alternatives_and_without_hidden_tokens() -> None:
+    logits = torch.full((2, VOCAB), float("-inf"))
+    logits[:, :3] = torch.tensor([1.0, 2.0, 3.0])
+    none, few = sample(logits, [ask(temperature=0.0, logprobs=0), ask(temperature=0.0, logprobs=5, min_tokens=9)], EOS)
+    assert isinstance(none, SampledToken)
+    assert none.logprobs is not None
+    assert none.logprobs.top == ()
+    assert isinstance(few, SampledToken)
+    assert few.logprobs is not None
+    assert [token for token, _ in few.logprobs.top] == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_invalid_row_is_an_error_and_the_others_are_sampled(bad: float, temperature: float) -> None:
+    logits = random_logits(3)
+    row = ask(temperature=temperature, seed=3, top_p=0.9, logprobs=2)
+    expected = sample(logits, [row] * 3, EOS)
+    logits[1, 17] = bad
+    first, invalid, last = sample(logits, [row] * 3, EOS)
+    assert (first, last) == (expected[0], expected[2])
+    assert isinstance(invalid, InvalidLogitsError)
+    assert "position 1" in str(invalid)
+
+
+def test_a_row_without_any_token_left_is_an_error() -> None:
+    logits = torch.full((1, VOCAB), float("-inf"))
+    logits[0, 2] = 0.0
+    (outcome,) = sample(logits, [ask(min_tokens=1)], EOS)
+    assert isinstance(outcome, InvalidLogitsError)
+
+
+def test_bfloat16_logits() -> None:
+    logits = random_logits(2).bfloat16()
+    assert tokens_of(logits, [ask(temperature=0.0)] * 2) == logits.float().argmax(dim=-1).tolist()

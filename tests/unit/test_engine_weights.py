@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from common.contract.errors import OperatorError
+from common.engine.model_config import ModelConfig
+from common.engine.weights import Weights, load_weights, resolve_dtype
+from safetensors.torch import load_file, save_file
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: str = "float32") -> Weights:
+    return load_weights(ModelConfig.from_folder(folder), folder, dtype, CPU)
+
+
+def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Replace, add or (None) remove tensors of a checkpoint of one file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in change.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_checkpoint("llama", tmp_path / "llama")
+
+
+def test_projections_are_fused_in_order(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path / "qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    layer, attention, mlp = load(folder).layers[1], "model.layers.1.self_attn", "model.layers.1.mlp"
+    assert torch.equal(layer.qkv.weight, torch.cat([tensors[f"{attention}.{x}_proj.weight"] for x in "qkv"]))
+    assert layer.qkv.bias is not None
+    assert torch.equal(layer.qkv.bias, torch.cat([tensors[f"{attention}.{x}_proj.bias"] for x in "qkv"]))
+    gate_up = torch.cat([tensors[f"{mlp}.gate_proj.weight"], tensors[f"{mlp}.up_proj.weight"]])
+    assert torch.equal(layer.gate_up.weight, gate_up)
+    assert layer.output.bias is None
+
+
+def test_shards_are_the_same_checkpoint(tmp_path: Path) -> None:
+    whole = make_checkpoint("llama", tmp_path / "whole", seed=5)
+    sharded = make_checkpoint("llama", tmp_path / "sharded", seed=5, sharded=True)
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    seen: list[tuple[int, int]] = []
+    config = ModelConfig.from_folder(sharded)
+    ours = load_weights(config, sharded, "float32", CPU, lambda done, total: seen.append((done, total)))
+    theirs = load(whole)
+    assert torch.equal(ours.embedding, theirs.embedding)
+    assert torch.equal(ours.lm_head.weight, theirs.lm_head.weight)
+    for left, right in zip(ours.layers, theirs.layers, strict=True):
+        assert torch.equal(left.qkv.weight, right.qkv.weight)
+        assert torch.equal(left.down.weight, right.down.weight)
+    assert seen == [(done, 21) for done in range(1, 22)]
+
+
+def test_a_tied_head_may_be_present_absent_or_the_only_copy(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(load(folder).lm_head.weight, embedding)
+    rewrite(folder, {"lm_head.weight": embedding})
+    assert torch.equal(load(folder).lm_head.weight, embedding)
+    rewrite(folder, {"model.embed_tokens.weight": None})
+    assert torch.equal(load(folder).embedding, embedding)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(llama: Path) -> None:
+    rewrite(llama, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    load(llama)
+
+
+def test_missing_tensors_are_named(llama: Path) -> None:
+    rewrite(llama, {"model.norm.weight": None, "model.layers.1.mlp.up_proj.weight": None})
+    with pytest.raises(
+        OperatorError, match=r"lacks tensors: model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight"
+    ):
+        load(llama)
+
+
+def test_unexpected_tensors_are_named_up_to_a_bound(llama: Path) -> None:
+    rewrite(llama, {f"extra.{index}": torch.ones(1) for index in range(7)})
+    with pytest.raises(OperatorError, match=r"has unexpected tensors: extra\.0, .*extra\.4 and 2 more"):
+        load(llama)
+
+
+def test_a_bias_that_the_configuration_does_not_have_is_unexpected(llama: Path) -> None:
+    rewrite(llama, {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)})
+    with pytest.raises(OperatorError, match=r"has unexpected tensors: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load(llama)
+
+
+def test_a_wrong_shape_is_named(llama: Path) -> None:
+    rewrite(llama, {"model.layers.0.self_attn.k_proj.weight": torch.ones(16, 64)})
+    with pytest.raises(OperatorError, match=r"k_proj\.weight has shape \[16, 64\], config\.json asks for \[32, 64\]"):
+        load(llama)
+
+
+def test_no_safetensors(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(OperatorError, match=r"neither model\.safetensors nor"):
+        load(llama)
+
+
+def test_a_damaged_file(llama: Path) -> None:
+    (llama / "model.safetensors").write_bytes(b"not tensors at all")
+    with pytest.raises(OperatorError, match="not a readable safetensors file"):
+        load(llama)
+
+
+def test_damaged_shards(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, sharded=True)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first, second = sorted(set(content["weight_map"].values()))[:2]
+    weight_map = {name: second if file == first else file for name, file in content["weight_map"].items()}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(OperatorError, match=f"{second} lacks tensor .*, which the index places there"):
+        load(folder)
+    (folder / second).unlink()
+    with pytest.raises(OperatorError, match=f"lacks the files {second} that its index names"):
+        load(folder)
+    index.write_text("[]")
+    with pytest.raises(OperatorError, match="not an index of safetensors files"):
+        load(folder)
+
+
+def test_the_element_type_is_the_checkpoints_unless_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, dtype="bfloat16")
+    config = ModelConfig.from_folder(folder)
+    assert resolve_dtype(config, folder, "auto") == "bfloat16"
+    assert resolve_dtype(config, folder, "float16") == "float16"
+    with pytest.raises(OperatorError, match="'int8' is none of auto, float32, float16, bfloat16"):
+        resolve_dtype(config, folder, "int8")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k not in ("dtype", "torch_dtype")}))
+    config = ModelConfig.from_folder(folder)
+    assert config.dtype is None
+    assert resolve_dtype(config, folder, "auto") == "bfloat16"
+    assert load(folder, "float32").embedding.dtype == torch.float32
