@@ -1,1 +1,1 @@
-"""The gateway: speaks the OpenAI API, chooses workers, runs each request's handoff. A CPU image: no torch, no engine."""
+"""The gateway: speaks the OpenAI API, chooses workers, runs each request's handoff. No torch, no engine."""

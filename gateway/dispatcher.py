@@ -62,7 +62,8 @@ class Dispatcher(Collector):
         self._links: dict[str, ControlClient] = {}
         self._clients: dict[RequestId, _Client] = {}
         self._usable = asyncio.Event()
-        self._misfit: asyncio.Future[None] | None = None
+        self._misfit: asyncio.Future[None]
+        """Fails, and `run` with it, when workers do not fit together before the gateway was ever ready."""
         self.num_stale_messages = 0
         """Messages about requests that had ended here."""
         self.num_duplicates = 0
@@ -209,8 +210,9 @@ class Dispatcher(Collector):
         try:
             self._registry.opened(address, incarnation, welcome)
         except FingerprintMismatchError as error:
-            log.error("%s", error)
-            if not self._usable.is_set() and self._misfit is not None and not self._misfit.done():
+            if self._usable.is_set() or self._misfit.done():
+                log.error("worker refused: %s", error)
+            else:
                 self._misfit.set_exception(error)
             return
         log.info("%s worker at %s, transport %s", welcome.role, address, welcome.transport)

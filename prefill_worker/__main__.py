@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from common.runtime.clock import monotonic
 from common.runtime.config import PrefillSettings
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 
 
-async def make_worker(settings: PrefillSettings, host: WorkerHost) -> Worker:
+async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path) -> Worker:
     """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
-    # Imported once the ports are bound: torch takes seconds, and an occupied port should show at once.
+    # Imported last: torch takes seconds, and an occupied port or a wrong path should show at once.
     from common.engine.engine import Engine
     from kv_transfer.regions import Region
     from kv_transfer.transports import transport_maker
     from prefill_worker.worker import PrefillWorker
 
-    engine = await Engine.load(settings, host.progress)
+    engine = await Engine.load(settings, folder, host.progress)
     cache = engine.runner.cache
     region = Region(
         address=cache.address,

@@ -43,6 +43,11 @@ _ZERO_AT_REST = (
 )
 
 
+def leftovers_in(state: Mapping[str, Any]) -> dict[str, int]:
+    """The counts of a worker's `/ready` that are zero at rest and are not zero."""
+    return {name: state[name] for name in _ZERO_AT_REST if state.get(name)}
+
+
 class Process:
     """One process of Baton and what it has announced."""
 
@@ -69,7 +74,8 @@ class Process:
         """Wait until the process has announced `name`."""
         with self._changed:
             found = self._changed.wait_for(lambda: name in self.facts or "ended" in self.facts, timeout_s)
-        assert found and name in self.facts, f"no {name!r} from {self.popen.args}:\n" + "\n".join(self.log[-30:])
+        announced = found and name in self.facts
+        assert announced, f"no {name!r} from {self.popen.args}:\n" + "\n".join(self.log[-30:])
         return self.facts[name]
 
     def get(self, path: str) -> Any:
@@ -80,8 +86,7 @@ class Process:
 
     def leftovers(self) -> dict[str, int]:
         """What a worker at rest should not hold."""
-        state = self.get("/ready")
-        return {name: state[name] for name in _ZERO_AT_REST if state.get(name)}
+        return leftovers_in(self.get("/ready"))
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
@@ -168,9 +173,9 @@ class Workers:
         assert codes == [0] * len(codes), f"exit codes {codes}\n{logs}"
 
     @asynccontextmanager
-    async def dispatcher(self) -> AsyncIterator[Dispatcher]:
+    async def dispatcher(self, registry_type: type[Registry] = Registry) -> AsyncIterator[Dispatcher]:
         """A gateway's dispatcher in this process, connected to the workers."""
-        registry = Registry(
+        registry = registry_type(
             tuple(p.facts["control"] for p in self.prefill),
             tuple(p.facts["control"] for p in self.decode),
             config_hash(self.folder),

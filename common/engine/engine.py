@@ -16,7 +16,7 @@ from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
 from common.engine.batch import Sampled, Slice
 from common.engine.runner import ModelRunner, load_runner
-from common.runtime.checkpoint import config_hash, resolve_model, weights_hash
+from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.config import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -35,14 +35,20 @@ class Engine:
         """Steps finished; stands still when the engine is wedged."""
 
     @classmethod
-    async def load(cls, settings: WorkerSettings, progress: Callable[[int, int], None]) -> Engine:
+    async def load(cls, settings: WorkerSettings, folder: Path, progress: Callable[[int, int], None]) -> Engine:
         """Load the model on the engine's thread; `progress(done, total)` is called there. Raises `OperatorError`."""
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        return await asyncio.get_running_loop().run_in_executor(executor, cls._load, executor, settings, progress)
+        return await asyncio.get_running_loop().run_in_executor(
+            executor, cls._load, executor, settings, folder, progress
+        )
 
     @classmethod
     def _load(
-        cls, executor: ThreadPoolExecutor, settings: WorkerSettings, progress: Callable[[int, int], None]
+        cls,
+        executor: ThreadPoolExecutor,
+        settings: WorkerSettings,
+        folder: Path,
+        progress: Callable[[int, int], None],
     ) -> Engine:
         device = settings.device
         if device == "auto":
@@ -51,7 +57,6 @@ class Engine:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
         if device == "cpu":
             torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
-        folder = resolve_model(settings.model, weights=True)
         runner = load_runner(
             folder,
             kv_cache_bytes=settings.kv_cache_bytes,

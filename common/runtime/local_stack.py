@@ -237,3 +237,7 @@ def main() -> None:
         run(lambda stop: serve(settings, stop))
 
     exit_on_operator_error(body)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from common.contract.errors import OperatorError, TransferError
 from common.contract.ids import Incarnation, new_incarnation
 from common.runtime.channel import ControlServer, ServerHandler
+from common.runtime.checkpoint import resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings, load
 from common.runtime.lifecycle import Announcer, configure_logging, end_with_parent, exit_on_operator_error, run
@@ -75,16 +77,17 @@ _Settings = TypeVar("_Settings", bound=WorkerSettings)
 def run_worker(
     settings_type: type[_Settings],
     program: str,
-    make_worker: Callable[[_Settings, WorkerHost], Awaitable[Worker]],
+    make_worker: Callable[[_Settings, WorkerHost, Path], Awaitable[Worker]],
 ) -> None:
-    """The whole life of a worker process. `make_worker` runs once the ports are bound, and may raise
-    `OperatorError` or `TransferError`."""
+    """The whole life of a worker process. `make_worker(settings, host, model folder)` runs once the ports are bound and
+    the model is found; it may raise `OperatorError` or `TransferError`."""
 
     async def serve(settings: _Settings, stop: asyncio.Event) -> None:
         host = WorkerHost(settings)
         try:
             await host.bind()
-            await host.serve(await make_worker(settings, host), stop)
+            folder = await asyncio.to_thread(resolve_model, settings.model, weights=True)
+            await host.serve(await make_worker(settings, host, folder), stop)
         except TransferError as error:
             raise OperatorError(f"the {settings.transport} transport cannot start: {error}") from error
         finally:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LINEAR_SCALING, LLAMA3_SCALING, VOCAB_SIZE, YARN_SCALING, make_checkpoint
+from transformers import AutoModelForCausalLM
+
 from common.contract.ids import RequestId, RequestKey
 from common.contract.sampling import SamplingParams
 from common.engine.attention import AttentionBackend, ReferenceAttention
@@ -25,7 +27,6 @@ from common.engine.ragged import RaggedBatch
 from common.engine.runner import ModelRunner, load_runner
 from common.engine.sequence import Sequence, finish_reason
 from common.engine.weights import load_weights
-from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from common.engine.block_pool import BlockPool, OutOfBlocksError
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.engine.block_pool import BlockPool, OutOfBlocksError
 
 NUM_BLOCKS = 12
 

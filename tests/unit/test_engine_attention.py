@@ -6,14 +6,15 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from common.contract.kv_layout import KVLayout
 from common.engine.attention import ReferenceAttention
 from common.engine.batch import Slice
 from common.engine.cpu_attention import CpuAttention
 from common.engine.kv_cache import KVCache
 from common.engine.ragged import RaggedBatch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 torch.set_num_threads(1)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+
 from common.contract.kv_layout import KVLayout
 from common.engine.kv_cache import KVCache
 

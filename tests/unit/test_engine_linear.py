@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import linear
+
 from common.engine import linear as linear_module
 from common.engine.linear import Linear, multiplies_natively
-from torch.nn.functional import linear
 
 torch.set_num_threads(1)
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LINEAR_SCALING, LLAMA3_SCALING, YARN_SCALING
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.contract.kv_layout import KVLayout
 from common.engine.model_config import ModelConfig
 from common.engine.rope import LinearScaling, RopeConfig, YarnScaling, inverse_frequencies
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,8 +56,8 @@ def test_llama(tmp_path: Path) -> None:
     assert config.dtype == "bfloat16"
     assert config.windows == (None, None)
     assert config.rope == RopeConfig(theta=10000.0)
-    assert not (config.tie_word_embeddings or config.qkv_bias or config.output_bias or config.mlp_bias)
-    assert not config.qk_norm
+    options = (config.tie_word_embeddings, config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm)
+    assert options == (False,) * 5
     assert config.layout(16, "float32") == KVLayout(
         num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32"
     )

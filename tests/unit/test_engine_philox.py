@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from common.contract.sampling import MAX_SEED
 from common.engine.philox import philox4x32, uniforms
 

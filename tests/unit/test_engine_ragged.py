@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
 from common.engine.ragged import RaggedBatch

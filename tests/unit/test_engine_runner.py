@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
+
 from common.contract.errors import OperatorError
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Sampled, SampledToken, Slice

@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from common.contract.sampling import SamplingParams
-from common.engine.batch import InvalidLogitsError, Sample, SampledToken
-from common.engine.philox import uniforms
-from common.engine.sampler import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -20,6 +16,11 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from common.contract.sampling import SamplingParams
+from common.engine.batch import InvalidLogitsError, Sample, SampledToken
+from common.engine.philox import uniforms
+from common.engine.sampler import sample
 
 torch.set_num_threads(1)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from common.contract.ids import RequestId, RequestKey
 from common.contract.sampling import SamplingParams
 from common.engine.sequence import Sequence, finish_reason

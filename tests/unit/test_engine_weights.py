@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
+
 from common.contract.errors import OperatorError
 from common.engine.model_config import ModelConfig
 from common.engine.weights import Weights, load_weights, resolve_dtype
-from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
 

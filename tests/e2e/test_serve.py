@@ -1,0 +1,283 @@
+"""`baton serve` with the demo model, over HTTP: what a newcomer meets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from stack import leftovers_in
+
+from common.runtime.checkpoint import DEMO_FOLDER
+
+MIRA = "The code of Mira is 4817. The code of Otto is 2093. What is the code of Mira?"
+
+
+class Stack:
+    """A running `baton serve`."""
+
+    def __init__(self, *options: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        self.shared_memory = set(os.listdir("/dev/shm"))
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "common.runtime.cli", "serve", "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self.log: list[str] = []
+        self._logger = threading.Thread(target=self._collect_log, daemon=True)
+        self._logger.start()
+        assert self.popen.stdout is not None
+        self.ready = self.popen.stdout.readline()
+        self.url = ""
+        if found := re.search(r"http://[0-9.]+:\d+", self.ready):
+            self.url = found.group()
+
+    def children(self) -> list[int]:
+        path = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+    def leftovers(self) -> list[dict[str, int]]:
+        """What the workers hold that they should not hold at rest."""
+        probes = [match.group(1) for line in self.log if (match := re.search(r"probes on (\S+)", line))]
+        assert len(probes) == len(self.children()) - 1
+        left = []
+        for probe in probes:
+            with urllib.request.urlopen(f"http://{probe}/ready", timeout=10) as response:
+                left.append(leftovers_in(json.load(response)))
+        return [each for each in left if each]
+
+    def wait(self) -> tuple[int, str]:
+        """Its exit code and everything that it logged."""
+        code = self.popen.wait(timeout=40)
+        self._logger.join(5)
+        return code, "\n".join(self.log)
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Signal the stack and wait."""
+        self.popen.send_signal(number)
+        return self.wait()
+
+    def _collect_log(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self.log.append(line.rstrip())
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """One stack for the tests that only talk to it."""
+    running = Stack()
+    assert running.ready.startswith("ready"), running.wait()
+    yield running
+    code, log = running.end(signal.SIGTERM)
+    assert code == 0, log
+    assert "Traceback" not in log, log
+
+
+@pytest.fixture
+async def http(stack: Stack) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client; afterwards nothing is held, by the gateway or by a worker."""
+    async with aiohttp.ClientSession(stack.url) as session:
+        yield session
+        async with asyncio.timeout(5):
+            while (await (await session.get("/ready")).json())["details"]["in_flight"] or stack.leftovers():
+                await asyncio.sleep(0.02)
+
+
+def test_the_curl_that_it_prints_works_as_printed(stack: Stack) -> None:
+    command = shlex.split(stack.ready.removeprefix("ready:"))
+    assert command[0] == "curl"
+    answer = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    assert answer["choices"][0]["message"]["content"].strip() == "4817"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_the_openai_client_works_unchanged(stack: Stack) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused")
+    async with client:
+        model = (await client.models.list()).data[0].id
+        chat = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": MIRA}], temperature=0, logprobs=True, top_logprobs=2
+        )
+        assert (chat.choices[0].message.content or "").strip() == "4817"
+        assert chat.usage is not None
+        assert chat.choices[0].logprobs is not None
+        text = ""
+        usage = None
+        stream = await client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": MIRA.replace("of Mira?", "of Otto?")}],
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        assert text.strip() == "2093"
+        assert usage is not None
+        assert usage.completion_tokens >= 4
+        completion = await client.completions.create(model=model, prompt=[MIRA, "hello"], max_tokens=5, n=2, seed=1)
+        assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model=model, prompt="hi", max_tokens=0)
+        assert bad.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("completions", {"prompt": ""}, 400, "prompt"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": "a b c d " * 4000}, 400, "prompt"),
+        ("completions", {"prompt": "hi", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "hi", "max_tokens": 10**7}, 400, "max_tokens"),
+        ("completions", {"prompt": "hi", "max_tokens": "many"}, 400, "max_tokens"),
+        ("completions", {"prompt": "hi", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "hi", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "hi", "n": 1000}, 400, "n"),
+        ("completions", {"prompt": "hi", "model": "nothing"}, 404, "model"),
+        ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
+        ("completions", {"prompt": [10**9]}, 400, "prompt"),
+        ("completions", {}, 400, "prompt"),
+        ("chat/completions", {}, 400, "messages"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": "hi"}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stop": 5}, 400, "stop"),
+    ],
+)
+async def test_bad_input_names_the_parameter(
+    http: aiohttp.ClientSession, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    async with http.post(f"/v1/{path}", json=body) as response:
+        answer = await response.json()
+    assert response.status == status, answer
+    assert answer["error"]["param"] == param, answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_body_that_is_no_json_or_too_large(http: aiohttp.ClientSession) -> None:
+    for data, status in ((b"{nonsense", 400), (b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}', 413)):
+        async with http.post("/v1/completions", data=data, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == status
+            assert "error" in await response.json()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_everything_within_a_second(
+    http: aiohttp.ClientSession, stack: Stack, stream: bool
+) -> None:
+    body = {"prompt": "The code of Mira is 4817. " * 20, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
+
+    async def ask() -> None:
+        async with http.post("/v1/completions", json=body) as response:
+            await response.read()
+
+    tasks = [asyncio.create_task(ask()) for _ in range(4)]
+    async with asyncio.timeout(20):
+        while (await (await http.get("/ready")).json())["details"]["in_flight"] < 4:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert not any(task.done() for task in tasks)
+    assert stack.leftovers()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    left = time.monotonic()
+    async with asyncio.timeout(10):
+        while (await (await http.get("/ready")).json())["details"]["in_flight"] or stack.leftovers():
+            await asyncio.sleep(0.01)
+    print(f"everything is free {time.monotonic() - left:.3f} s after the clients left")
+
+
+async def test_tokenize_and_detokenize_are_inverse(http: aiohttp.ClientSession) -> None:
+    text = "Mira's code is 4817 — naïve 日本語 👩‍👩‍👧"
+    tokens = (await (await http.post("/tokenize", json={"prompt": text})).json())["tokens"]
+    back = (await (await http.post("/detokenize", json={"tokens": tokens})).json())["prompt"]
+    assert back.endswith(text)
+
+
+async def test_the_metrics_have_the_names_that_dashboards_know(http: aiohttp.ClientSession) -> None:
+    await (await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})).read()
+    text = await (await http.get("/metrics")).text()
+    for name in ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:prompt_tokens_total"):
+        assert name in text
+
+
+async def test_the_demo_model_answers_from_its_prompt(http: aiohttp.ClientSession) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    names = (DEMO_FOLDER / "names.txt").read_text().split()
+    assert len(names) >= 200
+
+    async def ask(count: int) -> bool:
+        chosen = draw.sample(names, count)
+        codes = {name: f"{draw.randrange(10000):04d}" for name in chosen}
+        facts = " ".join(f"The code of {name} is {code}." for name, code in codes.items())
+        asked = draw.choice(chosen)
+        body = {"messages": [{"role": "user", "content": f"{facts} What is the code of {asked}?"}], "temperature": 0}
+        async with http.post("/v1/chat/completions", json=body) as response:
+            return (await response.json())["choices"][0]["message"]["content"].strip() == codes[asked]
+
+    right = await asyncio.gather(*(ask(draw.randint(2, 16)) for _ in range(100)))
+    assert sum(right) >= 97, f"{sum(right)} of 100 right"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_cleanly_and_leaves_nothing(number: int) -> None:
+    stack = Stack("--prefill", "2", "--decode", "1")
+    children = stack.children()
+    assert len(children) == 4
+    code, log = stack.end(number)
+    assert code == 0, log
+    assert "Traceback" not in log, log
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert set(os.listdir("/dev/shm")) <= stack.shared_memory
+    ports = {match.group(1) for match in re.finditer(r"127\.0\.0\.1:(\d+)", log)}
+    assert len(ports) >= 7
+    listening = Path("/proc/net/tcp").read_text()
+    assert not any(f":{int(port):04X} 00000000:0000 0A" in listening for port in ports)
+
+
+def test_a_worker_that_dies_ends_the_stack_with_its_name() -> None:
+    stack = Stack()
+    for pid in stack.children():
+        if b"decode_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    code, log = stack.wait()
+    assert code == 2
+    assert "decode-0 with signal SIGKILL" in log.splitlines()[-1]
+
+
+def test_a_killed_stack_leaves_no_orphans() -> None:
+    stack = Stack()
+    children = stack.children()
+    stack.popen.kill()
+    stack.popen.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < deadline, "orphans"
+        time.sleep(0.05)

@@ -1,0 +1,123 @@
+"""What the operator must change ends a process with one clear line and exit code 2, never with a traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from stack import Workers, answer, generation
+
+from common.contract.errors import Cause, FingerprintMismatchError
+from common.contract.messages import Welcome
+from gateway.generation import GenerationFailed
+from gateway.registry import Registry, WorkerView
+
+Checkpoint = Callable[[str], Path]
+
+
+def run_to_the_end(module: str, options: Sequence[str]) -> str:
+    """Run a process that must refuse to start; the one line that it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--log-level", "error", *options], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    assert done.stdout == ""
+    return lines[0]
+
+
+@pytest.fixture
+def taken_port() -> object:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "expected"),
+    [
+        ("prefill_worker", ["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        ("decode_worker", ["--model", "./nothing"], "./nothing"),
+        ("prefill_worker", ["--bogus", "1"], "--bogus"),
+        ("decode_worker", ["--kv-cache-bytes", "many"], "--kv-cache-bytes"),
+        ("prefill_worker", ["--kv-cache-bytes", "10"], "10 bytes"),
+        ("gateway", [], "--prefill-workers"),
+        ("gateway", ["--prefill-workers", "x", "--decode-workers", "127.0.0.1:1"], "'x' is not host:port"),
+        ("common.runtime.local_stack", ["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_a_bad_option_or_model_is_one_line(module: str, options: list[str], expected: str) -> None:
+    assert expected in run_to_the_end(module, options)
+
+
+@pytest.mark.parametrize(
+    ("module", "option"),
+    [("prefill_worker", "--control-port"), ("decode_worker", "--http-port"), ("common.runtime.local_stack", "--port")],
+)
+def test_an_occupied_port_is_one_line(module: str, option: str, taken_port: int) -> None:
+    assert str(taken_port) in run_to_the_end(module, [option, str(taken_port)])
+
+
+def test_a_gateways_occupied_port_is_one_line(taken_port: int) -> None:
+    workers = ["--prefill-workers", "127.0.0.1:1", "--decode-workers", "127.0.0.1:2"]
+    assert str(taken_port) in run_to_the_end("gateway", [*workers, "--port", str(taken_port)])
+
+
+def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = run_to_the_end("prefill_worker", ["--model", str(tmp_path)])
+    assert "GPT2LMHeadModel" in line
+    assert "LlamaForCausalLM" in line
+
+
+def test_a_gateway_beside_workers_of_another_model_ends_with_both_values(
+    pool: Callable[..., Workers], checkpoint: Checkpoint
+) -> None:
+    workers = pool("llama", prefill=2, decode=2)
+    addresses = [
+        "--prefill-workers",
+        workers.prefill[0].facts["control"],
+        "--decode-workers",
+        workers.decode[0].facts["control"],
+    ]
+    line = run_to_the_end("gateway", ["--port", "0", "--model", str(checkpoint("qwen3")), *addresses])
+    assert "fingerprint mismatch" in line
+    assert line.count("config_hash") == 1
+    assert workers.prefill[0].facts["control"] in line or workers.decode[0].facts["control"] in line
+
+
+async def test_workers_with_other_weights_are_refused_with_both_values(
+    pool: Callable[..., Workers], pools: dict[str, Workers], tmp_path: Path
+) -> None:
+    """Same configuration, other weights: the gateway ends at start, and a decode worker is refused by its source."""
+    workers = pool("llama", prefill=2, decode=2)
+    other = Workers.start(make_checkpoint("llama", tmp_path / "other", seed=8), prefill=0)
+    pools["other weights"] = other
+    mixed = Workers(workers.folder, prefill=workers.prefill[:1], decode=other.decode)
+    with pytest.raises(FingerprintMismatchError, match="weights_hash"):
+        async with mixed.dispatcher():
+            pass
+
+    class Trusting(Registry):
+        """A gateway that compares nothing: the workers do."""
+
+        def _require_fit(self, worker: WorkerView, welcome: Welcome) -> None:
+            pass
+
+    async with mixed.dispatcher(Trusting) as dispatcher:
+        with pytest.raises(GenerationFailed) as failed:
+            await asyncio.wait_for(answer(dispatcher, generation(range(8, 60))), 30)
+    assert failed.value.cause is Cause.FINGERPRINT
+    assert failed.value.message.count(" at ") >= 2
