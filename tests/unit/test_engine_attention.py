@@ -98,6 +98,18 @@ def test_chunks_of_many_tiles_and_groups_beyond_the_gather_bound(window: int | N
         torch.testing.assert_close(ours, expected)
 
 
+def test_nothing_comes_from_other_sequences_blocks() -> None:
+    """A sequence that is padded to share a call with a longer one: only its own blocks are multiplied."""
+    q_THD, cache, batch = make([(7, 1), (11, 1)], 2, 2, 4)
+    expected = ReferenceAttention().attend(q_THD, cache.layer(1), batch, None, 0.3)
+    own = batch.block_tables_BM[0, :2].tolist()
+    for block in set(range(cache.num_blocks)) - set(own):
+        cache.layer(1)[block] = float("nan")
+    ours = CpuAttention().attend(q_THD, cache.layer(1), batch, None, 0.3)
+    torch.testing.assert_close(ours[0], expected[0])
+    assert bool(ours[1].isnan().all())
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_is_close_to_the_reference(dtype: str) -> None:
     q_THD, cache, batch = make([(33, 1), (40, 1), (7, 20)], 2, 3, 16, dtype)

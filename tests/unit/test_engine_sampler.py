@@ -203,8 +203,8 @@ def test_a_row_does_not_depend_on_its_company(data: st.DataObject, wanted: list[
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:
-    logits = random_logits(3)
-    tokens = [5, 9, 9, 30, 31]
+    logits = random_logits(3, vocab=20)
+    tokens = [5, 9, 9, 13, 14]
     expected = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([tokens] * 3), logits.clone())
     row = ask(tokens, prompt_len=2, temperature=0.0, repetition_penalty=1.8, logprobs=20)
     for outcome, wanted in zip(sample(logits, [row] * 3, EOS), expected, strict=True):
@@ -212,24 +212,24 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
 
 
 def test_presence_and_frequency_penalties_concern_the_output() -> None:
-    logits = random_logits(1)
-    tokens = [4, 5, 9, 9, 9, 5, 30]
+    logits = random_logits(1, vocab=20)
+    tokens = [4, 5, 9, 9, 9, 5, 13]
     expected = logits[0].clone()
-    for token, count in {9: 3, 5: 1, 30: 1}.items():
+    for token, count in {9: 3, 5: 1, 13: 1}.items():
         expected[token] -= 0.7 + 0.4 * count
     row = ask(tokens, prompt_len=2, temperature=0.0, presence_penalty=0.7, frequency_penalty=0.4, logprobs=20)
     assert_top(sample(logits, [row], EOS)[0], expected)
 
 
 def assert_top(outcome: object, penalised_V: torch.Tensor) -> None:
-    """The outcome is the most likely token of `penalised_V`, with its log probabilities."""
+    """The outcome is the most likely of the 20 tokens of `penalised_V`, with the log probabilities of all."""
     assert isinstance(outcome, SampledToken)
     assert outcome.logprobs is not None
     expected = penalised_V.log_softmax(dim=-1).sort(descending=True)
     assert outcome.token_id == expected.indices[0]
     assert outcome.logprobs.logprob == pytest.approx(expected.values[0].item(), abs=1e-5)
-    assert [token for token, _ in outcome.logprobs.top] == expected.indices[:20].tolist()
-    assert [value for _, value in outcome.logprobs.top] == pytest.approx(expected.values[:20].tolist(), abs=1e-5)
+    assert [token for token, _ in outcome.logprobs.top] == expected.indices.tolist()
+    assert [value for _, value in outcome.logprobs.top] == pytest.approx(expected.values.tolist(), abs=1e-5)
 
 
 def test_no_ending_token_before_min_tokens() -> None:

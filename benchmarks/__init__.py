@@ -1,0 +1,1 @@
+"""Measurements. Each script prints a short table and records a JSON file in `benchmarks/results/`."""

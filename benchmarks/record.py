@@ -1,0 +1,68 @@
+"""What a recorded run carries besides its figures, so that it can be repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Minimum, median, 90th percentile and maximum."""
+    ordered = sorted(values)
+    return {
+        "min": ordered[0],
+        "p50": statistics.median(ordered),
+        "p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
+        "max": ordered[-1],
+        "n": len(ordered),
+    }
+
+
+def record(name: str, *, workload: dict[str, Any], figures: dict[str, Any], seed: int | None = None) -> Path:
+    """Write `benchmarks/results/NAME.json`."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout
+    run = {
+        "command": " ".join(["python", *(["-m"] if sys.argv[0].endswith(".py") else []), *_module(), *sys.argv[1:]]),
+        "commit": commit + ("+changes" if dirty.strip() else ""),
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version(), **_versions()},
+        "workload": workload,
+        "seed": seed,
+        "figures": figures,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(run, indent=2) + "\n")
+    return path
+
+
+def _module() -> list[str]:
+    return [f"benchmarks.{Path(sys.argv[0]).stem}"]
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("torch", "nixl", "pyzmq", "aiohttp", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found

@@ -1,0 +1,217 @@
+"""A worker answers heartbeats and aborts while a step runs, and a block waits for the step that names it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq.asyncio
+
+from common.contract.ids import new_incarnation, new_request_id
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages import (
+    Abort,
+    Cancelled,
+    Decode,
+    Heartbeat,
+    Hello,
+    Message,
+    Prefill,
+    Role,
+    Source,
+    Tokens,
+    Welcome,
+)
+from common.contract.sampling import SamplingParams
+from common.engine.batch import Sampled, Slice
+from common.engine.engine import Engine
+from common.engine.runner import ModelRunner, load_runner
+from common.runtime.channel import ControlClient, ControlServer
+from common.runtime.checkpoint import config_hash, weights_hash
+from common.runtime.clock import Pulse, monotonic
+from common.runtime.config import DecodeSettings, PrefillSettings
+from decode_worker.worker import DecodeWorker
+from kv_transfer.regions import Region
+from kv_transfer.transports import transport_maker
+from prefill_worker.worker import PrefillWorker
+
+PULSE = Pulse(interval_s=0.05, timeout_s=20)
+
+
+class HeldRunner:
+    """A real runner whose steps wait for a gate."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.gate = threading.Event()
+        self.gate.set()
+        self.in_step = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+        self.in_step.set()
+        assert self.gate.wait(30)
+        self.in_step.clear()
+        return self._runner.step(slices)
+
+
+class Gateway:
+    """What a gateway hears from one worker."""
+
+    def __init__(self) -> None:
+        self.heard: list[Message] = []
+        self.changed = asyncio.Condition()
+
+    def hello(self) -> Hello:
+        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())
+
+    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
+        self.on_message(link, welcome)
+
+    def on_message(self, link: ControlClient, message: Message) -> None:
+        self.heard.append(message)
+        asyncio.ensure_future(self._notify())  # noqa: RUF006 (done before the test goes on: `until` waits for it)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, kind: type[Message], count: int = 1) -> Any:
+        """Wait for the `count`-th message of a kind from now on."""
+        start = len(self.heard)
+        async with self.changed, asyncio.timeout(20):
+            await self.changed.wait_for(lambda: sum(isinstance(m, kind) for m in self.heard[start:]) >= count)
+        return [message for message in self.heard[start:] if isinstance(message, kind)][count - 1]
+
+
+@asynccontextmanager
+async def worker(role: Role, folder: Path) -> AsyncIterator[tuple[Any, HeldRunner, str, str]]:
+    """A worker in this process: (worker, its runner, its address, its incarnation)."""
+    me = new_incarnation()
+    executor = ThreadPoolExecutor(max_workers=1)
+    held = HeldRunner(load_runner(folder, kv_cache_bytes=8 * 2**20))
+    fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=held.layout)
+    engine = Engine(executor, held, fingerprint)  # type: ignore[arg-type]
+    cache = held.cache
+    region = Region(address=cache.address, num_blocks=cache.num_blocks, block_bytes=cache.layout.block_bytes)
+    maker = transport_maker("zmq", region, me, "127.0.0.1")
+    server = ControlServer(me, monotonic, PULSE)
+    port = server.bind("127.0.0.1", 0)
+    common: dict[str, Any] = {"transport": "zmq", "heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 20}
+    made: Any
+    if role is Role.PREFILL:
+        made = PrefillWorker(PrefillSettings(**common), server, engine, region, maker, monotonic)
+    else:
+        made = DecodeWorker(DecodeSettings(**common), me, server, engine, maker, monotonic)
+    await made.start()
+    loops = [asyncio.create_task(server.run(made)), asyncio.create_task(made.run())]
+    try:
+        yield made, held, f"127.0.0.1:{port}", me
+        made.check_invariants()
+    finally:
+        held.gate.set()
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        server.close()
+
+
+@asynccontextmanager
+async def gateway_of(address: str) -> AsyncIterator[tuple[Gateway, ControlClient]]:
+    context = zmq.asyncio.Context()
+    gateway = Gateway()
+    link = ControlClient(context, address, new_incarnation(), gateway, monotonic, PULSE)  # type: ignore[arg-type]
+    running = asyncio.create_task(link.run())
+    try:
+        await gateway.until(Welcome)
+        yield gateway, link
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+def work(length: int, max_tokens: int) -> dict[str, Any]:
+    return {
+        "request": new_request_id(),
+        "attempt": 1,
+        "token_ids": tuple(range(10, 10 + length)),
+        "prompt_len": length,
+        "choices": (0,),
+        "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        "budget_s": 60,
+    }
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_heartbeats_and_aborts_are_answered_while_a_step_runs(
+    role: Role, checkpoint: Callable[[str], Path]
+) -> None:
+    async with AsyncExitStack() as stack:
+        prefill, prefill_runner, prefill_at, prefill_me = await stack.enter_async_context(
+            worker(Role.PREFILL, checkpoint("llama"))
+        )
+        decode, decode_runner, decode_at, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
+        p_gateway, p_link = await stack.enter_async_context(gateway_of(prefill_at))
+        d_gateway, d_link = await stack.enter_async_context(gateway_of(decode_at))
+        held = prefill_runner if role is Role.PREFILL else decode_runner
+        tested, gateway, link = (prefill, p_gateway, p_link) if role is Role.PREFILL else (decode, d_gateway, d_link)
+        held.gate.clear()
+        request = work(100, 50)
+        p_link.send(Prefill(**request))
+        d_link.send(Decode(**request, source=Source(address=prefill_at, incarnation=prefill_me)))
+        assert await asyncio.to_thread(held.in_step.wait, 20), "the step never began"
+        steps = (await gateway.until(Heartbeat)).steps
+        assert (await gateway.until(Heartbeat, 3)).steps == steps, "the engine was not held"
+        link.send(Abort(request=request["request"], attempt=1))
+        await gateway.until(Cancelled)
+        assert held.in_step.is_set(), "the abort was answered after the step only"
+        _, state = tested.ready()
+        assert state["requests"] == 0
+        assert state["blocks_limbo"] > 0, "blocks that the running step names are free already"
+        tested.check_invariants()
+        held.gate.set()
+        await eventually(lambda: tested.ready()[1]["blocks_limbo"] == 0)
+        p_link.send(Abort(request=request["request"], attempt=1))
+        d_link.send(Abort(request=request["request"], attempt=1))
+        await eventually(lambda: all(w.ready()[1]["blocks_used"] == 0 for w in (prefill, decode)))
+        assert sum(isinstance(message, Cancelled) for message in gateway.heard) == 1
+
+
+async def test_a_replayed_or_older_attempt_is_inert_and_a_newer_one_fences(checkpoint: Callable[[str], Path]) -> None:
+    async with AsyncExitStack() as stack:
+        prefill, held, address, _ = await stack.enter_async_context(worker(Role.PREFILL, checkpoint("llama")))
+        gateway, link = await stack.enter_async_context(gateway_of(address))
+        request = work(40, 5)
+        held.gate.clear()
+        link.send(Prefill(**(request | {"attempt": 2})))
+        assert await asyncio.to_thread(held.in_step.wait, 20)
+        link.send(Prefill(**(request | {"attempt": 2})))
+        link.send(Prefill(**(request | {"attempt": 1})))
+        link.send(Abort(request=request["request"], attempt=1))
+        await gateway.until(Heartbeat, 2)
+        assert prefill.ready()[1]["requests"] == 1
+        link.send(Prefill(**(request | {"attempt": 3})))
+        await gateway.until(Heartbeat, 2)
+        assert prefill.ready()[1]["requests"] == 1
+        held.gate.set()
+        first = await gateway.until(Tokens)
+        assert first.attempt == 3
+        await gateway.until(Heartbeat, 3)
+        assert sum(isinstance(message, Tokens) for message in gateway.heard) == 1
+        link.send(Abort(request=request["request"], attempt=3))
+        await eventually(lambda: prefill.ready()[1]["blocks_used"] == 0)

@@ -1,0 +1,284 @@
+"""Any message survives the wire; any bytes are either a frame or a `ProtocolError`, and what is let in is stable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.contract.codec import decode, encode
+from common.contract.errors import Cause, ProtocolError
+from common.contract.ids import Incarnation, RequestKey
+from common.contract.kv_layout import Fingerprint, KVLayout
+from common.contract.messages import (
+    MAX_CHOICES,
+    MESSAGES,
+    Abort,
+    Ack,
+    Attach,
+    BlocksReady,
+    Cancelled,
+    Decode,
+    Detach,
+    Failed,
+    Finished,
+    Goodbye,
+    Heartbeat,
+    HeartbeatEcho,
+    Hello,
+    HelloRefused,
+    HelloRequired,
+    Message,
+    OfferWithdrawn,
+    Prefill,
+    PrefillDone,
+    Resend,
+    Role,
+    Settle,
+    Settled,
+    Source,
+    TokenLogprobs,
+    Tokens,
+    Welcome,
+)
+from common.contract.sampling import MAX_LOGPROBS, MAX_SEED, SamplingParams
+
+SENDER = Incarnation("0123456789ab")
+
+# --- messages ----------------------------------------------------------------------------------------------------
+
+handles = st.text(st.characters(codec="utf-8"), min_size=1, max_size=64)
+addresses = st.text(st.characters(codec="utf-8"), min_size=1, max_size=256)
+texts = st.text(st.characters(codec="utf-8"), max_size=300)
+counts = st.integers(0, 2**62) | st.integers(0, 300)
+attempts = st.integers(1, 2**31)
+reals = st.floats(allow_nan=False, allow_infinity=False)
+choices = st.integers(0, MAX_CHOICES - 1)
+causes = st.sampled_from(Cause)
+roles = st.sampled_from(Role)
+finish_reasons = st.sampled_from(["stop", "length", None])
+token_ids = st.lists(counts, max_size=20).map(tuple)
+keys = st.builds(RequestKey, handles, attempts)
+open_requests = st.lists(keys, max_size=5).map(tuple)
+positive = st.integers(1, 2**40)
+layouts = st.builds(
+    KVLayout,
+    num_layers=positive,
+    num_kv_heads=positive,
+    head_dim=positive,
+    block_size=positive,
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+)
+fingerprints = st.builds(
+    Fingerprint, protocol_version=st.integers(0, 9), config_hash=texts, weights_hash=handles, layout=layouts
+).filter(lambda fingerprint: len(fingerprint.config_hash) <= 256)
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**20),
+    min_tokens=st.integers(0, 2**20),
+    temperature=st.floats(0, 100),
+    top_k=st.integers(0, 2**20),
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    seed=st.integers(0, MAX_SEED),
+    stop_token_ids=st.lists(st.integers(0, 2**31), max_size=4).map(tuple),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+)
+logprobs = st.builds(
+    TokenLogprobs, logprob=reals, top=st.lists(st.tuples(counts, reals), max_size=MAX_LOGPROBS).map(tuple)
+)
+about = {"request": handles, "attempt": attempts}
+lease = {"lease": handles, "epoch": counts}
+tokens = st.builds(
+    Tokens,
+    **about,
+    choice=choices,
+    position=counts,
+    token_ids=token_ids,
+    logprobs=st.none() | st.lists(logprobs, max_size=4).map(tuple),
+    finish_reason=finish_reasons,
+)
+first_tokens = st.builds(
+    Tokens, **about, choice=choices, position=counts, token_ids=st.tuples(counts), finish_reason=finish_reasons
+)
+prompts = st.lists(counts, min_size=1, max_size=20).map(tuple)
+sources = st.builds(Source, address=addresses, incarnation=handles)
+
+
+@st.composite
+def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -> Message:
+    """A `Prefill` or `Decode` that makes sense."""
+    prompt = draw(prompts)
+    return cls(
+        request=draw(handles),
+        attempt=draw(attempts),
+        token_ids=prompt,
+        prompt_len=draw(st.integers(1, len(prompt))),
+        choices=tuple(draw(st.lists(choices, min_size=1, max_size=MAX_CHOICES, unique=True))),
+        sampling=draw(samplings),
+        budget_s=draw(st.floats(0, 10**6, exclude_min=True)),
+        **{name: draw(strategy) for name, strategy in more.items()},
+    )
+
+
+BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
+    Hello: st.builds(Hello, role=roles, fingerprint=st.none() | fingerprints, open_requests=open_requests),
+    Welcome: st.builds(
+        Welcome,
+        role=roles,
+        fingerprint=fingerprints,
+        max_sequence_tokens=counts,
+        transport=addresses,
+        transport_metadata=st.binary(max_size=200),
+        open_requests=open_requests,
+    ),
+    HelloRefused: st.builds(HelloRefused, cause=causes, message=texts),
+    HelloRequired: st.builds(HelloRequired),
+    Goodbye: st.builds(Goodbye),
+    Heartbeat: st.builds(
+        Heartbeat,
+        number=counts,
+        sent=counts,
+        steps=counts,
+        running=counts,
+        waiting=counts,
+        waiting_tokens=counts,
+        blocks_used=counts,
+        blocks_total=counts,
+        draining=st.booleans(),
+    ),
+    HeartbeatEcho: st.builds(HeartbeatEcho, number=counts, sent=counts),
+    Prefill: works(Prefill),
+    Decode: works(Decode, source=sources),
+    Abort: st.builds(Abort, **about),
+    Resend: st.builds(Resend, **about, choice=choices, position=counts),
+    Ack: st.builds(Ack, **about),
+    Tokens: tokens,
+    Finished: st.builds(Finished, **about),
+    Failed: st.builds(Failed, **about, cause=causes, message=texts),
+    Cancelled: st.builds(Cancelled, **about),
+    Attach: st.builds(Attach, **about),
+    Settle: st.builds(Settle, **about, **lease),
+    Detach: st.builds(Detach, **about),
+    BlocksReady: st.builds(
+        BlocksReady,
+        **about,
+        **lease,
+        start=counts,
+        block_ids=token_ids,
+        num_blocks=counts,
+        checksums=st.none() | token_ids,
+    ),
+    PrefillDone: st.builds(
+        PrefillDone, **about, **lease, first_tokens=st.lists(first_tokens, min_size=1, max_size=3).map(tuple)
+    ),
+    Settled: st.builds(Settled, **about, **lease, valid=st.booleans()),
+    OfferWithdrawn: st.builds(OfferWithdrawn, **about, cause=causes, message=texts),
+}
+messages = st.one_of(*BY_KIND.values())
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.binary(max_size=20)
+    | st.text(st.characters(codec="utf-8"), max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(handles, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def test_every_kind_of_message_is_tried() -> None:
+    assert set(BY_KIND) == set(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_a_message_arrives_as_it_was(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(BY_KIND[kind])
+    sender, arrived = decode(encode(SENDER, [message]))
+    assert sender == SENDER
+    assert arrived == [message]
+    assert type(arrived[0]) is kind
+    assert encode(SENDER, arrived) == encode(SENDER, [message])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(messages, max_size=6))
+def test_a_frame_arrives_in_order(sent: list[Message]) -> None:
+    assert decode(encode(SENDER, sent)) == (SENDER, sent)
+
+
+# --- rubbish -----------------------------------------------------------------------------------------------------
+
+
+def decode_or_refuse(frame: bytes) -> None:
+    """Nothing but a `ProtocolError` may come out, and what is let in means one thing."""
+    try:
+        sender, arrived = decode(frame)
+    except ProtocolError:
+        return
+    assert decode(encode(sender, arrived)) == (sender, arrived)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=200))
+def test_any_bytes(frame: bytes) -> None:
+    decode_or_refuse(frame)
+
+
+@settings(deadline=None, max_examples=150)
+@given(values)
+def test_any_object(value: object) -> None:
+    decode_or_refuse(msgpack.packb(value))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from([cls.__name__ for cls in MESSAGES]), st.dictionaries(handles, values, max_size=4))
+def test_any_fields(kind: str, fields: dict[str, object]) -> None:
+    decode_or_refuse(msgpack.packb([SENDER, [[kind, fields]]]))
+
+
+@settings(deadline=None, max_examples=400)
+@given(messages, st.data())
+def test_a_frame_with_other_bytes_in_it(message: Message, data: st.DataObject) -> None:
+    frame = bytearray(encode(SENDER, [message]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(frame)))
+        end = data.draw(st.integers(start, min(len(frame), start + 3)))
+        frame[start:end] = data.draw(st.binary(max_size=4))
+    decode_or_refuse(bytes(frame))
+
+
+@settings(deadline=None, max_examples=400)
+@given(messages, st.data())
+def test_a_message_with_another_value_in_it(message: Message, data: st.DataObject) -> None:
+    """The form of the frame is kept, so that what is tried is the validation of fields."""
+    frame = msgpack.unpackb(encode(SENDER, [message]))
+    fields = frame[1][0][1]
+    path: list[Any] = []
+    inner: Any = fields
+    while isinstance(inner, dict | list) and inner and (not path or data.draw(st.booleans())):
+        step = data.draw(st.sampled_from(list(inner) if isinstance(inner, dict) else list(range(len(inner)))))
+        path.append(step)
+        inner = inner[step]
+    if not path:
+        fields["extra"] = data.draw(values)
+    else:
+        target = fields
+        for step in path[:-1]:
+            target = target[step]
+        if isinstance(target, dict) and data.draw(st.booleans()):
+            del target[path[-1]]
+        else:
+            target[path[-1]] = data.draw(values)
+    decode_or_refuse(msgpack.packb(frame))

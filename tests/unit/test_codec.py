@@ -1,0 +1,423 @@
+"""Frames: what is sent arrives as it was, and whatever is not a well-formed frame is a `ProtocolError`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgpack
+import pytest
+from pydantic import ValidationError
+
+from common.contract import codec
+from common.contract.codec import MAX_MESSAGES_PER_FRAME, decode, encode
+from common.contract.errors import Cause, ProtocolError
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.kv_layout import Fingerprint, KVLayout
+from common.contract.messages import (
+    MESSAGES,
+    Abort,
+    BlocksReady,
+    Decode,
+    Failed,
+    Goodbye,
+    Hello,
+    Message,
+    Prefill,
+    PrefillDone,
+    RequestMessage,
+    Role,
+    Settle,
+    Source,
+    TokenLogprobs,
+    Tokens,
+    Welcome,
+)
+from common.contract.sampling import SamplingParams
+
+ME = Incarnation("0123456789abcdef")
+REQUEST = RequestId("r1")
+FINGERPRINT = Fingerprint(
+    config_hash="c",
+    weights_hash="w",
+    layout=KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32"),
+)
+WORK: dict[str, Any] = {
+    "request": "r1",
+    "attempt": 1,
+    "token_ids": [5, 6, 7],
+    "prompt_len": 3,
+    "choices": [0],
+    "sampling": {"max_tokens": 4},
+    "budget_s": 30.0,
+}
+TOKENS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": 0, "position": 3, "token_ids": [9]}
+SETTLE: dict[str, Any] = {"request": "r1", "attempt": 1, "lease": "l1", "epoch": 1}
+DONE: dict[str, Any] = {**SETTLE, "first_tokens": [TOKENS]}
+OFFER: dict[str, Any] = {**SETTLE, "start": 0, "block_ids": [4], "num_blocks": 1}
+HELLO: dict[str, Any] = {"role": "gateway", "fingerprint": None, "open_requests": [["r1", 1]]}
+
+
+def frame_of(kind: str, fields: object) -> bytes:
+    """A frame with one message that nobody has checked."""
+    return msgpack.packb([ME, [[kind, fields]]])
+
+
+def received(kind: str, fields: object) -> Message:
+    """The message as a receiver has it."""
+    _, [message] = decode(frame_of(kind, fields))
+    return message
+
+
+def refused(kind: str, fields: object) -> str:
+    """Why a receiver will not have the message."""
+    with pytest.raises(ProtocolError) as caught:
+        decode(frame_of(kind, fields))
+    return str(caught.value)
+
+
+# --- well-formed frames ------------------------------------------------------------------------------------------
+
+
+def test_messages_arrive_in_order_and_as_they_were() -> None:
+    tokens = Tokens(
+        request=REQUEST,
+        attempt=2,
+        choice=1,
+        position=12,
+        token_ids=(1, 2**40),
+        logprobs=(
+            TokenLogprobs(logprob=-0.25, top=((1, -0.25), (7, -1.5))),
+            TokenLogprobs(logprob=-3.0, top=()),
+        ),
+        finish_reason="stop",
+    )
+    first = dataclasses.replace(tokens, token_ids=(1,), logprobs=tokens.logprobs[:1])
+    messages = [
+        Hello(role=Role.DECODE, fingerprint=FINGERPRINT, open_requests=(RequestKey(REQUEST, 2),)),
+        Decode(
+            request=REQUEST,
+            attempt=2,
+            token_ids=(1, 2, 3),
+            prompt_len=2,
+            choices=(0, 3),
+            sampling=SamplingParams(max_tokens=7, temperature=0.5, stop_token_ids=(4,), logprobs=2),
+            budget_s=1.5,
+            source=Source(address="host:1", incarnation=Incarnation("i1")),
+        ),
+        tokens,
+        PrefillDone(request=REQUEST, attempt=2, lease=LeaseId("l"), epoch=3, first_tokens=(first,)),
+        Failed(request=REQUEST, attempt=2, cause=Cause.LEASE_LOST, message="é 日本 \n"),
+        Welcome(
+            role=Role.PREFILL,
+            fingerprint=FINGERPRINT,
+            max_sequence_tokens=9,
+            transport="zmq",
+            transport_metadata=b"\x00\xff",
+            open_requests=(),
+        ),
+        Goodbye(),
+    ]
+    sender, arrived = decode(encode(ME, messages))
+    assert sender == ME
+    assert arrived == messages
+    assert [type(message) for message in arrived] == [type(message) for message in messages]
+    key = arrived[0].open_requests[0]
+    assert isinstance(key, RequestKey)
+    assert isinstance(arrived[0].role, Role)
+    assert isinstance(arrived[4].cause, Cause)
+    assert arrived[2].key == RequestKey(REQUEST, 2)
+
+
+def test_a_frame_may_be_empty_and_a_view() -> None:
+    assert decode(memoryview(encode(ME, []))) == (ME, [])
+
+
+def test_absent_fields_take_their_defaults() -> None:
+    message = received("Tokens", TOKENS)
+    assert message == Tokens(request=REQUEST, attempt=1, choice=0, position=3, token_ids=(9,))
+
+
+def test_whole_numbers_are_real_numbers_too() -> None:
+    """A budget of 30 s leaves another implementation as an integer."""
+    assert received("Prefill", {**WORK, "budget_s": 30}).budget_s == 30.0
+
+
+def test_what_arrives_cannot_be_changed() -> None:
+    for cls in MESSAGES:
+        assert dataclasses.is_dataclass(cls)
+        assert cls.__dataclass_params__.frozen, cls
+        assert not hasattr(cls, "__dict__") or "__slots__" in vars(cls), cls
+    message = received("Abort", {"request": "r1", "attempt": 1})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        message.attempt = 2
+
+
+def test_kinds_have_distinct_names() -> None:
+    assert len({cls.__name__ for cls in MESSAGES}) == len(MESSAGES)
+
+
+# --- what is not a frame -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\xc1", id="a byte that MessagePack never uses"),
+        pytest.param(b"\x80\x04\x95K\x00.", id="a pickle"),
+        pytest.param(msgpack.packb(None), id="nil"),
+        pytest.param(msgpack.packb([]), id="nothing in it"),
+        pytest.param(msgpack.packb([ME]), id="no messages"),
+        pytest.param(msgpack.packb([ME, [], []]), id="three parts"),
+        pytest.param(msgpack.packb({"sender": ME}), id="a map"),
+        pytest.param(msgpack.packb([ME, {}]), id="messages in a map"),
+        pytest.param(msgpack.packb([ME, "Goodbye"]), id="messages in a string"),
+        pytest.param(msgpack.packb([b"me", []]), id="a sender of bytes"),
+        pytest.param(msgpack.packb([7, []]), id="a sender that is a number"),
+        pytest.param(msgpack.packb(["", []]), id="no sender"),
+        pytest.param(msgpack.packb(["x" * 65, []]), id="a long sender"),
+        pytest.param(msgpack.packb([ME, [["Goodbye", {}], 3]]), id="a number for a message"),
+        pytest.param(msgpack.packb([ME, [["Goodbye"]]]), id="a message without fields"),
+        pytest.param(msgpack.packb([ME, [["Goodbye", {}, {}]]]), id="a message of three parts"),
+        pytest.param(msgpack.packb([ME, [["Goodbye", []]]]), id="fields in an array"),
+        pytest.param(msgpack.packb([ME, [["Goodbye", None]]]), id="fields that are nil"),
+        pytest.param(msgpack.packb([ME, [[b"Goodbye", {}]]]), id="a kind of bytes"),
+        pytest.param(msgpack.packb([ME, [[["Goodbye"], {}]]]), id="a kind that is an array"),
+        pytest.param(msgpack.packb([ME, [["Message", {}]]]), id="an abstract kind"),
+        pytest.param(msgpack.packb([ME, [["__class__", {}]]]), id="an internal name"),
+        pytest.param(msgpack.packb([ME, [["goodbye", {}]]]), id="a kind in another case"),
+        pytest.param(msgpack.packb([ME, []]) + b"\x00", id="a byte too many"),
+        pytest.param(msgpack.packb([ME, [["Goodbye", {1: 2}]]], strict_types=False), id="a key that is a number"),
+        pytest.param(msgpack.packb([ME, [["Goodbye", {b"a": 2}]]]), id="a key of bytes"),
+        pytest.param(msgpack.packb([ME, [msgpack.ExtType(5, b"code")]]), id="an extension"),
+        pytest.param(msgpack.packb([ME, [msgpack.Timestamp(1, 2)]]), id="a timestamp"),
+        pytest.param(b"\x92\xa1s\xd4\xff\x00", id="a broken timestamp"),
+        pytest.param(b"\x92\xa1s\xc7\x00\xff", id="an empty timestamp"),
+        pytest.param(b"\x92\xa2\xff\xfe\x90", id="a sender that is not UTF-8"),
+        pytest.param(b"\x92\xa1s\xdd\xff\xff\xff\xff", id="four billion messages announced"),
+        pytest.param(b"\x91" * 100_000, id="nested a hundred thousand deep"),
+        pytest.param(b"\x81\xa1k" * 50_000, id="maps nested fifty thousand deep"),
+        pytest.param(msgpack.packb([ME, [["Goodbye", {str(i): i for i in range(65)}]]]), id="a map of 65 keys"),
+    ],
+)
+def test_what_is_not_a_frame_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+def test_every_truncation_of_a_frame_is_refused() -> None:
+    frame = encode(
+        ME, [Abort(request=REQUEST, attempt=1), Settle(request=REQUEST, attempt=1, lease=LeaseId("l"), epoch=1)]
+    )
+    for length in range(len(frame)):
+        with pytest.raises(ProtocolError):
+            decode(frame[:length])
+
+
+def test_too_many_messages_are_refused_by_both_ends() -> None:
+    goodbyes = [Goodbye()] * (MAX_MESSAGES_PER_FRAME + 1)
+    assert len(decode(encode(ME, goodbyes[1:]))[1]) == MAX_MESSAGES_PER_FRAME
+    with pytest.raises(ProtocolError, match=str(len(goodbyes))):
+        encode(ME, goodbyes)
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb([ME, [["Goodbye", {}]] * len(goodbyes)]))
+
+
+def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    big = Failed(request=REQUEST, attempt=1, cause=Cause.INTERNAL, message="x" * 4000)
+    frame = encode(ME, [big])
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 1000)
+    with pytest.raises(ProtocolError, match=r"bytes, at most 1000"):
+        encode(ME, [big])
+    with pytest.raises(ProtocolError, match=r"bytes, at most 1000"):
+        decode(frame)
+
+
+# --- what is not a message ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "names"),
+    [
+        pytest.param("Abort", {"request": "r1"}, "attempt", id="a missing field"),
+        pytest.param("Abort", {"request": "r1", "attempt": 1, "why": "x"}, "why", id="an extra field"),
+        pytest.param("Goodbye", {"x": 1}, "x", id="an extra field where there are none"),
+        pytest.param("Abort", {"request": "r1", "attempt": "1"}, "attempt", id="text for a number"),
+        pytest.param("Abort", {"request": "r1", "attempt": 1.0}, "attempt", id="a real for a whole number"),
+        pytest.param("Abort", {"request": "r1", "attempt": True}, "attempt", id="a flag for a number"),
+        pytest.param("Abort", {"request": "r1", "attempt": 0}, "attempt", id="attempt zero"),
+        pytest.param("Abort", {"request": "r1", "attempt": 2**31 + 1}, "attempt", id="an attempt out of bounds"),
+        pytest.param("Abort", {"request": 5, "attempt": 1}, "request", id="a number for an id"),
+        pytest.param("Abort", {"request": None, "attempt": 1}, "request", id="nil for an id"),
+        pytest.param("Prefill", {**WORK, "token_ids": []}, "token_ids", id="an empty prompt"),
+        pytest.param("Prefill", {**WORK, "token_ids": [-1]}, "token_ids", id="a negative token"),
+        pytest.param("Prefill", {**WORK, "token_ids": "567"}, "token_ids", id="text for tokens"),
+        pytest.param("Prefill", {**WORK, "token_ids": b"567"}, "token_ids", id="bytes for tokens"),
+        pytest.param("Prefill", {**WORK, "choices": []}, "choices", id="no choice"),
+        pytest.param("Prefill", {**WORK, "choices": [16]}, "choices", id="a choice out of bounds"),
+        pytest.param("Prefill", {**WORK, "choices": list(range(17))}, "choices", id="too many choices"),
+        pytest.param("Prefill", {**WORK, "prompt_len": 0}, "prompt_len", id="no prompt"),
+        pytest.param("Prefill", {**WORK, "budget_s": 0}, "budget_s", id="no time"),
+        pytest.param("Prefill", {**WORK, "budget_s": float("inf")}, "budget_s", id="all the time"),
+        pytest.param("Prefill", {**WORK, "budget_s": float("nan")}, "budget_s", id="a time that is no number"),
+        pytest.param("Prefill", {**WORK, "sampling": {}}, "max_tokens", id="sampling without a length"),
+        pytest.param("Prefill", {**WORK, "sampling": None}, "sampling", id="no sampling"),
+        pytest.param("Prefill", {**WORK, "sampling": {"max_tokens": 4, "x": 1}}, "x", id="an extra field inside"),
+        pytest.param("Decode", WORK, "source", id="a decode without a source"),
+        pytest.param("Decode", {**WORK, "source": {"address": "", "incarnation": "i"}}, "address", id="no address"),
+        pytest.param("Tokens", {**TOKENS, "finish_reason": "bored"}, "finish_reason", id="an unknown reason"),
+        pytest.param("Tokens", {**TOKENS, "logprobs": [{"logprob": float("-inf"), "top": []}]}, "logprob", id="-inf"),
+        pytest.param("Tokens", {**TOKENS, "logprobs": [{"logprob": 0.0, "top": [[1]]}]}, "top", id="half a pair"),
+        pytest.param(
+            "Tokens", {**TOKENS, "logprobs": [{"logprob": 0.0, "top": [[1, 0.0]] * 21}]}, "top", id="21 alternatives"
+        ),
+        pytest.param("Failed", {"request": "r1", "attempt": 1, "cause": "x", "message": ""}, "cause", id="a cause"),
+        pytest.param(
+            "Failed",
+            {"request": "r1", "attempt": 1, "cause": "internal", "message": "x" * 4097},
+            "message",
+            id="a novel",
+        ),
+        pytest.param("Settled", {**SETTLE, "valid": 1}, "valid", id="a number for a flag"),
+        pytest.param("Settled", {**SETTLE, "valid": "true"}, "valid", id="text for a flag"),
+        pytest.param("Settle", {**SETTLE, "epoch": -1}, "epoch", id="a negative epoch"),
+        pytest.param("Settle", {**SETTLE, "epoch": 2**62 + 1}, "epoch", id="an epoch out of bounds"),
+        pytest.param("BlocksReady", {**OFFER, "block_ids": [-4]}, "block_ids", id="a negative block"),
+        pytest.param("BlocksReady", {**OFFER, "checksums": [1.5]}, "checksums", id="a real for a checksum"),
+        pytest.param("PrefillDone", {**DONE, "first_tokens": [TOKENS] * 17}, "first_tokens", id="17 first tokens"),
+        pytest.param("PrefillDone", {**DONE, "first_tokens": [{}]}, "first_tokens", id="a first token without fields"),
+        pytest.param("Hello", {**HELLO, "role": "king"}, "role", id="an unknown role"),
+        pytest.param("Hello", {**HELLO, "fingerprint": {}}, "fingerprint", id="an empty fingerprint"),
+        pytest.param("Hello", {**HELLO, "open_requests": [["r1"]]}, "open_requests", id="half a request key"),
+        pytest.param("Hello", {**HELLO, "open_requests": [["r1", 1, 1]]}, "open_requests", id="three in a key"),
+    ],
+)
+def test_what_is_not_a_message_is_refused_by_name(kind: str, fields: dict[str, Any], names: str) -> None:
+    why = refused(kind, fields)
+    assert kind in why
+    assert names in why
+
+
+REQUEST_MESSAGES: dict[str, dict[str, Any]] = {
+    cls.__name__: {"request": "r1", "attempt": 1} for cls in MESSAGES if issubclass(cls, RequestMessage)
+} | {
+    "Prefill": WORK,
+    "Decode": {**WORK, "source": {"address": "h:1", "incarnation": "i"}},
+    "Tokens": TOKENS,
+    "Settle": SETTLE,
+    "Settled": {**SETTLE, "valid": True},
+    "PrefillDone": DONE,
+    "BlocksReady": OFFER,
+    "Resend": {"request": "r1", "attempt": 1, "choice": 0, "position": 0},
+    "Failed": {"request": "r1", "attempt": 1, "cause": "internal", "message": ""},
+    "OfferWithdrawn": {"request": "r1", "attempt": 1, "cause": "internal", "message": ""},
+}
+
+
+@pytest.mark.parametrize("handle", ["", "x" * 65, b"r1", 5], ids=["empty", "too long", "of bytes", "a number"])
+def test_request_ids_are_bounded_text(handle: object) -> None:
+    for kind, fields in REQUEST_MESSAGES.items():
+        assert isinstance(received(kind, fields), RequestMessage)
+        assert "request" in refused(kind, {**fields, "request": handle})
+
+
+@pytest.mark.parametrize("handle", ["", "x" * 65, b"l1"], ids=["empty", "too long", "of bytes"])
+def test_lease_ids_and_incarnations_are_bounded_text(handle: object) -> None:
+    for kind, fields in (("Settle", SETTLE), ("BlocksReady", OFFER), ("PrefillDone", DONE)):
+        assert "lease" in refused(kind, {**fields, "lease": handle})
+    assert "incarnation" in refused("Decode", {**WORK, "source": {"address": "h:1", "incarnation": handle}})
+
+
+BAD_KEYS = {
+    "an empty id": ["", 1],
+    "a long id": ["x" * 65, 1],
+    "an id of bytes": [b"r1", 1],
+    "attempt zero": ["r1", 0],
+    "an attempt out of bounds": ["r1", 2**40],
+    "text for an attempt": ["r1", "1"],
+    "a real for an attempt": ["r1", 1.0],
+    "a flag for an attempt": ["r1", True],
+}
+
+
+@pytest.mark.parametrize("key", BAD_KEYS.values(), ids=BAD_KEYS.keys())
+def test_request_keys_are_validated_like_the_fields_of_a_message(key: list[object]) -> None:
+    assert "open_requests" in refused("Hello", {**HELLO, "open_requests": [key]})
+
+
+@pytest.mark.parametrize("value", ["30", b"30", True], ids=["text", "bytes", "flag"])
+def test_real_numbers_are_not_made_of_something_else(value: object) -> None:
+    assert "budget_s" in refused("Prefill", {**WORK, "budget_s": value})
+    assert "logprob" in refused("Tokens", {**TOKENS, "logprobs": [{"logprob": value, "top": []}]})
+    assert "top" in refused("Tokens", {**TOKENS, "logprobs": [{"logprob": 0.0, "top": [[1, value]]}]})
+
+
+def test_a_prompt_is_no_longer_than_its_tokens() -> None:
+    """The decode worker asserts it when the request is admitted."""
+    assert "prompt_len" in refused("Prefill", {**WORK, "prompt_len": 4})
+
+
+def test_a_choice_is_asked_for_once() -> None:
+    assert "choices" in refused("Prefill", {**WORK, "choices": [0, 0]})
+
+
+def test_a_prefill_is_done_with_a_first_token() -> None:
+    """Without one, "every first token ended its choice" holds of none of them, and the sink gives up silently."""
+    assert "first_tokens" in refused("PrefillDone", {**DONE, "first_tokens": []})
+
+
+def test_a_first_token_is_a_token() -> None:
+    """The sink takes `token_ids[0]`."""
+    assert "first_tokens" in refused("PrefillDone", {**DONE, "first_tokens": [{**TOKENS, "token_ids": []}]})
+
+
+def test_an_offer_has_a_block() -> None:
+    assert received("BlocksReady", {**OFFER, "block_ids": [], "num_blocks": 1}) == BlocksReady(
+        request=REQUEST, attempt=1, lease=LeaseId("l1"), epoch=1, start=0, block_ids=(), num_blocks=1
+    )
+
+
+# --- the price of a refusal --------------------------------------------------------------------------------------
+
+
+def test_a_long_list_of_rubbish_is_refused_at_the_first_of_it() -> None:
+    """A million errors, each with its own dictionary, hold the event loop up for seconds: no heartbeat leaves."""
+    with pytest.raises(ProtocolError) as caught:
+        decode(frame_of("Prefill", {**WORK, "token_ids": ["x"] * 20_000}))
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() < 100
+
+
+def test_the_words_of_a_refusal_are_bounded() -> None:
+    """They go into the log, once for each bad frame."""
+    assert len(refused("Abort", {"k" * 10**6: 1})) < 2000
+
+
+# --- what cannot be sent -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(
+            Prefill(
+                request=REQUEST,
+                attempt=1,
+                token_ids=(1,),
+                prompt_len=1,
+                choices=(0,),
+                sampling=SamplingParams(max_tokens=1, top_k=2**64),
+                budget_s=1.0,
+            ),
+            id="a number beyond 64 bits",
+        ),
+        pytest.param(
+            Failed(request=REQUEST, attempt=1, cause=Cause.INTERNAL, message="\udcff"), id="half a surrogate pair"
+        ),
+    ],
+)
+def test_what_cannot_travel_is_a_protocol_error(message: Message) -> None:
+    with pytest.raises(ProtocolError):
+        encode(ME, [message])

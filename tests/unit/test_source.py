@@ -1,0 +1,560 @@
+"""The lease table: each transition, and what each party is told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.messages import (
+    Attach,
+    BlocksReady,
+    Detach,
+    FinishReason,
+    Message,
+    OfferWithdrawn,
+    PrefillDone,
+    Settle,
+    Settled,
+    Tokens,
+)
+from kv_transfer import source
+from kv_transfer.source import Action, Dropped, LeaseTable, Send, Unpin
+
+R1, R2 = RequestId("r1"), RequestId("r2")
+D1, D2 = Incarnation("d1"), Incarnation("d2")
+TTL_S = 30.0
+BLOCKS = (10, 11, 12)
+
+
+@pytest.fixture
+def table():
+    """A table, whose invariants are checked at the end."""
+    leases = LeaseTable(unattached_ttl_s=TTL_S)
+    yield leases
+    leases.check_invariants()
+
+
+def key(attempt: int = 1, request: RequestId = R1) -> RequestKey:
+    return RequestKey(request, attempt)
+
+
+def attach(attempt: int = 1, request: RequestId = R1) -> Attach:
+    return Attach(request=request, attempt=attempt)
+
+
+def first_token(reason: FinishReason | None = None, choice: int = 0, attempt: int = 1) -> Tokens:
+    return Tokens(request=R1, attempt=attempt, choice=choice, position=9, token_ids=(5,), finish_reason=reason)
+
+
+def opened(table: LeaseTable, attempt: int = 1, *, sink: Incarnation | None = D1) -> BlocksReady | None:
+    """Open a lease on `BLOCKS` for R1 at 0 s, with `sink` attached; the offer that the sink was sent."""
+    assert table.open(key(attempt), BLOCKS, deadline=600.0, now=0.0) == []
+    if sink is None:
+        return None
+    [(to, offer)] = sent(table.attach(attach(attempt), sink, 0.0))
+    assert to == sink
+    assert isinstance(offer, BlocksReady)
+    return offer
+
+
+def completed(table: LeaseTable, attempt: int = 1, *, sink: Incarnation | None = D1) -> BlocksReady | None:
+    """As `opened`, with every block ready and the first token known."""
+    offer = opened(table, attempt, sink=sink)
+    table.blocks_ready(R1, len(BLOCKS), now=0.0)
+    table.complete(R1, [first_token()])
+    return offer
+
+
+def settle(offer: BlocksReady, **changes: object) -> Settle:
+    fields = {"request": R1, "attempt": offer.attempt, "lease": offer.lease, "epoch": offer.epoch}
+    return Settle(**fields | changes)
+
+
+def verdict(actions: list[Action]) -> bool:
+    """What the asker was told."""
+    [answer] = [each.message for each in actions if isinstance(each, Send) and isinstance(each.message, Settled)]
+    return answer.valid
+
+
+def sent(actions: list[Action]) -> list[tuple[Incarnation, Message]]:
+    """(sink, message) of actions that are nothing but messages."""
+    assert all(isinstance(each, Send) for each in actions), actions
+    return [(each.sink, each.message) for each in actions]
+
+
+def told(actions: list[Action]) -> list[tuple[Incarnation, type]]:
+    """Who was told what kind of thing."""
+    return [(each.sink, type(each.message)) for each in actions if isinstance(each, Send)]
+
+
+def withdrawals(actions: list[Action]) -> list[tuple[Incarnation, int, Cause]]:
+    """(sink, attempt, cause) of each withdrawal."""
+    return [
+        (each.sink, each.message.attempt, each.message.cause)
+        for each in actions
+        if isinstance(each, Send) and isinstance(each.message, OfferWithdrawn)
+    ]
+
+
+def unpinned(actions: list[Action]) -> list[tuple[int, ...]]:
+    return [each.block_ids for each in actions if isinstance(each, Unpin)]
+
+
+# --- the offer ---------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_is_told_block_by_block(table: LeaseTable) -> None:
+    offer = opened(table)
+    assert (offer.start, offer.block_ids, offer.num_blocks, offer.checksums) == (0, (), 3, None)
+    [(_, more)] = sent(table.blocks_ready(R1, 2, now=1.0))
+    assert (more.lease, more.epoch, more.start, more.block_ids) == (offer.lease, offer.epoch, 0, (10, 11))
+    [(_, last)] = sent(table.blocks_ready(R1, 3, now=2.0))
+    assert (last.start, last.block_ids) == (2, (12,))
+    [(to, done)] = sent(table.complete(R1, [first_token()]))
+    assert to == D1
+    assert done == PrefillDone(
+        request=R1, attempt=1, lease=offer.lease, epoch=offer.epoch, first_tokens=(first_token(),)
+    )
+    assert (table.num_attached, table.num_blocks) == (1, 3)
+
+
+def test_a_chunk_that_completes_no_block_is_not_announced(table: LeaseTable) -> None:
+    opened(table)
+    table.blocks_ready(R1, 1, now=0.0)
+    assert table.blocks_ready(R1, 1, now=1.0) == []
+
+
+def test_an_attach_before_the_prefill_is_parked_and_answered(table: LeaseTable) -> None:
+    assert table.attach(attach(), D1, 0.0) == []
+    assert (table.num_parked, len(table)) == (1, 0)
+    [(to, offer)] = sent(table.open(key(), BLOCKS, 600.0, now=1.0))
+    assert (to, offer.block_ids, offer.num_blocks) == (D1, (), 3)
+    assert (table.num_parked, table.num_attached) == (0, 1)
+
+
+def test_a_late_attach_is_told_everything(table: LeaseTable) -> None:
+    completed(table, sink=None)
+    ready, done = table.attach(attach(), D1, 5.0)
+    assert (ready.message.start, ready.message.block_ids) == (0, BLOCKS)
+    assert isinstance(done.message, PrefillDone)
+
+
+def test_a_repeated_attach_is_told_everything_again(table: LeaseTable) -> None:
+    offer = opened(table)
+    table.blocks_ready(R1, 2, now=1.0)
+    [(to, again)] = sent(table.attach(attach(), D1, 2.0))
+    assert (to, again.lease, again.epoch, again.start, again.block_ids) == (D1, offer.lease, offer.epoch, 0, (10, 11))
+    assert table.num_attached == 1
+
+
+def test_checksums_travel_with_their_blocks() -> None:
+    table = LeaseTable(unattached_ttl_s=TTL_S, checksums=True)
+    offer = opened(table)
+    assert offer.checksums == ()
+    [(_, first)] = sent(table.blocks_ready(R1, 2, [7, 8], now=0.0))
+    [(_, second)] = sent(table.blocks_ready(R1, 3, [9], now=0.0))
+    assert (first.checksums, second.checksums) == ((7, 8), (9,))
+    [(_, again)] = sent(table.attach(attach(), D1, 1.0))
+    assert (again.block_ids, again.checksums) == (BLOCKS, (7, 8, 9))
+    table.open(key(request=R2), BLOCKS, 600.0, 1.0)
+    with pytest.raises(AssertionError, match="checksum"):
+        table.blocks_ready(R2, 2, [7], now=1.0)
+
+
+def test_blocks_do_not_become_unready(table: LeaseTable) -> None:
+    opened(table)
+    table.blocks_ready(R1, 2, now=0.0)
+    for num_ready in (1, 4):
+        with pytest.raises(AssertionError):
+            table.blocks_ready(R1, num_ready, now=0.0)
+
+
+def test_an_offer_is_complete_only_with_every_block(table: LeaseTable) -> None:
+    opened(table)
+    table.blocks_ready(R1, 2, now=0.0)
+    with pytest.raises(AssertionError, match="ready 2"):
+        table.complete(R1, [first_token()])
+
+
+def test_a_request_has_one_lease(table: LeaseTable) -> None:
+    opened(table)
+    with pytest.raises(AssertionError, match="open 3 blocks"):
+        table.open(key(), BLOCKS, 600.0, 0.0)
+
+
+def test_a_lease_whose_choices_have_all_ended_ends(table: LeaseTable) -> None:
+    opened(table)
+    table.blocks_ready(R1, 3, now=0.0)
+    tokens = [first_token("stop"), first_token("length", choice=1)]
+    actions = table.complete(R1, tokens)
+    assert told(actions) == [(D1, PrefillDone)]
+    assert unpinned(actions) == [BLOCKS]
+    assert len(table) == 0
+
+
+def test_a_lease_with_one_choice_going_on_is_kept(table: LeaseTable) -> None:
+    opened(table)
+    table.blocks_ready(R1, 3, now=0.0)
+    actions = table.complete(R1, [first_token("stop"), first_token(None, choice=1)])
+    assert unpinned(actions) == []
+    assert len(table) == 1
+
+
+# --- settling ----------------------------------------------------------------------------------------------------
+
+
+def test_a_valid_settle_ends_the_lease(table: LeaseTable) -> None:
+    offer = completed(table)
+    actions = table.settle(settle(offer), D1)
+    assert actions[0] == Send(D1, Settled(request=R1, attempt=1, lease=offer.lease, epoch=offer.epoch, valid=True))
+    assert unpinned(actions) == [BLOCKS]
+    assert len(table) == 0
+
+
+def test_a_settle_is_answered_the_same_again_and_unpins_once(table: LeaseTable) -> None:
+    offer = completed(table)
+    assert verdict(table.settle(settle(offer), D1))
+    for _ in range(3):
+        actions = table.settle(settle(offer), D1)
+        assert verdict(actions)
+        assert unpinned(actions) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lease": LeaseId("another")},
+        {"epoch": 99},
+        {"epoch": 0},
+        {"attempt": 2},
+        {"request": R2},
+    ],
+    ids=["another lease", "a later epoch", "an earlier epoch", "another attempt", "another request"],
+)
+def test_a_settle_must_name_the_lease_as_it_is(table: LeaseTable, changes: dict[str, object]) -> None:
+    offer = completed(table)
+    actions = table.settle(settle(offer, **changes), D1)
+    assert not verdict(actions)
+    assert unpinned(actions) == []
+    assert verdict(table.settle(settle(offer), D1)), "a wrong settle harms no right one"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"lease": LeaseId("another")}, {"epoch": 99}, {"attempt": 2}, {"request": R2}],
+    ids=["another lease", "another epoch", "another attempt", "another request"],
+)
+def test_a_repeated_settle_must_name_the_lease_as_it_was(table: LeaseTable, changes: dict[str, object]) -> None:
+    """A stale attempt is fenced also after the end: what it read may have been read after the lease had ended."""
+    offer = completed(table)
+    assert verdict(table.settle(settle(offer), D1))
+    assert not verdict(table.settle(settle(offer, **changes), D1))
+
+
+def test_a_stale_attempt_of_the_same_sink_is_never_told_valid(table: LeaseTable) -> None:
+    """Its reads may still be under way while the newer attempt settles and the blocks are reused."""
+    offer = completed(table)
+    table.attach(attach(2), D1, 1.0)
+    assert not verdict(table.settle(settle(offer), D1)), "the newer attempt has the lease"
+    assert verdict(table.settle(settle(offer, attempt=2), D1))
+    assert not verdict(table.settle(settle(offer), D1)), "the lease has ended, and the stale attempt asks again"
+
+
+def test_only_the_attached_sink_settles(table: LeaseTable) -> None:
+    offer = completed(table)
+    assert not verdict(table.settle(settle(offer), D2))
+    assert verdict(table.settle(settle(offer), D1))
+    assert not verdict(table.settle(settle(offer), D2))
+
+
+def test_nothing_is_valid_before_the_offer_is_complete(table: LeaseTable) -> None:
+    offer = opened(table)
+    table.blocks_ready(R1, 3, now=0.0)
+    assert not verdict(table.settle(settle(offer), D1))
+    table.complete(R1, [first_token()])
+    assert verdict(table.settle(settle(offer), D1))
+
+
+def test_nothing_is_valid_under_a_later_lease_on_the_same_request(table: LeaseTable) -> None:
+    offer = completed(table)
+    table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived")
+    later = completed(table, attempt=2)
+    assert later.epoch > offer.epoch
+    assert later.lease != offer.lease
+    assert not verdict(table.settle(settle(offer), D1))
+    assert not verdict(table.settle(settle(later, epoch=offer.epoch), D1))
+    assert verdict(table.settle(settle(later), D1))
+
+
+def test_an_unknown_lease_is_invalid(table: LeaseTable) -> None:
+    assert not verdict(table.settle(Settle(request=R1, attempt=1, lease=LeaseId("l"), epoch=1), D1))
+
+
+def test_tombstones_are_bounded_and_a_forgotten_settle_is_invalid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MAX_TOMBSTONES", 2)
+    table = LeaseTable(unattached_ttl_s=TTL_S)
+    offers = []
+    for _ in range(3):
+        offers.append(completed(table))
+        assert verdict(table.settle(settle(offers[-1]), D1))
+        table.check_invariants()
+    assert [verdict(table.settle(settle(offer), D1)) for offer in offers] == [False, True, True]
+
+
+# --- who is attached ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_sink_supersedes_the_first(table: LeaseTable) -> None:
+    offer = completed(table)
+    actions = table.attach(attach(), D2, 1.0)
+    assert told(actions) == [(D1, OfferWithdrawn), (D2, BlocksReady), (D2, PrefillDone)]
+    assert withdrawals(actions) == [(D1, 1, Cause.SUPERSEDED)]
+    assert not verdict(table.settle(settle(offer), D1))
+    assert verdict(table.settle(settle(offer), D2))
+
+
+def test_a_newer_attempt_takes_the_lease_over(table: LeaseTable) -> None:
+    """Late binding: nothing is computed again."""
+    offer = completed(table)
+    actions = table.attach(attach(2), D2, 1.0)
+    assert withdrawals(actions) == [(D1, 1, Cause.SUPERSEDED)]
+    assert actions[1].message.attempt == 2
+    assert actions[1].message.lease == offer.lease
+    assert not verdict(table.settle(settle(offer), D1))
+    assert not verdict(table.settle(settle(offer), D2)), "the lease has moved on to attempt 2"
+    assert verdict(table.settle(settle(offer, attempt=2), D2))
+
+
+def test_an_older_attempt_is_turned_away(table: LeaseTable) -> None:
+    offer = completed(table, attempt=2)
+    actions = table.attach(attach(1), D2, 1.0)
+    assert withdrawals(actions) == [(D2, 1, Cause.SUPERSEDED)]
+    assert len(actions) == 1
+    assert verdict(table.settle(settle(offer), D1))
+
+
+def test_a_detached_sink_is_told_nothing_and_settles_nothing(table: LeaseTable) -> None:
+    offer = opened(table)
+    assert table.detach(Detach(request=R1, attempt=1), D1, 1.0) == []
+    assert table.blocks_ready(R1, 3, now=2.0) == []
+    assert table.complete(R1, [first_token()]) == []
+    assert not verdict(table.settle(settle(offer), D1))
+    assert table.num_attached == 0
+    assert len(table) == 1, "the lease waits for another sink"
+    assert told(table.attach(attach(), D2, 3.0)) == [(D2, BlocksReady), (D2, PrefillDone)]
+
+
+@pytest.mark.parametrize(("attempt", "sink"), [(1, D2), (2, D1)], ids=["another sink", "another attempt"])
+def test_a_detach_of_somebody_else_is_inert(table: LeaseTable, attempt: int, sink: Incarnation) -> None:
+    offer = completed(table)
+    assert table.detach(Detach(request=R1, attempt=attempt), sink, 1.0) == []
+    assert verdict(table.settle(settle(offer), D1))
+
+
+def test_a_stale_detach_does_not_undo_a_newer_attach(table: LeaseTable) -> None:
+    offer = completed(table)
+    table.attach(attach(2), D1, 1.0)
+    table.detach(Detach(request=R1, attempt=1), D1, 2.0)
+    assert verdict(table.settle(settle(offer, attempt=2), D1))
+
+
+def test_a_detach_takes_a_parked_attach_back(table: LeaseTable) -> None:
+    table.attach(attach(), D1, 0.0)
+    table.detach(Detach(request=R1, attempt=1), D2, 0.0)
+    assert table.num_parked == 1
+    table.detach(Detach(request=R1, attempt=1), D1, 0.0)
+    assert table.num_parked == 0
+    assert table.open(key(), BLOCKS, 600.0, 1.0) == []
+
+
+def test_a_lost_sink_is_detached_from_everything(table: LeaseTable) -> None:
+    offer = completed(table)
+    table.attach(attach(request=R2), D1, 0.0)
+    table.open(key(request=RequestId("r3")), (20,), 600.0, 0.0)
+    table.attach(attach(request=RequestId("r3")), D2, 0.0)
+    assert table.sink_lost(D1, 5.0) == []
+    assert (table.num_parked, table.num_attached, len(table)) == (0, 1, 2)
+    assert not verdict(table.settle(settle(offer), D1))
+    assert table.next_expiry() == 5.0 + TTL_S
+
+
+# --- parked attaches ---------------------------------------------------------------------------------------------
+
+
+def test_an_attach_whose_prefill_never_comes_is_refused(table: LeaseTable) -> None:
+    table.attach(attach(), D1, 1.0)
+    assert table.next_expiry() == 1.0 + TTL_S
+    assert table.expire(1.0 + TTL_S - 0.1) == []
+    assert withdrawals(table.expire(1.0 + TTL_S)) == [(D1, 1, Cause.DEADLINE)]
+    assert table.num_parked == 0
+    assert table.next_expiry() == math.inf
+
+
+def test_parked_attaches_are_bounded_and_the_oldest_is_told(table: LeaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MAX_PARKED", 2)
+    for number in range(2):
+        assert table.attach(attach(request=RequestId(f"p{number}")), D1, float(number)) == []
+    actions = table.attach(attach(request=RequestId("p2")), D2, 2.0)
+    [(to, message)] = sent(actions)
+    assert (to, message.request, message.cause) == (D1, "p0", Cause.CAPACITY)
+    assert table.num_parked == 2
+
+
+def test_a_withdrawal_reaches_a_parked_sink(table: LeaseTable) -> None:
+    table.attach(attach(), D1, 0.0)
+    assert withdrawals(table.withdraw(R1, Cause.TOO_LARGE, "no")) == [(D1, 1, Cause.TOO_LARGE)]
+    assert table.num_parked == 0
+
+
+def test_an_attach_that_is_parked_again_is_parked_once(table: LeaseTable) -> None:
+    table.attach(attach(), D1, 0.0)
+    assert table.attach(attach(), D1, 10.0) == []
+    assert table.num_parked == 1
+    assert table.next_expiry() == 10.0 + TTL_S
+    assert told(table.open(key(), BLOCKS, 600.0, 11.0)) == [(D1, BlocksReady)]
+
+
+def test_a_parked_newer_attempt_is_given_the_lease(table: LeaseTable) -> None:
+    table.attach(attach(2), D1, 0.0)
+    [(to, offer)] = sent(table.open(key(1), BLOCKS, 600.0, 1.0))
+    assert (to, offer.attempt) == (D1, 2)
+
+
+def test_a_stale_attach_does_not_replace_a_newer_parked_one(table: LeaseTable) -> None:
+    """A newer attempt fences the older one: the sink of attempt 2 is the one that is to be served."""
+    table.attach(attach(2), D2, 0.0)
+    assert withdrawals(table.attach(attach(1), D1, 1.0)) == [(D1, 1, Cause.SUPERSEDED)]
+    assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
+
+
+def test_a_parked_sink_that_is_replaced_is_told(table: LeaseTable) -> None:
+    table.attach(attach(1), D1, 0.0)
+    assert withdrawals(table.attach(attach(2), D2, 1.0)) == [(D1, 1, Cause.SUPERSEDED)]
+
+
+def test_a_parked_sink_of_an_older_attempt_is_told_when_a_newer_prefill_arrives(table: LeaseTable) -> None:
+    table.attach(attach(1), D1, 0.0)
+    assert withdrawals(table.open(key(2), BLOCKS, 600.0, 1.0)) == [(D1, 1, Cause.SUPERSEDED)]
+
+
+def test_a_parked_sink_is_answered_even_when_its_time_was_just_up(table: LeaseTable) -> None:
+    """`open` may come between the time of expiry and the call that sees to it: the sink must not wait in vain."""
+    table.attach(attach(), D1, 0.0)
+    actions = table.open(key(), BLOCKS, 600.0, TTL_S + 0.01) + table.expire(TTL_S + 0.02)
+    assert [sink for sink, _ in told(actions)] == [D1]
+
+
+def test_a_newer_attempt_outlives_the_end_of_the_older_one(table: LeaseTable) -> None:
+    """Attempt 2 sends Prefill to the source that still has attempt 1, and the sink's attach overtakes that Prefill."""
+    opened(table, attempt=1)
+    table.attach(attach(2), D2, 1.0)
+    ended = table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived")
+    assert (D2, 2, Cause.SUPERSEDED) not in withdrawals(ended), "the newest attempt is superseded by itself"
+    assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_withdrawal_tells_the_sink_and_unpins(table: LeaseTable) -> None:
+    offer = completed(table)
+    actions = table.withdraw(R1, Cause.CANCELLED, "aborted")
+    assert withdrawals(actions) == [(D1, 1, Cause.CANCELLED)]
+    assert unpinned(actions) == [BLOCKS]
+    assert not verdict(table.settle(settle(offer), D1))
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted again") == []
+
+
+def test_a_withdrawal_after_a_valid_settle_is_inert(table: LeaseTable) -> None:
+    offer = completed(table)
+    table.settle(settle(offer), D1)
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted") == []
+    assert verdict(table.settle(settle(offer), D1)), "what was valid stays valid: the answer may have been lost"
+
+
+@pytest.mark.parametrize("sink", [None, D1])
+def test_a_lease_ends_with_the_time_of_its_request(table: LeaseTable, sink: Incarnation | None) -> None:
+    opened(table, sink=sink)
+    assert table.next_expiry() == 600.0
+    assert table.expire(599.9) == []
+    actions = table.expire(600.0)
+    assert unpinned(actions) == [BLOCKS]
+    assert [each.cause for each in actions if isinstance(each, Dropped)] == [Cause.DEADLINE]
+    assert withdrawals(actions) == ([] if sink is None else [(D1, 1, Cause.DEADLINE)])
+    assert (len(table), table.num_expired) == (0, 1)
+
+
+def test_a_settle_after_expiry_is_invalid(table: LeaseTable) -> None:
+    offer = completed(table)
+    table.expire(600.0)
+    assert not verdict(table.settle(settle(offer), D1))
+
+
+def test_a_settle_at_the_deadline_is_valid_while_the_blocks_are_pinned(table: LeaseTable) -> None:
+    """No correctness argument rests on a timer: what counts is whether the lease has ended."""
+    offer = completed(table)
+    assert table.next_expiry() == 600.0
+    assert verdict(table.settle(settle(offer), D1))
+
+
+def test_a_complete_offer_does_not_wait_for_ever_for_a_sink(table: LeaseTable) -> None:
+    completed(table, sink=None)
+    assert table.next_expiry() == TTL_S
+    assert table.expire(TTL_S - 0.1) == []
+    actions = table.expire(TTL_S)
+    assert unpinned(actions) == [BLOCKS]
+    assert withdrawals(actions) == []
+
+
+def test_progress_renews_the_wait_for_a_sink(table: LeaseTable) -> None:
+    opened(table, sink=None)
+    table.blocks_ready(R1, 3, now=20.0)
+    table.complete(R1, [first_token()])
+    assert table.next_expiry() == 20.0 + TTL_S
+
+
+def test_a_prefill_that_is_still_computing_does_not_expire_for_want_of_a_sink(table: LeaseTable) -> None:
+    opened(table, sink=None)
+    assert table.expire(TTL_S * 10) == []
+
+
+def test_a_detach_starts_the_wait_for_another_sink(table: LeaseTable) -> None:
+    completed(table)
+    table.detach(Detach(request=R1, attempt=1), D1, 100.0)
+    assert table.next_expiry() == 100.0 + TTL_S
+
+
+def test_pressure_drops_what_nobody_has_attached_to_oldest_first(table: LeaseTable) -> None:
+    def offer(name: str, now: float, *, sink: Incarnation | None = None, complete: bool = True) -> None:
+        request = RequestId(name)
+        table.open(key(request=request), BLOCKS, 600.0, now)
+        if sink is not None:
+            table.attach(attach(request=request), sink, now)
+        table.blocks_ready(request, 3, now=now)
+        if complete:
+            table.complete(request, [first_token()])
+
+    offer("new", 50.0)
+    offer("oldest", 1.0)
+    offer("attached", 0.0, sink=D1)
+    offer("computing", 0.5, complete=False)
+    offer("old", 2.0)
+    assert table.reclaim(0, unattached_before=10.0) == []
+    actions = table.reclaim(4, unattached_before=10.0)
+    dropped = [each for each in actions if isinstance(each, Dropped)]
+    assert [each.key.request for each in dropped] == ["oldest", "old"]
+    assert {each.cause for each in dropped} == {Cause.LEASE_LOST}
+    assert unpinned(actions) == [BLOCKS, BLOCKS]
+    assert table.reclaim(99, unattached_before=10.0) == []
+    assert (len(table), table.num_reclaimed) == (3, 2)
+
+
+def test_nothing_is_pinned_twice_or_for_ever(table: LeaseTable) -> None:
+    assert (len(table), table.num_blocks, table.next_expiry()) == (0, 0, math.inf)
+    offer = completed(table)
+    assert table.num_blocks == 3
+    table.settle(settle(offer), D1)
+    assert (len(table), table.num_blocks, table.next_expiry()) == (0, 0, math.inf)
