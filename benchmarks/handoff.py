@@ -3,13 +3,15 @@
     python -m benchmarks.handoff [--requests 40] [--prompt 512] [--seed 0]
 
 One request at a time, turns taken: a run of the same prompt in an engine of this process (no server, no handoff), then
-the same prompt through gateway, prefill worker, handoff and decode worker, over HTTP. TTFT is from sending the request
-to the first chunk with text; the gaps follow from the arrival of the chunks.
+the same prompt over HTTP through gateway and prefill worker (TTFT: from sending the request to the first chunk of the
+stream), then once more through the gateway's dispatcher in this process, for the gaps between the tokens' arrivals. A
+decode step is the median of the later gaps: step, wire and event loops.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
 import itertools
 import json
@@ -19,14 +21,20 @@ import time
 
 import torch
 
-from benchmarks.local import local_stack
+from benchmarks.local import Local, local_stack
 from benchmarks.record import record, spread
+from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.runner import ModelRunner, load_runner
-from common.runtime.checkpoint import DEMO_FOLDER
+from common.runtime.checkpoint import DEMO_FOLDER, config_hash
+from common.runtime.clock import Pulse, monotonic
+from gateway.dispatcher import Dispatcher
+from gateway.generation import Generation
+from gateway.registry import Registry
 
 DECODE_TOKENS = 24
+WARM_UP = 5
 
 
 class Isolated:
@@ -54,20 +62,56 @@ class Isolated:
         return times[0], times[1:]
 
 
-def served(connection: http.client.HTTPConnection, prompt: list[int]) -> tuple[float, list[float]]:
-    """Seconds to the first chunk, and the gaps between chunks."""
-    body = {"prompt": prompt, "max_tokens": DECODE_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+def over_http(connection: http.client.HTTPConnection, prompt: list[int]) -> float:
+    """Seconds from sending the request to the first chunk of its stream."""
+    body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 0}
     payload = json.dumps(body)
     began = time.perf_counter()
     connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
     response = connection.getresponse()
-    assert response.status == 200, response.read()
-    arrivals = []
-    while line := response.readline():
-        if line.startswith(b"data: {"):
-            arrivals.append(time.perf_counter())
-    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
-    return arrivals[0] - began, gaps
+    line = response.readline()
+    elapsed = time.perf_counter() - began
+    assert response.status == 200, line
+    assert line.startswith(b"data: {"), line
+    response.read()
+    return elapsed
+
+
+async def gaps_of(dispatcher: Dispatcher, prompt: list[int]) -> list[float]:
+    """Seconds between a request's tokens, as a gateway receives them."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=DECODE_TOKENS, ignore_eos=True)
+    work = Generation(token_ids=tuple(prompt), num_choices=1, sampling=sampling, budget_s=60)
+    arrivals = [time.perf_counter() async for _ in dispatcher.generate(work)]
+    return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+
+
+async def measure(args: argparse.Namespace, local: Local) -> dict[str, list[float]]:
+    """Take turns, one request at a time."""
+    draw = random.Random(args.seed)
+    engine = Isolated()
+    connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
+    connection.request("GET", "/ready")
+    workers = json.loads(connection.getresponse().read())["details"]["workers"]
+    at = {role: tuple(w["address"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
+    registry = Registry(at["prefill"], at["decode"], config_hash(DEMO_FOLDER))
+    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse())
+    running = asyncio.create_task(dispatcher.run())
+    await dispatcher.wait_usable()
+    taken: dict[str, list[float]] = {name: [] for name in ("isolated_ttft", "ttft", "step", "first_gap", "gap")}
+    for index in range(args.requests + WARM_UP):
+        prompt = [draw.randrange(10, 200) for _ in range(args.prompt)]
+        isolated_ttft, steps = engine.run(prompt)
+        ttft = over_http(connection, prompt)
+        first_gap, *gaps = await gaps_of(dispatcher, prompt)
+        if index >= WARM_UP:
+            taken["isolated_ttft"].append(isolated_ttft)
+            taken["ttft"].append(ttft)
+            taken["step"] += steps
+            taken["first_gap"].append(first_gap)
+            taken["gap"] += gaps
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return taken
 
 
 def main() -> None:
@@ -77,34 +121,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    draw = random.Random(args.seed)
-    engine = Isolated()
-    alone: list[float] = []
-    alone_steps: list[float] = []
-    ttft: list[float] = []
-    first_gaps: list[float] = []
-    later_gaps: list[float] = []
     with local_stack() as local:
-        connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
-        for index in range(args.requests + 5):
-            prompt = [draw.randrange(10, 200) for _ in range(args.prompt)]
-            engine_ttft, steps = engine.run(prompt)
-            served_ttft, gaps = served(connection, prompt)
-            if index < 5:
-                continue
-            alone.append(engine_ttft)
-            alone_steps += steps
-            ttft.append(served_ttft)
-            first_gaps.append(gaps[0])
-            later_gaps += gaps[1:]
-    figures = {
-        "isolated_ttft_ms": _ms(alone),
-        "served_ttft_ms": _ms(ttft),
-        "isolated_step_ms": _ms(alone_steps),
-        "served_gap_ms": _ms(later_gaps),
-        "first_to_second_token_ms": _ms(first_gaps),
-        "ttft_bound_ms": statistics.median(alone) * 1100 + 5,
-        "gap_in_served_steps": statistics.median(first_gaps) / statistics.median(later_gaps),
+        taken = asyncio.run(measure(args, local))
+    p50 = {name: statistics.median(values) for name, values in taken.items()}
+    figures = {f"{name}_ms": spread([1000 * value for value in values]) for name, values in taken.items()} | {
+        "ttft_bound_ms": 1100 * p50["isolated_ttft"] + 5,
+        "ttft_over_isolated_ms": 1000 * (p50["ttft"] - p50["isolated_ttft"]),
+        "first_gap_in_decode_steps": p50["first_gap"] / p50["gap"],
     }
     for name, value in figures.items():
         print(f"{name:<28}" + (f"{value:8.3f}" if isinstance(value, float) else f"{value['p50']:8.3f} (p50)"))
@@ -115,10 +138,6 @@ def main() -> None:
         "requests": args.requests,
     }
     print(record("handoff", workload=workload, figures=figures, seed=args.seed))
-
-
-def _ms(seconds: list[float]) -> dict[str, float]:
-    return spread([1000 * value for value in seconds])
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from typing import Protocol
 
 import zmq.asyncio
 
-from common.contract.ids import Incarnation
+from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Hello, HelloRefused, Message, Role, Welcome
 from common.runtime.channel import ControlClient, LinkState
@@ -19,6 +20,9 @@ log = logging.getLogger(__name__)
 
 class SourceEvents(Protocol):
     """What the worker does about its sources."""
+
+    def open_pulls(self, address: str) -> Collection[RequestKey]:
+        """The pulls from this address that are not over."""
 
     def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
         """A source can be attached to; also after lost messages, when every open pull must attach again."""
@@ -79,9 +83,10 @@ class SourceLinks:
 
     # --- what a ControlClient tells ------------------------------------------------------------------------------
 
-    def hello(self) -> Hello:
-        """A sink holds no requests open at a source beyond its attaches, which it repeats."""
-        return Hello(role=Role.DECODE, fingerprint=self._fingerprint, open_requests=())
+    def hello(self, link: ControlClient) -> Hello:
+        """This worker's fingerprint and the pulls that are not over."""
+        pulls = tuple(self._events.open_pulls(link.address))
+        return Hello(role=Role.DECODE, fingerprint=self._fingerprint, open_requests=pulls)
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         """A session opens."""

@@ -54,6 +54,7 @@ from decode_worker.request import DecodeRequest, Generation
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.source_links import SourceLinks
 from kv_transfer.mover import Mover
+from kv_transfer.regions import Region
 from kv_transfer.sink import Action, Admit, GaveUp, Pull, PullState, Release, SendToSource, StartRead, WantBlocks
 from kv_transfer.transport import ReadId, Transport
 
@@ -74,13 +75,14 @@ class DecodeWorker:
         me: Incarnation,
         server: ControlServer,
         engine: Engine,
+        region: Region,
         make_transport: Callable[[], Transport],
         clock: Clock,
     ) -> None:
         self._settings = settings
         self._server = server
         self._engine = engine
-        self._mover = Mover(make_transport, self.on_read, self._on_mover_died)
+        self._mover = Mover(region, make_transport, self.on_read, self._on_mover_died)
         self._transport_metadata = b""
         self._clock = clock
         self._config = engine.runner.config
@@ -97,7 +99,7 @@ class DecodeWorker:
         self._links = SourceLinks(me, engine.fingerprint, self, clock, settings.pulse)
         self._requests: dict[RequestId, DecodeRequest] = {}
         self._finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
-        self._reads: dict[ReadId, tuple[Pull, int]] = {}
+        self._reads: dict[ReadId, tuple[DecodeRequest, int]] = {}
         self._quarantine: dict[Pull, float] = {}
         """Abandoned pulls with reads under way → when they were abandoned."""
         self._read_ids = itertools.count()
@@ -188,6 +190,10 @@ class DecodeWorker:
             if work.attempt <= known.work.attempt:
                 return
             self._forget(known, "a newer attempt arrived")
+        objection = self._config.objection(work.token_ids)
+        if objection is not None:
+            self._refuse(gateway, work.key, Cause.INVALID, objection)
+            return
         if not self._scheduler.fits(work):
             needed = self._scheduler.blocks_needed(work)
             message = f"the request may need {needed} KV blocks, this worker has {self._pool.num_blocks}"
@@ -243,6 +249,11 @@ class DecodeWorker:
             else:
                 self._do(request, request.pull.attach())
 
+    def open_pulls(self, address: str) -> list[RequestKey]:
+        """The pulls from this address that are not over."""
+        pulls = (*(request.pull for request in self._pulling_from(address)), *self._quarantine)
+        return [pull.key for pull in pulls if pull.source.address == address]
+
     def on_source_message(self, source: Incarnation, message: Message) -> None:
         """A message from a source, about one of its pulls."""
         if not isinstance(message, BlocksReady | PrefillDone | Settled | OfferWithdrawn):
@@ -270,15 +281,10 @@ class DecodeWorker:
 
     def on_read(self, read_id: ReadId, error: TransferError | None) -> None:
         """A read has ended: nothing will write to its blocks any more."""
-        pull, start = self._reads.pop(read_id)
-        actions = pull.read_done(start, None if error is None else str(error))
-        request = self._requests.get(pull.key.request)
-        if request is not None and request.pull is pull:
-            self._do(request, actions)
-        else:
-            self._release(actions)
-        if pull.over:
-            self._quarantine.pop(pull, None)
+        request, start = self._reads.pop(read_id)
+        self._do(request, request.pull.read_done(start, None if error is None else str(error)))
+        if request.pull.over:
+            self._quarantine.pop(request.pull, None)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
@@ -294,8 +300,9 @@ class DecodeWorker:
                     self._start_read(request, action)
                 case Admit(block_ids, first_tokens):
                     self._admit(request, block_ids, first_tokens)
-                case Release():
-                    self._release([action])
+                case Release(block_ids):
+                    self._pool.release(block_ids)
+                    self._reserve()
                 case GaveUp(cause, message):
                     self._gave_up(request, cause, message)
 
@@ -303,7 +310,7 @@ class DecodeWorker:
         expected = -(-len(request.work.token_ids) // self._block_size)
         if num_blocks != expected:
             message = f"the source offers {num_blocks} blocks for a prompt of {expected}"
-            self._do(request, request.pull.abandon(Cause.TRANSFER, message, detach=True))
+            self._do(request, request.pull.abandon(Cause.TRANSFER, message))
             return
         self._scheduler.want(request, num_blocks)
         self._reserve()
@@ -314,8 +321,8 @@ class DecodeWorker:
 
     def _start_read(self, request: DecodeRequest, read: StartRead) -> None:
         read_id = ReadId(next(self._read_ids))
-        self._reads[read_id] = (request.pull, read.start)
-        self._mover.read(read_id, request.work.source.incarnation, read.source_blocks, read.sink_blocks)
+        self._reads[read_id] = (request, read.start)
+        self._mover.read(read_id, request.work.source.incarnation, read.source_blocks, read.sink_blocks, read.checksums)
 
     def _admit(self, request: DecodeRequest, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
         self._scheduler.admit(request, block_ids, first_tokens)
@@ -323,12 +330,6 @@ class DecodeWorker:
             if generation.finish_reason is not None:
                 self._send_tokens(generation)
         self._wake.set()
-
-    def _release(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            assert isinstance(action, Release), action
-            self._pool.release(action.block_ids)
-        self._reserve()
 
     def _gave_up(self, request: DecodeRequest, cause: Cause | None, message: str) -> None:
         self._drop(request)
@@ -408,12 +409,10 @@ class DecodeWorker:
         """Give the request up wherever it is, without a word to the gateway."""
         self._finished.pop(request.work.request, None)
         if request.work.request in self._requests:
-            for action in request.pull.abandon(None, why, detach=True):
-                if isinstance(action, SendToSource):
-                    self._links.send(request.work.source.address, action.message)
-                elif isinstance(action, Release):
-                    self._pool.release(action.block_ids)
-            self._drop(request)
+            if request.pull.state is PullState.SETTLED:
+                self._drop(request)
+            else:
+                self._do(request, request.pull.abandon(None, why))
 
     def _drop(self, request: DecodeRequest) -> None:
         """Take the request off the books; what a read may still write to goes into quarantine."""

@@ -41,13 +41,10 @@ class _Client:
     """A flow and the client that waits for it."""
 
     flow: Flow
-    prefill: WorkerView
-    decode: WorkerView
+    busy: set[Role]
+    """Roles whose part in the request is not over."""
     queue: asyncio.Queue[Delta | Done | Fail] = field(default_factory=asyncio.Queue)
     """Bounded by the request: at most one delta for each token, and one end."""
-
-    def place(self, role: Role) -> WorkerView:
-        return self.prefill if role is Role.PREFILL else self.decode
 
 
 class Dispatcher(Collector):
@@ -81,8 +78,7 @@ class Dispatcher(Collector):
         tasks = []
         try:
             for address in self._registry.workers:
-                handler = _WorkerLink(self, address)
-                link = ControlClient(self._context, address, self._me, handler, self._clock, self._pulse)
+                link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse)
                 self._links[address] = link
                 tasks.append(asyncio.create_task(link.run()))
             await asyncio.wait([self._misfit, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -165,11 +161,10 @@ class Dispatcher(Collector):
         decode = least_loaded_decode(self._registry.usable(Role.DECODE))
         key = RequestKey(new_request_id(), 1)
         flow = Flow(key, generation, _place(prefill), _place(decode))
-        client = _Client(flow, prefill, decode)
+        client = _Client(flow, set(flow.places))
         self._clients[key.request] = client
-        for worker in (prefill, decode):
-            worker.in_flight += 1
-            worker.in_flight_tokens += len(generation.token_ids)
+        for place in flow.places.values():
+            self._registry.took(place.address, len(generation.token_ids))
         self._do(client, flow.start(generation.budget_s))
         log.info("request %s: %s", key.request, flow.story[-1])
         return client
@@ -183,106 +178,87 @@ class Dispatcher(Collector):
         del self._clients[flow.key.request]
         self.num_duplicates += flow.num_duplicates
         self.num_gaps += flow.num_gaps
-        for role, worker in ((Role.PREFILL, client.prefill), (Role.DECODE, client.decode)):
-            if worker.incarnation == flow.places[role].incarnation:
-                worker.in_flight -= 1
-                worker.in_flight_tokens -= len(flow.generation.token_ids)
+        for role in flow.places:
+            self._part_over(client, role)
         log.info("request %s: %s", flow.key.request, flow.story[-1])
+
+    def _part_over(self, client: _Client, role: Role) -> None:
+        if role in client.busy:
+            client.busy.remove(role)
+            place = client.flow.places[role]
+            self._registry.left(place.address, place.incarnation, len(client.flow.generation.token_ids))
 
     def _do(self, client: _Client, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case Send(role, message):
-                    self._links[client.place(role).address].send(message)
+                    self._links[client.flow.places[role].address].send(message)
                 case Deliver(delta):
                     client.queue.put_nowait(delta)
                 case Done() | Fail():
                     client.queue.put_nowait(action)
 
-    # --- events from workers -------------------------------------------------------------------------------------
+    # --- events from workers (`common.runtime.channel.ClientHandler`) ----------------------------------------------
 
-    def open_requests(self, address: str) -> tuple[RequestKey, ...]:
-        """Requests that this worker holds for us."""
-        return tuple(c.flow.key for c in self._clients.values() if address in (c.prefill.address, c.decode.address))
+    def hello(self, link: ControlClient) -> Hello:
+        """This gateway and the requests that this worker holds for it."""
+        open_requests = tuple(client.flow.key for client, _ in self._clients_at(link.address))
+        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=open_requests)
 
-    def on_open(self, address: str, incarnation: Incarnation, welcome: Welcome) -> None:
+    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         """A worker's session opens."""
+        assert link.worker is not None
         try:
-            self._registry.opened(address, incarnation, welcome)
+            self._registry.opened(link.address, link.worker, welcome)
         except FingerprintMismatchError as error:
             if self._usable.is_set() or self._misfit.done():
                 log.error("worker refused: %s", error)
             else:
                 self._misfit.set_exception(error)
             return
-        log.info("%s worker at %s, transport %s", welcome.role, address, welcome.transport)
+        log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
         if self.ready().ready:
             self._usable.set()
 
-    def on_resync(self, address: str, welcome: Welcome) -> None:
+    def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
         """Messages to or from a worker were lost."""
         open_requests = frozenset(welcome.open_requests)
-        for client, role in self._clients_at(address):
+        for client, role in self._clients_at(link.address):
             self._do(client, client.flow.on_resync(role, open_requests))
 
-    def on_message(self, address: str, message: Message) -> None:
+    def on_message(self, link: ControlClient, message: Message) -> None:
         """A message from a worker."""
         if isinstance(message, Heartbeat):
-            self._registry.heartbeat(address, message)
+            self._registry.heartbeat(link.address, message)
         elif isinstance(message, RequestMessage):
             client = self._clients.get(message.request)
             if client is None or client.flow.key != message.key:
                 self.num_stale_messages += 1
                 return
-            for role in (Role.PREFILL, Role.DECODE):
-                if client.place(role).address == address:
+            for role, place in client.flow.places.items():
+                if place.address == link.address:
+                    if role is Role.PREFILL:  # whatever it says, its prompt is computed, or never will be
+                        self._part_over(client, role)
                     self._do(client, client.flow.on_message(role, message))
 
-    def on_lost(self, address: str, why: str) -> None:
+    def on_lost(self, link: ControlClient, why: str) -> None:
         """A worker's session is over."""
-        self._registry.lost(address)
-        for client, role in self._clients_at(address):
+        self._registry.lost(link.address)
+        for client, role in self._clients_at(link.address):
             self._do(client, client.flow.worker_lost(role, why))
 
-    def on_refused(self, address: str, refused: HelloRefused) -> None:
+    def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """A worker refuses this gateway."""
-        log.error("%s refuses this gateway: %s", address, refused.message)
-        self._registry.workers[address].refused = refused.message
+        log.error("%s refuses this gateway: %s", link.address, refused.message)
+        self._registry.workers[link.address].refused = refused.message
 
     def _clients_at(self, address: str) -> list[tuple[_Client, Role]]:
         return [
             (client, role)
             for client in self._clients.values()
-            for role in (Role.PREFILL, Role.DECODE)
-            if client.place(role).address == address
+            for role, place in client.flow.places.items()
+            if place.address == address
         ]
-
-
-class _WorkerLink:
-    """What a `ControlClient` tells, with the worker's address."""
-
-    def __init__(self, dispatcher: Dispatcher, address: str) -> None:
-        self._dispatcher = dispatcher
-        self._address = address
-
-    def hello(self) -> Hello:
-        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=self._dispatcher.open_requests(self._address))
-
-    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
-        assert link.worker is not None
-        self._dispatcher.on_open(self._address, link.worker, welcome)
-
-    def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
-        self._dispatcher.on_resync(self._address, welcome)
-
-    def on_message(self, link: ControlClient, message: Message) -> None:
-        self._dispatcher.on_message(self._address, message)
-
-    def on_lost(self, link: ControlClient, why: str) -> None:
-        self._dispatcher.on_lost(self._address, why)
-
-    def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
-        self._dispatcher.on_refused(self._address, refused)
 
 
 def _place(worker: WorkerView) -> Place:

@@ -24,6 +24,7 @@ _TYPES: Final = {
 _STATUSES: Final = {
     Cause.CANCELLED: CLIENT_CLOSED_REQUEST,
     Cause.CAPACITY: 429,
+    Cause.INVALID: 400,
     Cause.TOO_LARGE: 400,
     Cause.DEADLINE: 504,
     Cause.DRAINING: 503,

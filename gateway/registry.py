@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
-from common.contract.kv_layout import Fingerprint
+from common.contract.kv_layout import PROTOCOL_VERSION
 from common.contract.messages import Heartbeat, Role, Welcome
 
 
@@ -22,7 +22,7 @@ class WorkerView:
     load: Heartbeat | None = None
     """The last heartbeat of this session."""
     in_flight: int = 0
-    """Requests that this gateway has given it and that have not left it."""
+    """Requests that this gateway has given it and whose part there is not over."""
     in_flight_tokens: int = 0
     """Tokens of those requests' prompts."""
     refused: str | None = None
@@ -65,21 +65,32 @@ class Registry:
         """Its state of this moment."""
         self.workers[address].load = load
 
+    def took(self, address: str, num_tokens: int) -> None:
+        """A request with a prompt of `num_tokens` was given to it."""
+        worker = self.workers[address]
+        worker.in_flight += 1
+        worker.in_flight_tokens += num_tokens
+
+    def left(self, address: str, incarnation: Incarnation, num_tokens: int) -> None:
+        """A request's part there is over; inert if that life of the worker is, too."""
+        worker = self.workers[address]
+        if worker.incarnation == incarnation:
+            worker.in_flight -= 1
+            worker.in_flight_tokens -= num_tokens
+
     def usable(self, role: Role) -> list[WorkerView]:
         """Workers of a role that may be given work."""
         return [worker for worker in self.workers.values() if worker.role is role and worker.usable]
-
-    def fingerprint(self) -> Fingerprint | None:
-        """The one fingerprint of the workers in use; None without workers."""
-        for worker in self.workers.values():
-            if worker.usable and worker.welcome is not None:
-                return worker.welcome.fingerprint
-        return None
 
     def _require_fit(self, worker: WorkerView, welcome: Welcome) -> None:
         if welcome.role is not worker.role:
             raise FingerprintMismatchError(
                 f"the worker at {worker.address} was given as {worker.role} but is {welcome.role}"
+            )
+        if welcome.fingerprint.protocol_version != PROTOCOL_VERSION:
+            raise FingerprintMismatchError(
+                f"fingerprint mismatch: protocol_version: {PROTOCOL_VERSION} at this gateway, "
+                f"{welcome.fingerprint.protocol_version} at {worker.address}"
             )
         if welcome.fingerprint.config_hash != self._config_hash:
             raise FingerprintMismatchError(

@@ -17,12 +17,15 @@ from queue import Empty, SimpleQueue
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
+from kv_transfer.regions import Region
 from kv_transfer.transport import Read, ReadId, ReadState, Transport
 
 READING_POLL_INTERVAL_S = 0.0003
 """Pause between two looks at open reads."""
 SERVING_POLL_INTERVAL_S = 0.0005
 """Pause between two looks at what peers read: about 5 % of a core."""
+CLOSE_GRACE_S = 0.5
+"""How long `close` lets open reads end by themselves, for UCX may abort a source whose sink leaves in mid-read."""
 
 _logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ class _StartRead:
     source: Incarnation
     source_blocks: tuple[int, ...]
     sink_blocks: tuple[int, ...]
+    checksums: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Mover:
 
     def __init__(
         self,
+        region: Region,
         make_transport: Callable[[], Transport],
         on_read: Callable[[ReadId, TransferError | None], None],
         on_fatal: Callable[[Exception], None],
@@ -91,6 +96,7 @@ class Mover:
         """Blocks of the reads that are done."""
         self.read_seconds = 0.0
         """Time from start to end, summed over the reads that are done; reads overlap."""
+        self._region = region
         self._make_transport = make_transport
         self._on_read = on_read
         self._on_fatal = on_fatal
@@ -120,12 +126,28 @@ class Mover:
         self._commands.put(_AddSource(source, metadata))
 
     def read(
-        self, read_id: ReadId, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]
+        self,
+        read_id: ReadId,
+        source: Incarnation,
+        source_blocks: Sequence[int],
+        sink_blocks: Sequence[int],
+        checksums: Sequence[int] | None = None,
     ) -> None:
-        """Copy block `source_blocks[i]` of `source` into block `sink_blocks[i]` of this worker; see `on_read`."""
+        """Copy block `source_blocks[i]` of `source` into block `sink_blocks[i]` of this worker; see `on_read`.
+
+        With `checksums`, the CRC-32 of each block as the source sent it, a block that arrives otherwise is an error.
+        """
         assert read_id not in self._open, read_id
         self._open.add(read_id)
-        self._commands.put(_StartRead(read_id, source, tuple(source_blocks), tuple(sink_blocks)))
+        self._commands.put(
+            _StartRead(
+                read_id,
+                source,
+                tuple(source_blocks),
+                tuple(sink_blocks),
+                None if checksums is None else tuple(checksums),
+            )
+        )
         if self._stopped:
             self._loop.call_soon(self._refuse_reads)
 
@@ -138,7 +160,7 @@ class Mover:
         self._commands.put(_DropSource(source))
 
     async def close(self) -> None:
-        """End the thread and the transport; open reads are reported as failed before this returns."""
+        """End the thread and the transport. Open reads have `CLOSE_GRACE_S` to end, and are then reported as failed."""
         if self._thread is None:
             return
         self._commands.put(_Stop())
@@ -180,7 +202,12 @@ class Mover:
         """The thread."""
         fatal: Exception | None = None
         try:
-            worker = _Worker(self._make_transport(), self._commands, lambda ended: self._tell(self._report, ended))
+            worker = _Worker(
+                self._make_transport(),
+                self._commands,
+                lambda ended: self._tell(self._report, ended),
+                self._region.crc32,
+            )
             try:
                 self._tell(self._metadata.set_result, worker.metadata())
                 worker.run()
@@ -198,11 +225,18 @@ class Mover:
 class _Worker:
     """The transport and its open reads, on the thread."""
 
-    def __init__(self, transport: Transport, commands: SimpleQueue[_Command], report: Callable[[_Ended], None]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        commands: SimpleQueue[_Command],
+        report: Callable[[_Ended], None],
+        crc32: Callable[[Sequence[int]], tuple[int, ...]],
+    ) -> None:
         self._transport = transport
+        self._crc32 = crc32
         self._commands = commands
         self._report = report
-        self._open: dict[ReadId, tuple[Read, float]] = {}
+        self._open: dict[ReadId, tuple[Read, float, _StartRead]] = {}
         self._refused_sources: dict[Incarnation, str] = {}
         self._serving = False
 
@@ -211,16 +245,18 @@ class _Worker:
         return self._transport.metadata()
 
     def run(self) -> None:
-        """Execute commands and poll the transport until told to stop."""
-        while True:
+        """Execute commands and poll the transport until told to stop, and then until no read is open, or too long."""
+        stop_s: float | None = None
+        while stop_s is None or (self._open and time.monotonic() < stop_s):
             try:
                 command = self._commands.get(timeout=self._patience_s())
             except Empty:
                 pass
             else:
                 if isinstance(command, _Stop):
-                    return
-                self._execute(command)
+                    stop_s = time.monotonic() + CLOSE_GRACE_S
+                else:
+                    self._execute(command)
             self._transport.poll()
             self._report_ended()
 
@@ -260,13 +296,24 @@ class _Worker:
             except TransferError as refused:
                 error = str(refused)
             else:
-                self._open[command.read_id] = (read, started_s)
+                self._open[command.read_id] = (read, started_s, command)
                 return
         self._report(_Ended(command.read_id, 0, 0.0, error))
 
     def _report_ended(self) -> None:
         now_s = time.monotonic()
-        for read_id, (read, started_s) in list(self._open.items()):
+        for read_id, (read, started_s, command) in list(self._open.items()):
             if read.state is not ReadState.PENDING:
                 del self._open[read_id]
-                self._report(_Ended(read_id, read.num_blocks, now_s - started_s, read.error))
+                error = read.error or self._mismatch(command)
+                self._report(_Ended(read_id, read.num_blocks, now_s - started_s, error))
+
+    def _mismatch(self, command: _StartRead) -> str:
+        """Which of the blocks that have arrived is not what the source sent; empty if none, or nobody knows."""
+        if command.checksums is None:
+            return ""
+        arrived = self._crc32(command.sink_blocks)
+        for block, mine, theirs in zip(command.source_blocks, arrived, command.checksums, strict=True):
+            if mine != theirs:
+                return f"block {block} of the source arrived with checksum {mine:08x} instead of {theirs:08x}"
+        return ""

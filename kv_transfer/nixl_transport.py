@@ -4,6 +4,11 @@ One agent serves the reads of peers, and each source is read by an agent of its 
 only way to stop a read: over TCP a frozen source that wakes still fills the sink's memory after the handle has been
 released, the peer removed and the memory deregistered. Such an agent costs about 40 ms, 11 file descriptors and
 5 MiB. This is the only module that imports nixl, and it does so when a transport is made.
+
+A hazard remains over TCP, where UCX (as bundled with nixl 1.5.1) emulates a READ in the source's process: a source that
+finds its sink gone while it is sending may abort (`stubs.c: Assertion '0' failed`). It was never seen when a sink was
+killed under a healthy source (0 of 31), often when a source slept while its sink left (up to 6 of 6), and sometimes
+when a sink destroyed its agent under a healthy source (3 of 11). So a source is dropped only when it is dead or stuck.
 """
 
 from __future__ import annotations

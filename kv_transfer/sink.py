@@ -10,7 +10,8 @@ Life cycle of a pull:
 read as they become ready. `settling`: every read has ended; the source is asked whether the lease was held until now.
 
 A block under an unfinished read belongs to nobody: when a pull is abandoned, such a block is released only when its
-read has ended (done or failed: `transport.ReadState`), never before.
+read has ended (done or failed: `transport.ReadState`), never before. When the last read has ended the source is told
+(Detach); until then it gives these reads progress.
 
 Pure state: events in, actions out.
 """
@@ -127,6 +128,7 @@ class Pull:
         self._open_reads: dict[int, int] = {}
         """Reads under way: first block of the sequence → one past the last."""
         self._first_tokens: tuple[Tokens, ...] | None = None
+        self._attached = False
 
     @property
     def quarantined(self) -> tuple[int, ...]:
@@ -147,6 +149,7 @@ class Pull:
             return [self._settle()]
         if self.state in (PullState.SETTLED, PullState.ABANDONED):
             return []
+        self._attached = True
         return [SendToSource(Attach(request=self.key.request, attempt=self.key.attempt))]
 
     def blocks_ready(self, message: BlocksReady) -> list[Action]:
@@ -157,14 +160,14 @@ class Pull:
             self._lease = (message.lease, message.epoch)
             self.num_blocks = message.num_blocks
         elif self._lease != (message.lease, message.epoch):
-            return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now", detach=True)
+            return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
         known = len(self._offered)
         end = message.start + len(message.block_ids)
         checksums = message.checksums if message.checksums is not None else ()
         if end > message.num_blocks or message.num_blocks != self.num_blocks:
-            return self.abandon(Cause.TRANSFER, "the source offers more blocks than it announced", detach=True)
+            return self.abandon(Cause.TRANSFER, "the source offers more blocks than it announced")
         if message.checksums is not None and len(checksums) != len(message.block_ids):
-            return self.abandon(Cause.TRANSFER, "the source sent fewer checksums than blocks", detach=True)
+            return self.abandon(Cause.TRANSFER, "the source sent fewer checksums than blocks")
         if message.start > known:
             return self.attach()
         self.story.append(f"ready {end}")
@@ -187,19 +190,19 @@ class Pull:
         end = self._open_reads.pop(start)
         self.story.append(f"read [{start}, {end}) {error or 'done'}")
         if self.state is PullState.ABANDONED:
-            return [Release(self._sink_blocks[start:end])]
+            return [Release(self._sink_blocks[start:end]), *self._detach_if_over()]
         if error is None:
             return self._settle_if_read()
-        return self.abandon(Cause.TRANSFER, f"a read failed: {error}", detach=True)
+        return self.abandon(Cause.TRANSFER, f"a read failed: {error}")
 
     def prefill_done(self, message: PrefillDone) -> list[Action]:
         """The first tokens are known, and every block has been announced."""
         if self.state not in (PullState.OFFERED, PullState.PULLING):
             return []
         if self._lease != (message.lease, message.epoch):
-            return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now", detach=True)
+            return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
         if all(tokens.finish_reason is not None for tokens in message.first_tokens):
-            return self.abandon(None, "the first token ended the request", detach=False)
+            return self.abandon(None, "the first token ended the request")
         self._first_tokens = message.first_tokens
         if len(self._offered) < (self.num_blocks or 0):
             return self.attach()
@@ -210,30 +213,24 @@ class Pull:
         if self.state is not PullState.SETTLING or self._lease != (message.lease, message.epoch):
             return []
         if not message.valid:
-            return self.abandon(
-                Cause.LEASE_LOST, "the source could not prove that what was read is valid", detach=False
-            )
+            return self.abandon(Cause.LEASE_LOST, "the source could not prove that what was read is valid")
         self._enter(PullState.SETTLED)
         assert self._first_tokens is not None
         return [Admit(self._sink_blocks, self._first_tokens)]
 
     def withdrawn(self, message: OfferWithdrawn) -> list[Action]:
         """The source has nothing (more) to offer."""
-        return self.abandon(message.cause, f"the source withdrew its offer: {message.message}", detach=False)
+        return self.abandon(message.cause, f"the source withdrew its offer: {message.message}")
 
-    def abandon(self, cause: Cause | None, message: str, *, detach: bool) -> list[Action]:
-        """Give up; inert when the pull has ended. `detach` tells the source, unless it is the source's own doing."""
+    def abandon(self, cause: Cause | None, message: str) -> list[Action]:
+        """Give up; inert when the pull has ended."""
         if self.state in (PullState.SETTLED, PullState.ABANDONED):
             return []
         self._enter(PullState.ABANDONED)
         reading = set(self._reading())
         free = tuple(block for block in self._sink_blocks if block not in reading)
-        actions: list[Action] = []
-        if detach:
-            actions.append(SendToSource(Detach(request=self.key.request, attempt=self.key.attempt)))
-        if free:
-            actions.append(Release(free))
-        return [*actions, GaveUp(cause, message)]
+        actions: list[Action] = [Release(free)] if free else []
+        return [*actions, *self._detach_if_over(), GaveUp(cause, message)]
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
@@ -284,6 +281,11 @@ class Pull:
             return []
         self._enter(PullState.SETTLING)
         return [self._settle()]
+
+    def _detach_if_over(self) -> list[Action]:
+        if not self._attached or self._open_reads:
+            return []
+        return [SendToSource(Detach(request=self.key.request, attempt=self.key.attempt))]
 
     def _settle(self) -> SendToSource:
         assert self._lease is not None

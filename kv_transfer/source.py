@@ -10,6 +10,9 @@ A lease pins its blocks from `open` until it ends; the table then answers `Unpin
 them. An ended lease has no entry, so its epoch can match nothing any more: whoever settles it afterwards is told
 `invalid`. (The same sink that has been told `valid` is told so again: the answer is about the time before it asked.)
 
+A sink that has attached is a *reader* until it has settled or detached, whatever becomes of the lease meanwhile: its
+reads may still be under way, harmlessly, and need this worker's progress to come to their end.
+
 Pure state: events and a time in, actions out.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from common.contract.errors import Cause
@@ -110,6 +113,7 @@ class LeaseTable:
         self._leases: dict[RequestId, Lease] = {}
         self._parked: OrderedDict[RequestId, _Parked] = OrderedDict()
         self._settled: OrderedDict[LeaseId, tuple[int, Incarnation]] = OrderedDict()
+        self._readers: set[tuple[RequestKey, Incarnation]] = set()
         self._epoch = 0
         self.num_expired = 0
         self.num_reclaimed = 0
@@ -118,9 +122,9 @@ class LeaseTable:
         return len(self._leases)
 
     @property
-    def num_attached(self) -> int:
-        """Leases that a sink may be reading from."""
-        return sum(lease.sink is not None for lease in self._leases.values())
+    def num_readers(self) -> int:
+        """Pulls whose reads may be under way: they need this worker's progress to end."""
+        return len(self._readers)
 
     @property
     def num_parked(self) -> int:
@@ -212,13 +216,15 @@ class LeaseTable:
             and lease.complete
         ):
             self._settled[lease.lease] = (lease.epoch, sink)
+            self._readers.discard((message.key, sink))
             while len(self._settled) > MAX_TOMBSTONES:
                 self._settled.popitem(last=False)
             return [Send(sink, _settled(message, valid=True)), self._end(lease)]
         return [Send(sink, _settled(message, valid=self._settled.get(message.lease) == (message.epoch, sink)))]
 
     def detach(self, message: Detach, sink: Incarnation, now: float) -> list[Action]:
-        """The sink gives up; the offer stays for another."""
+        """The sink has given up and its reads have ended; the offer, if it still stands, stays for another."""
+        self._readers.discard((message.key, sink))
         parked = self._parked.get(message.request)
         if parked is not None and (parked.attempt, parked.sink) == (message.attempt, sink):
             del self._parked[message.request]
@@ -229,15 +235,17 @@ class LeaseTable:
             lease.story.append("detached")
         return []
 
-    def sink_lost(self, sink: Incarnation, now: float) -> list[Action]:
-        """Every lease of a sink that is gone waits for another one."""
-        for request in [request for request, parked in self._parked.items() if parked.sink == sink]:
-            del self._parked[request]
+    def sink_said_hello(self, sink: Incarnation, pulls: Collection[RequestKey], now: float) -> list[Action]:
+        """A sink's session opens, opens again, or (without `pulls`) is over: what it does not name it has given up."""
+        self._readers -= {reader for reader in self._readers if reader[1] == sink and reader[0] not in pulls}
+        for request, parked in list(self._parked.items()):
+            if parked.sink == sink and RequestKey(request, parked.attempt) not in pulls:
+                del self._parked[request]
         for lease in self._leases.values():
-            if lease.sink == sink:
+            if lease.sink == sink and lease.key not in pulls:
                 lease.sink = None
                 lease.unattached_since = now
-                lease.story.append("sink lost")
+                lease.story.append("given up by its sink")
         return []
 
     # --- the end -------------------------------------------------------------------------------------------------
@@ -298,6 +306,7 @@ class LeaseTable:
             assert lease.lease not in self._settled, lease.story
             assert not lease.complete or lease.num_ready == len(lease.block_ids), lease.story
             assert request not in self._parked, lease.story
+            assert lease.sink is None or (lease.key, lease.sink) in self._readers, lease.story
 
     def _expiry(self, lease: Lease) -> float:
         if lease.sink is not None or not lease.complete:
@@ -310,6 +319,7 @@ class LeaseTable:
             actions.append(Send(lease.sink, _withdrawn(lease.key, Cause.SUPERSEDED, "another sink attached")))
         lease.key = RequestKey(lease.key.request, attempt)
         lease.sink = sink
+        self._readers.add((lease.key, sink))
         lease.story.append(f"attached by {sink}, attempt {attempt}")
         actions.append(Send(sink, _offer(lease, 0)))
         if lease.complete:

@@ -59,6 +59,7 @@ class Read:
     def fail(self, error: str) -> None:
         """PENDING → FAILED. The caller has made sure that nothing will write any more."""
         assert self.state is ReadState.PENDING, self.state
+        assert error
         self.state = ReadState.FAILED
         self.error = error
 

@@ -82,7 +82,7 @@ class PrefillWorker:
         self._server = server
         self._engine = engine
         self._region = region
-        self._mover = Mover(make_transport, _reads_nothing, self._on_mover_died)
+        self._mover = Mover(region, make_transport, _reads_nothing, self._on_mover_died)
         self._transport_metadata = b""
         self._serving = False
         self._clock = clock
@@ -149,6 +149,9 @@ class PrefillWorker:
             self._deadlines_changed.clear()
             requests = (request.deadline for request in self._scheduler.requests())
             wait_s = min(self._leases.next_expiry(), min(requests, default=math.inf)) - self._clock()
+            if self._scheduler.num_waiting:  # an offer may have become old enough to be reclaimed
+                wait_s = min(wait_s, _RECLAIM_AGE_S)
+                self._wake.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
                     self._deadlines_changed.wait(), None if wait_s == math.inf else max(wait_s, 0.01)
@@ -171,7 +174,15 @@ class PrefillWorker:
                 self._do(self._leases.detach(message, peer, self._clock()))
             case _:
                 log.warning("%s is not for a prefill worker; ignored", type(message).__name__)
+        self._serve_readers()
         self._deadlines_changed.set()
+
+    def _serve_readers(self) -> None:
+        """Give the transport progress while somebody may be reading."""
+        serving = self._leases.num_readers > 0
+        if serving != self._serving:
+            self._serving = serving
+            self._mover.set_serving(serving)
 
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
         """A session (re)opens: what the client does not list is given up."""
@@ -179,13 +190,16 @@ class PrefillWorker:
         for key in self._owned_by(peer):
             if key not in listed:
                 self._end(key.request, Cause.CANCELLED, "unknown to its gateway")
+        self._do(self._leases.sink_said_hello(peer, listed, self._clock()))
+        self._serve_readers()
         return tuple(self._owned_by(peer))
 
     def on_peer_lost(self, peer: Incarnation) -> None:
         """A gateway's requests end with it; a sink's leases wait for another sink."""
         for key in self._owned_by(peer):
             self._end(key.request, Cause.CANCELLED, "its gateway is gone")
-        self._do(self._leases.sink_lost(peer, self._clock()))
+        self._do(self._leases.sink_said_hello(peer, (), self._clock()))
+        self._serve_readers()
 
     def _on_prefill(self, gateway: Incarnation, work: Prefill) -> None:
         known = self._owners.get(work.request)
@@ -195,7 +209,10 @@ class PrefillWorker:
             self._end(work.request, Cause.SUPERSEDED, "a newer attempt arrived")
         request = PrefillRequest(work, gateway, self._clock() + work.budget_s)
         needed = self._scheduler.blocks_for(request)
-        if needed > self._pool.num_blocks:
+        objection = self._engine.runner.config.objection(work.token_ids)
+        if objection is not None:
+            self._refuse(gateway, work.key, Cause.INVALID, objection)
+        elif needed > self._pool.num_blocks:
             message = f"the prompt needs {needed} KV blocks, this worker has {self._pool.num_blocks}"
             self._refuse(gateway, work.key, Cause.TOO_LARGE, message)
         elif self._scheduler.full:
@@ -221,6 +238,7 @@ class PrefillWorker:
         for request in self._scheduler.admit():
             self._pool.share(request.block_table)
             self._do(self._leases.open(request.key, request.block_table, request.deadline, self._clock()))
+            self._serve_readers()
 
     def _slice(self, chunk: Chunk) -> Slice:
         work = chunk.request.work
@@ -336,8 +354,10 @@ class PrefillWorker:
         self._do(self._leases.withdraw(request, cause, message))
         self._wake.set()
 
-    def _do(self, actions: Iterable[Action]) -> None:
+    def _do(self, actions: Sequence[Action]) -> None:
         """Carry out what the lease table decided."""
+        if not actions:
+            return
         for action in actions:
             match action:
                 case Send(sink, message):
@@ -348,10 +368,6 @@ class PrefillWorker:
                     self._wake.set()
                 case Dropped(key, cause, message):
                     self._fail(key, cause, message)
-        serving = self._leases.num_attached > 0
-        if serving != self._serving:
-            self._serving = serving
-            self._mover.set_serving(serving)
         self._deadlines_changed.set()
 
     def _owned_by(self, gateway: Incarnation) -> list[RequestKey]:
@@ -400,6 +416,7 @@ class PrefillWorker:
             "running": self._scheduler.num_running,
             "leases": len(self._leases),
             "parked": self._leases.num_parked,
+            "readers": self._leases.num_readers,
             "requests": len(self._owners),
         }
 
@@ -414,7 +431,7 @@ class PrefillWorker:
         yield counter("vllm:prompt_tokens", "Prompt tokens computed.", self._prompt_tokens)
         yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", self._scheduler.num_uncomputed)
         yield gauge("baton_leases", "Leases held.", len(self._leases))
-        yield gauge("baton_leases_attached", "Leases that a sink is attached to.", self._leases.num_attached)
+        yield gauge("baton_readers", "Pulls whose reads may be under way.", self._leases.num_readers)
         yield gauge("baton_lease_blocks", "Blocks pinned by leases.", self._leases.num_blocks)
         yield gauge("baton_attaches_parked", "Attaches waiting for their prefill.", self._leases.num_parked)
         yield counter("baton_leases_expired", "Leases that outlived their time.", self._leases.num_expired)

@@ -60,7 +60,7 @@ class Peer:
         self.messages: asyncio.Queue[Message] = asyncio.Queue()
         self.welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
 
-    def hello(self) -> Hello:
+    def hello(self, link: ControlClient) -> Hello:
         return Hello(role=self.role, fingerprint=self.fingerprint, open_requests=())
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
@@ -121,7 +121,7 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
     def on_fatal(error: Exception) -> None:
         raise error
 
-    mover = Mover(transport_maker(transport, region, me, "127.0.0.1"), on_read, on_fatal)
+    mover = Mover(region, transport_maker(transport, region, me, "127.0.0.1"), on_read, on_fatal)
     await mover.start()
     context = zmq.asyncio.Context()
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=runner.layout)

@@ -38,6 +38,7 @@ _ZERO_AT_REST = (
     "reads",
     "leases",
     "parked",
+    "readers",
     "requests",
     "unacknowledged",
 )

@@ -34,6 +34,8 @@ class Cause(StrEnum):
 
     CANCELLED = "cancelled"
     """The client left, or the gateway withdrew the request."""
+    INVALID = "invalid"
+    """The request is not one that this model can run (a token beyond its vocabulary, say)."""
     CAPACITY = "capacity"
     """The worker's queue is full; another worker, or a later moment, may do."""
     TOO_LARGE = "too_large"

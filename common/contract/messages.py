@@ -84,6 +84,7 @@ class Hello(Message):
     fingerprint: Fingerprint | None
     """None from a gateway, which holds no KV."""
     open_requests: OpenRequests
+    """A gateway's requests at this worker; a sink's pulls from it that are not over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,12 @@ class _Work(RequestMessage):
     sampling: SamplingParams
     budget_s: Annotated[Real, Field(gt=0, le=10**6)]
     """Seconds that the request may still take, from receipt."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_len > len(self.token_ids):
+            raise ValueError(f"a prompt of {self.prompt_len} tokens in a sequence of {len(self.token_ids)}")
+        if len(set(self.choices)) != len(self.choices):
+            raise ValueError("a choice is asked for twice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +276,7 @@ class Settle(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detach(RequestMessage):
-    """I give up my pull; the lease stays for another sink until it is aborted or expires."""
+    """My pull is given up and its reads have ended; a lease that still stands stays for another sink."""
 
 
 # --- prefill worker to decode worker -----------------------------------------------------------------------------

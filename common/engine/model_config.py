@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,14 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(config, folder),
             dtype=_dtype(config, folder),
         )
+
+    def objection(self, token_ids: Sequence[int]) -> str | None:
+        """Why the model cannot go on from `token_ids`; None if it can."""
+        if max(token_ids) >= self.vocab_size:
+            return f"token {max(token_ids)} is beyond the vocabulary of {self.vocab_size}"
+        if len(token_ids) >= self.max_sequence_tokens:
+            return f"{len(token_ids)} tokens leave no room in a context of {self.max_sequence_tokens}"
+        return None
 
     def layout(self, block_size: int, dtype: str) -> KVLayout:
         """Geometry of the KV blocks of this model."""

@@ -283,7 +283,7 @@ class LinkState(StrEnum):
 class ClientHandler(Protocol):
     """What a client does with one worker. Called on the event loop; must not block."""
 
-    def hello(self) -> Hello:
+    def hello(self, link: ControlClient) -> Hello:
         """This client's side of a handshake, with the requests that it holds open at this worker."""
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
@@ -372,7 +372,7 @@ class ControlClient:
                 self._lose(f"silent for {silent_s:.1f} s")
 
     def _greet(self) -> None:
-        if self._try_send([self._handler.hello()]):
+        if self._try_send([self._handler.hello(self)]):
             self._sent = 0
 
     async def _receive(self) -> None:

@@ -70,7 +70,7 @@ class Gateway:
         self.heard: list[Message] = []
         self.changed = asyncio.Condition()
 
-    def hello(self) -> Hello:
+    def hello(self, link: ControlClient) -> Hello:
         return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
@@ -110,7 +110,7 @@ async def worker(role: Role, folder: Path) -> AsyncIterator[tuple[Any, HeldRunne
     if role is Role.PREFILL:
         made = PrefillWorker(PrefillSettings(**common), server, engine, region, maker, monotonic)
     else:
-        made = DecodeWorker(DecodeSettings(**common), me, server, engine, maker, monotonic)
+        made = DecodeWorker(DecodeSettings(**common), me, server, engine, region, maker, monotonic)
     await made.start()
     loops = [asyncio.create_task(server.run(made)), asyncio.create_task(made.run())]
     try:

@@ -17,7 +17,7 @@ from gateway.generation import GenerationFailed
 Pool = Callable[..., Workers]
 TRANSPORTS = {
     "nixl": {},
-    "zmq": {"options": ("--transport", "zmq")},
+    "zmq": {"options": ("--transport", "zmq", "--checksums")},
     "nixl-tcp": {"env": {"UCX_TLS": "tcp"}, "options": ("--checksums",)},
 }
 
@@ -29,7 +29,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def main_pool(pool: Pool) -> Workers:
     """The two prefill and two decode workers that the parity test uses too."""
-    return pool("llama", prefill=2, decode=2)
+    return pool("llama", prefill=2, decode=2, options=("--checksums",))
 
 
 async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_every_transport(pool: Pool) -> None:

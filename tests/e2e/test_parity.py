@@ -46,7 +46,11 @@ def transformers_greedy(workers: Workers, prompts: list[list[int]], new_tokens: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_64_requests_in_flight_together_equal_transformers(family: str, pool: Callable[..., Workers]) -> None:
-    workers = pool(family, family, prefill=2, decode=2) if family == "llama" else pool(family, family)
+    workers = (
+        pool(family, family, prefill=2, decode=2, options=("--checksums",))
+        if family == "llama"
+        else pool(family, family, options=("--checksums",))
+    )
     prompts = mixed_prompts(seed=3)
     async with workers.dispatcher() as dispatcher:
         works = [generation(prompt, max_tokens=NEW_TOKENS) for prompt in prompts]

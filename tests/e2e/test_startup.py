@@ -85,7 +85,7 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
 def test_a_gateway_beside_workers_of_another_model_ends_with_both_values(
     pool: Callable[..., Workers], checkpoint: Checkpoint
 ) -> None:
-    workers = pool("llama", prefill=2, decode=2)
+    workers = pool("llama", prefill=2, decode=2, options=("--checksums",))
     addresses = [
         "--prefill-workers",
         workers.prefill[0].facts["control"],
@@ -102,7 +102,7 @@ async def test_workers_with_other_weights_are_refused_with_both_values(
     pool: Callable[..., Workers], pools: dict[str, Workers], tmp_path: Path
 ) -> None:
     """Same configuration, other weights: the gateway ends at start, and a decode worker is refused by its source."""
-    workers = pool("llama", prefill=2, decode=2)
+    workers = pool("llama", prefill=2, decode=2, options=("--checksums",))
     other = Workers.start(make_checkpoint("llama", tmp_path / "other", seed=8), prefill=0)
     pools["other weights"] = other
     mixed = Workers(workers.folder, prefill=workers.prefill[:1], decode=other.decode)

@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transport_harness import END_BOUND_S, Sink, SourceProcess
+from transport_sink import Sink
+from transport_source import END_BOUND_S, SourceProcess
 
 from common.contract.errors import TransferError
+from common.contract.ids import Incarnation, new_incarnation
 
 NUM_BLOCKS = 128
 BLOCK_BYTES = 2**20
@@ -20,7 +22,7 @@ SEED = 20
 
 @pytest.fixture(scope="module", params=["nixl", "nixl-tcp", "zmq"])
 def wire(request: pytest.FixtureRequest) -> Iterator[str]:
-    """UCX reads its variables whenever an agent is made; source processes inherit them."""
+    """What the bytes travel over. UCX reads its variables whenever an agent is made."""
     with pytest.MonkeyPatch.context() as environment:
         if request.param == "nixl-tcp":
             environment.setenv("UCX_TLS", "tcp")
@@ -37,7 +39,8 @@ def source(wire: str) -> Iterator[SourceProcess]:
 
 
 def spawn(wire: str, seed: int = SEED) -> SourceProcess:
-    return SourceProcess(wire.partition("-")[0], NUM_BLOCKS, BLOCK_BYTES, seed)
+    environment = {"UCX_TLS": "tcp"} if wire == "nixl-tcp" else {}
+    return SourceProcess(wire.partition("-")[0], NUM_BLOCKS, BLOCK_BYTES, seed, environment)
 
 
 def make_sink(wire: str) -> Sink:
@@ -75,6 +78,20 @@ async def assert_nothing_lands(sink: Sink) -> None:
     assert sink.cache.is_poisoned(EVERY_BLOCK)
 
 
+async def assert_reads_well(sink: Sink, source: SourceProcess) -> None:
+    """Read every block, from wherever the connection stands."""
+    sink.mover.add_source(source.incarnation, source.metadata)
+    assert await sink.end_of(sink.read(source.incarnation, EVERY_BLOCK, EVERY_BLOCK)) is None
+    sink.assert_equal(source, EVERY_BLOCK, EVERY_BLOCK)
+
+
+async def assert_read_fails(sink: Sink, incarnation: Incarnation) -> str:
+    """Read one block from a source that is gone; the message."""
+    error = await sink.end_of(sink.read(incarnation, [0], [0]))
+    assert isinstance(error, TransferError)
+    return str(error)
+
+
 async def test_scattered_reads_from_two_sources_in_flight_together(wire: str, source: SourceProcess) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
@@ -100,31 +117,10 @@ async def test_scattered_reads_from_two_sources_in_flight_together(wire: str, so
             assert sink.mover.read_seconds > 0
 
             other.kill()  # while nothing is read from it
-            error = await sink.end_of(sink.read(other.incarnation, [0], [0]))
-            assert isinstance(error, TransferError)
-            error = await sink.end_of(sink.read(other.incarnation, [0], [0]))  # and with a connection of its own
-            assert isinstance(error, TransferError)
-            assert await sink.end_of(sink.read(source.incarnation, [3], [4])) is None
-            sink.assert_equal(source, [3], [4])
+            await assert_read_fails(sink, other.incarnation)
+            await assert_read_fails(sink, other.incarnation)  # over a connection that was never made
+            await assert_reads_well(sink, source)
             assert (sink.mover.num_reads_done, sink.mover.num_reads_failed) == (13, 2)
-
-
-async def test_a_frozen_source_is_fenced_and_can_be_read_again(wire: str, source: SourceProcess) -> None:
-    async with make_sink(wire) as sink:
-        try:
-            read = await stall_mid_read(wire, source, sink)
-            sink.mover.drop_source(source.incarnation)
-            dropped_s = time.monotonic()
-            error = await sink.end_of(read)
-            assert isinstance(error, TransferError)
-            assert time.monotonic() - dropped_s < 1
-            sink.cache.poison()
-        finally:
-            source.thaw()
-        await assert_nothing_lands(sink)
-        sink.mover.add_source(source.incarnation, source.metadata)
-        assert await sink.end_of(sink.read(source.incarnation, EVERY_BLOCK, EVERY_BLOCK)) is None
-        sink.assert_equal(source, EVERY_BLOCK, EVERY_BLOCK)
 
 
 async def test_a_frozen_source_that_nobody_drops(wire: str, source: SourceProcess) -> None:
@@ -147,45 +143,79 @@ async def test_a_frozen_source_that_nobody_drops(wire: str, source: SourceProces
             sink.assert_equal(source, EVERY_BLOCK, EVERY_BLOCK)
 
 
-async def test_a_source_killed_mid_read_and_its_successor(wire: str) -> None:
-    with spawn(wire) as first, spawn(wire, seed=SEED + 1) as second:
-        first.wait_ready()
+async def test_a_fenced_read_writes_nothing_when_its_source_wakes(wire: str) -> None:
+    with spawn(wire) as source:
+        source.wait_ready()
         async with make_sink(wire) as sink:
-            read = await stall_mid_read(wire, first, sink)
-            first.kill()
+            read = await stall_mid_read(wire, source, sink)
+            dropped_s = time.monotonic()
+            sink.mover.drop_source(source.incarnation)
+            assert isinstance(await sink.end_of(read), TransferError)
+            assert time.monotonic() - dropped_s < 1
+            sink.cache.poison()
+            source.thaw()
+            await assert_nothing_lands(sink)
+            # UCX may abort a source that wakes without its sink, over TCP: see kv_transfer.nixl_transport.
+            if not (wire == "nixl-tcp" and source.has_aborted()):
+                await assert_reads_well(sink, source)
+
+
+async def test_close_ends_a_stalled_read(wire: str) -> None:
+    with spawn(wire) as source:
+        source.wait_ready()
+        async with make_sink(wire) as sink:
+            read = await stall_mid_read(wire, source, sink)
+            await sink.mover.close()
+            assert isinstance(await read, TransferError)
+            sink.cache.poison()
+            source.thaw()
+            await assert_nothing_lands(sink)
+            assert isinstance(await sink.end_of(sink.read(source.incarnation, [0], [0])), TransferError)
+
+
+async def test_a_source_killed_mid_read_and_its_successor(wire: str, source: SourceProcess) -> None:
+    with spawn(wire) as dead:
+        dead.wait_ready()
+        async with make_sink(wire) as sink:
+            read = await stall_mid_read(wire, dead, sink)
+            dead.kill()
             killed_s = time.monotonic()
             assert isinstance(await sink.end_of(read), TransferError)
             assert time.monotonic() - killed_s < 2
             await assert_nothing_lands(sink)
 
-            second.wait_ready()
-            sink.mover.drop_source(first.incarnation)
-            sink.mover.add_source(first.incarnation, second.metadata)  # somebody claims to be the dead one
-            error = await sink.end_of(sink.read(first.incarnation, [1], [1]))
-            assert isinstance(error, TransferError)
-            assert second.incarnation in str(error)
+            sink.mover.drop_source(dead.incarnation)
+            sink.mover.add_source(dead.incarnation, source.metadata)  # somebody claims to be the dead one
+            assert source.incarnation in await assert_read_fails(sink, dead.incarnation)
             assert sink.cache.is_poisoned(EVERY_BLOCK)
-            sink.mover.add_source(second.incarnation, second.metadata)
-            assert await sink.end_of(sink.read(second.incarnation, [1], [1])) is None
-            sink.assert_equal(second, [1], [1])
+            await assert_reads_well(sink, source)
 
 
-async def test_close_is_a_fence_too(wire: str, source: SourceProcess) -> None:
-    sink = make_sink(wire)
-    try:
-        async with sink:
-            read = await stall_mid_read(wire, source, sink)
-        assert isinstance(await read, TransferError)
-        sink.cache.poison()
-    finally:
-        source.thaw()
-    await assert_nothing_lands(sink)
+async def test_a_bad_request_harms_no_other(wire: str, source: SourceProcess) -> None:
+    """Unknown source, blocks out of range, malformed metadata: each read fails for itself, and nothing is written."""
+    async with make_sink(wire) as sink:
+        sink.mover.add_source(source.incarnation, source.metadata)
+        stranger = new_incarnation()
+        sink.mover.add_source(stranger, source.metadata[:-7])
+        refused = [
+            sink.read(new_incarnation(), [0], [0]),
+            sink.read(stranger, [0], [0]),
+            sink.read(source.incarnation, [NUM_BLOCKS], [0]),
+            sink.read(source.incarnation, [-1], [0]),
+            sink.read(source.incarnation, [0], [NUM_BLOCKS]),
+            sink.read(source.incarnation, [0, 1], [2]),
+            sink.read(source.incarnation, [0, 1], [2, 2]),
+            sink.read(source.incarnation, [], []),
+        ]
+        for read in refused:
+            assert isinstance(await sink.end_of(read), TransferError)
+        assert sink.cache.is_poisoned(EVERY_BLOCK)
+        await assert_reads_well(sink, source)
 
 
 async def test_an_idle_mover_sleeps(wire: str, source: SourceProcess) -> None:
     async with make_sink(wire) as sink:
-        sink.mover.add_source(source.incarnation, source.metadata)
-        assert await sink.end_of(sink.read(source.incarnation, [5], [6])) is None
+        await assert_reads_well(sink, source)
         cpu_s, wall_s = time.process_time(), time.monotonic()
         await asyncio.sleep(1)
         assert time.process_time() - cpu_s < 0.05 * (time.monotonic() - wall_s)

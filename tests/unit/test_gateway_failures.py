@@ -27,6 +27,7 @@ from gateway.generation import GenerationFailed
 STATUSES = {
     Cause.CANCELLED: 499,
     Cause.CAPACITY: 429,
+    Cause.INVALID: 400,
     Cause.TOO_LARGE: 400,
     Cause.DEADLINE: 504,
     Cause.DRAINING: 503,

@@ -1,0 +1,323 @@
+"""The lease table against a model that knows, for every block, who pins it, and for every sink, what it waits for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.messages import (
+    Attach,
+    BlocksReady,
+    Detach,
+    OfferWithdrawn,
+    PrefillDone,
+    Settle,
+    Settled,
+    Tokens,
+)
+from kv_transfer.source import Action, Dropped, LeaseTable, Send, Unpin
+
+TTL_S = 10.0
+BUDGET_S = 40.0
+REQUESTS = tuple(RequestId(f"r{number}") for number in range(2))
+SINKS = tuple(Incarnation(f"d{number}") for number in range(3))
+
+requests = st.sampled_from(REQUESTS)
+sinks = st.sampled_from(SINKS)
+attempts = st.integers(1, 2)
+
+
+@dataclass
+class Held:
+    """A lease, as the model sees it."""
+
+    key: RequestKey
+    blocks: tuple[int, ...]
+    deadline: float
+    unattached_since: float
+    num_ready: int = 0
+    complete: bool = False
+    sink: Incarnation | None = None
+    names: set[tuple[LeaseId, int]] = field(default_factory=set)
+    """(lease, epoch), as sinks were told; one at most."""
+
+    @property
+    def expiry(self) -> float:
+        if self.sink is not None or not self.complete:
+            return self.deadline
+        return min(self.deadline, self.unattached_since + TTL_S)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Sinks attach, detach, settle and vanish in any order; so do prefills begin, progress and end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LeaseTable(unattached_ttl_s=TTL_S, checksums=True)
+        self.now = 0.0
+        self.held: dict[RequestId, Held] = {}
+        self.waiting: set[tuple[Incarnation, RequestKey]] = set()
+        """Sinks that have attached and have been told nothing final since."""
+        self.seen: list[tuple[Incarnation, RequestKey, LeaseId, int]] = []
+        """What sinks know to settle."""
+        self.granted: set[tuple[Incarnation, RequestKey, LeaseId, int]] = set()
+        self.num_blocks = 0
+        self.last_epoch = 0
+
+    # --- what the table decides ----------------------------------------------------------------------------------
+
+    def check(self, actions: list[Action]) -> list[Settled]:
+        """Follow the table's decisions; the verdicts among them."""
+        verdicts = []
+        for action in actions:
+            match action:
+                case Send(sink, BlocksReady() | PrefillDone() as message):
+                    self.check_offer(sink, message)
+                case Send(sink, OfferWithdrawn() as message):
+                    assert (sink, message.key) in self.waiting, "told to a sink that waits for nothing"
+                    self.waiting.remove((sink, message.key))
+                case Send(_, Settled() as message):
+                    verdicts.append(message)
+                case Unpin(key, block_ids):
+                    held = self.held.pop(key.request)
+                    assert (key, block_ids) == (held.key, held.blocks)
+                case Dropped(key, _, _):
+                    assert self.held[key.request].key == key
+                case _:
+                    raise AssertionError(action)
+        return verdicts
+
+    def check_offer(self, sink: Incarnation, message: BlocksReady | PrefillDone) -> None:
+        held = self.held[message.request]
+        assert (sink, message.key) in self.waiting, "an offer to a sink that is not attached"
+        assert (held.sink, held.key) == (sink, message.key), "an offer to another sink than the attached one"
+        held.names.add((message.lease, message.epoch))
+        assert len(held.names) == 1, "one lease, one name"
+        self.seen.append((sink, message.key, message.lease, message.epoch))
+        if isinstance(message, BlocksReady):
+            end = message.start + len(message.block_ids)
+            assert end <= held.num_ready, "a block is offered that can still change"
+            assert message.block_ids == held.blocks[message.start : end]
+            assert message.checksums == tuple(-block % 2**32 for block in message.block_ids)
+            assert message.num_blocks == len(held.blocks)
+        else:
+            assert held.complete
+
+    def bind(self, sink: Incarnation, key: RequestKey) -> None:
+        """What an attach to a held lease should do, before the table is asked."""
+        held = self.held.get(key.request)
+        if held is not None and key.attempt >= held.key.attempt:
+            held.sink, held.key = sink, key
+
+    # --- the prefill's side --------------------------------------------------------------------------------------
+
+    @rule(request=requests, attempt=attempts, num=st.integers(1, 4))
+    def open(self, request: RequestId, attempt: int, num: int) -> None:
+        if request in self.held:
+            return
+        blocks = tuple(range(self.num_blocks, self.num_blocks + num))
+        self.num_blocks += num
+        key = RequestKey(request, attempt)
+        self.held[request] = Held(key, blocks, self.now + BUDGET_S, self.now)
+        for sink, waits in self.waiting:
+            if waits.request == request and waits.attempt >= attempt:
+                self.bind(sink, waits)
+        self.check(self.table.open(key, blocks, self.now + BUDGET_S, self.now))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.held)))
+        held = self.held[request]
+        self.compute_to(request, data.draw(st.integers(held.num_ready, len(held.blocks))))
+
+    @rule(request=requests, attempt=attempts)
+    def prefill(self, request: RequestId, attempt: int) -> None:
+        """A short prompt: one chunk, and the offer is complete."""
+        self.open(request, attempt, 2)
+        self.compute_to(request, len(self.held[request].blocks))
+        self.complete(request, ended=False)
+
+    def compute_to(self, request: RequestId, num_ready: int) -> None:
+        held = self.held[request]
+        start, held.num_ready = held.num_ready, num_ready
+        if held.sink is None and held.num_ready > start:
+            held.unattached_since = self.now
+        sums = [-block % 2**32 for block in held.blocks[start : held.num_ready]]
+        self.check(self.table.blocks_ready(request, held.num_ready, sums, now=self.now))
+
+    @rule(request=requests, ended=st.booleans())
+    def complete(self, request: RequestId, ended: bool) -> None:
+        held = self.held.get(request)
+        if held is None or held.complete or held.num_ready < len(held.blocks):
+            return
+        held.complete = True
+        token = Tokens(
+            request=request,
+            attempt=held.key.attempt,
+            choice=0,
+            position=1,
+            token_ids=(1,),
+            finish_reason="stop" if ended else None,
+        )
+        self.check(self.table.complete(request, [token]))
+        assert (request in self.held) is not ended
+        if ended and held.sink is not None:
+            self.waiting.remove((held.sink, held.key))
+
+    @rule(request=requests)
+    def withdraw(self, request: RequestId) -> None:
+        self.check(self.table.withdraw(request, Cause.CANCELLED, "aborted"))
+        assert request not in self.held
+        assert not any(key.request == request for _, key in self.waiting), "a sink waits for what has been withdrawn"
+
+    @rule(num=st.integers(0, 6), age_s=st.sampled_from([0.0, 1.0, 5.0]))
+    def reclaim(self, num: int, age_s: float) -> None:
+        before = dict(self.held)
+        self.check(self.table.reclaim(num, self.now - age_s))
+        ended = [held for request, held in before.items() if request not in self.held]
+        for held in ended:
+            assert held.sink is None
+            assert held.complete
+            assert held.unattached_since <= self.now - age_s
+        kept = [held for held in self.held.values() if held.sink is None and held.complete]
+        assert all(gone.unattached_since <= stays.unattached_since for gone in ended for stays in kept), (
+            "not the oldest"
+        )
+        freed = sum(len(held.blocks) for held in ended)
+        assert freed - max((len(held.blocks) for held in ended), default=0) < max(num, 1), "more than was asked for"
+
+    # --- the sinks' side -----------------------------------------------------------------------------------------
+
+    @rule(request=requests, attempt=attempts, sink=sinks)
+    def attach(self, request: RequestId, attempt: int, sink: Incarnation) -> None:
+        key = RequestKey(request, attempt)
+        self.waiting.add((sink, key))
+        self.bind(sink, key)
+        actions = self.table.attach(Attach(request=request, attempt=attempt), sink, self.now)
+        self.check(actions)
+        held = self.held.get(request)
+        if held is not None and (held.sink, held.key) == (sink, key):
+            told = [action.message for action in actions if isinstance(action, Send) and action.sink == sink]
+            [offer] = [message for message in told if isinstance(message, BlocksReady)]
+            assert (offer.start, len(offer.block_ids)) == (0, held.num_ready), "not told everything"
+            assert any(isinstance(message, PrefillDone) for message in told) == held.complete
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def attach_again(self, data: st.DataObject) -> None:
+        sink, key = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.attach(key.request, key.attempt, sink)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def detach(self, data: st.DataObject) -> None:
+        sink, key = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.stray_detach(key.request, key.attempt, sink)
+
+    @rule(request=requests, attempt=attempts, sink=sinks)
+    def stray_detach(self, request: RequestId, attempt: int, sink: Incarnation) -> None:
+        key = RequestKey(request, attempt)
+        self.waiting.discard((sink, key))
+        held = self.held.get(request)
+        if held is not None and (held.sink, held.key) == (sink, key):
+            held.sink, held.unattached_since = None, self.now
+        self.check(self.table.detach(Detach(request=request, attempt=attempt), sink, self.now))
+
+    @rule(sink=sinks)
+    def lose(self, sink: Incarnation) -> None:
+        self.waiting = {(other, key) for other, key in self.waiting if other != sink}
+        for held in self.held.values():
+            if held.sink == sink:
+                held.sink, held.unattached_since = None, self.now
+        self.check(self.table.sink_lost(sink, self.now))
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data(), asker=st.none() | sinks, attempt=st.none() | attempts, epoch=st.none() | st.integers(0, 9))
+    def settle(self, data: st.DataObject, asker: Incarnation | None, attempt: int | None, epoch: int | None) -> None:
+        """What a sink was told, at any later time, or something like it."""
+        sink, key, lease, told_epoch = data.draw(st.sampled_from(self.seen))
+        self.ask(
+            sink if asker is None else asker,
+            key if attempt is None else RequestKey(key.request, attempt),
+            lease,
+            told_epoch if epoch is None else epoch,
+        )
+
+    @precondition(lambda self: any(held.sink is not None and held.complete for held in self.held.values()))
+    @rule(data=st.data(), stale=st.booleans())
+    def settle_in_time(self, data: st.DataObject, stale: bool) -> None:
+        """The attached sink asks; `stale`: for any lease that the request has ever had."""
+        ready = [held for held in self.held.values() if held.sink is not None and held.complete]
+        held = data.draw(st.sampled_from(ready))
+        names = [(lease, epoch) for _, key, lease, epoch in self.seen if key.request == held.key.request]
+        lease, epoch = data.draw(st.sampled_from(names if stale else sorted(held.names)))
+        self.ask(held.sink, held.key, lease, epoch)
+
+    def ask(self, sink: Incarnation, key: RequestKey, lease: LeaseId, epoch: int) -> None:
+        held = self.held.get(key.request)
+        name = (sink, key, lease, epoch)
+        good = name in self.granted or (
+            held is not None and held.complete and (held.sink, held.key) == (sink, key) and (lease, epoch) in held.names
+        )
+        ends = good and name not in self.granted
+        message = Settle(request=key.request, attempt=key.attempt, lease=lease, epoch=epoch)
+        [verdict] = self.check(self.table.settle(message, sink))
+        assert (verdict.key, verdict.lease, verdict.epoch) == (key, lease, epoch)
+        assert verdict.valid == good
+        assert not ends or key.request not in self.held
+        if ends:
+            self.granted.add(name)
+            self.waiting.remove((sink, key))
+
+    # --- time ----------------------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 11.0, 45.0]), look=st.booleans())
+    def wait(self, seconds: float, look: bool) -> None:
+        """The worker need not look at the clock at once."""
+        self.now += seconds
+        if not look:
+            return
+        before = dict(self.held)
+        self.check(self.table.expire(self.now))
+        for request, held in before.items():
+            assert (request not in self.held) == (held.expiry <= self.now)
+        assert self.table.next_expiry() > self.now
+
+    # --- what always holds ---------------------------------------------------------------------------------------
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self.table.check_invariants()
+        assert len(self.table) == len(self.held)
+        assert self.table.num_blocks == sum(len(held.blocks) for held in self.held.values())
+        assert self.table.num_attached == sum(held.sink is not None for held in self.held.values())
+        if self.table.num_parked == 0:
+            assert self.table.next_expiry() == min((held.expiry for held in self.held.values()), default=math.inf)
+
+    @invariant()
+    def no_sink_waits_in_vain(self) -> None:
+        """Every attach that has had no final word is attached, or parked, of which there is one a request."""
+        assert self.table.num_attached + self.table.num_parked == len(self.waiting), sorted(self.waiting)
+
+    @invariant()
+    def epochs_only_grow(self) -> None:
+        epochs = [epoch for held in self.held.values() for _, epoch in held.names]
+        assert len(set(epochs)) == len(epochs)
+
+    def teardown(self) -> None:
+        self.now += 10 * BUDGET_S
+        self.check(self.table.expire(self.now))
+        assert not self.held, "pinned for ever"
+        assert not self.waiting, "waits for ever"
+        assert (len(self.table), self.table.num_parked) == (0, 0)
+
+
+TestLeases = LeaseMachine.TestCase
+TestLeases.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,428 @@
+"""A pull: each transition, what the source is told, and whose the blocks are."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.messages import (
+    Attach,
+    BlocksReady,
+    Detach,
+    FinishReason,
+    Message,
+    OfferWithdrawn,
+    PrefillDone,
+    Settle,
+    Settled,
+    Source,
+    Tokens,
+)
+from kv_transfer.sink import (
+    Action,
+    Admit,
+    GaveUp,
+    Pull,
+    PullState,
+    Release,
+    SendToSource,
+    StartRead,
+    WantBlocks,
+)
+
+KEY = RequestKey(RequestId("r1"), 2)
+ABOUT = {"request": KEY.request, "attempt": KEY.attempt}
+LEASE = {"lease": LeaseId("l1"), "epoch": 7}
+SINK_BLOCKS = (50, 51, 52)
+
+
+def ready(start: int, *block_ids: int, num_blocks: int = 3, **changes: object) -> BlocksReady:
+    return BlocksReady(**ABOUT | LEASE | {"start": start, "block_ids": block_ids, "num_blocks": num_blocks} | changes)
+
+
+def done(*reasons: FinishReason | None, **changes: object) -> PrefillDone:
+    tokens = tuple(
+        Tokens(**ABOUT, choice=choice, position=9, token_ids=(5,), finish_reason=reason)
+        for choice, reason in enumerate(reasons)
+    )
+    return PrefillDone(**ABOUT | LEASE | {"first_tokens": tokens} | changes)
+
+
+def settled(*, valid: bool = True, **changes: object) -> Settled:
+    return Settled(**ABOUT | LEASE | {"valid": valid} | changes)
+
+
+def sent(actions: list[Action]) -> list[type[Message]]:
+    """Kinds of the messages for the source."""
+    return [type(action.message) for action in actions if isinstance(action, SendToSource)]
+
+
+def released(actions: list[Action]) -> list[int]:
+    return [block for action in actions if isinstance(action, Release) for block in action.block_ids]
+
+
+def gave_up(actions: list[Action]) -> Cause | None:
+    [end] = [action for action in actions if isinstance(action, GaveUp)]
+    assert actions[-1] is end, "the end is told after everything else"
+    return end.cause
+
+
+@pytest.fixture
+def pull():
+    """A pull, whose invariants are checked at the end."""
+    subject = Pull(KEY, Source(address="p:1", incarnation=Incarnation("p")))
+    yield subject
+    subject.check_invariants()
+
+
+def offered(pull: Pull) -> Pull:
+    assert sent(pull.attach()) == [Attach]
+    assert pull.blocks_ready(ready(0)) == [WantBlocks(3)]
+    return pull
+
+
+def pulling(pull: Pull) -> Pull:
+    """With block 0 under read."""
+    offered(pull)
+    assert pull.reserve(SINK_BLOCKS) == []
+    assert pull.blocks_ready(ready(0, 10)) == [StartRead(0, (10,), (50,), None)]
+    return pull
+
+
+def settling(pull: Pull) -> Pull:
+    pulling(pull)
+    pull.blocks_ready(ready(1, 11, 12))
+    assert pull.prefill_done(done(None)) == []
+    assert pull.read_done(0, None) == []
+    assert sent(pull.read_done(1, None)) == [Settle]
+    return pull
+
+
+IN_STATE = {
+    PullState.ATTACHING: lambda pull: pull,
+    PullState.OFFERED: offered,
+    PullState.PULLING: pulling,
+    PullState.SETTLING: settling,
+}
+states = pytest.mark.parametrize("state", IN_STATE)
+
+
+# --- the way through ---------------------------------------------------------------------------------------------
+
+
+def test_the_life_of_a_pull(pull: Pull) -> None:
+    assert pull.attach() == [SendToSource(Attach(**ABOUT))]
+    assert pull.state is PullState.ATTACHING
+    assert pull.blocks_ready(ready(0)) == [WantBlocks(3)]
+    assert pull.state is PullState.OFFERED
+    assert pull.reserve(SINK_BLOCKS) == []
+    assert pull.state is PullState.PULLING
+    assert pull.blocks_ready(ready(0, 10, 11)) == [StartRead(0, (10, 11), (50, 51), None)]
+    assert pull.read_done(0, None) == []
+    assert pull.blocks_ready(ready(2, 12)) == [StartRead(2, (12,), (52,), None)]
+    assert pull.prefill_done(done(None)) == []
+    assert pull.read_done(2, None) == [SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.state is PullState.SETTLING
+    assert not pull.over
+    assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
+    assert pull.state is PullState.SETTLED
+    assert pull.over
+
+
+def test_blocks_that_are_ready_before_the_reservation_are_read_at_once(pull: Pull) -> None:
+    assert pull.blocks_ready(ready(0, 10)) == [WantBlocks(3)]
+    assert pull.blocks_ready(ready(1, 11, 12)) == []
+    assert pull.prefill_done(done(None)) == []
+    assert pull.reserve(SINK_BLOCKS) == [StartRead(0, (10, 11, 12), SINK_BLOCKS, None)]
+    assert sent(pull.read_done(0, None)) == [Settle]
+
+
+def test_reads_may_end_in_any_order(pull: Pull) -> None:
+    pulling(pull)
+    pull.blocks_ready(ready(1, 11))
+    pull.blocks_ready(ready(2, 12))
+    pull.prefill_done(done(None))
+    assert pull.read_done(2, None) == []
+    assert pull.read_done(0, None) == []
+    assert sent(pull.read_done(1, None)) == [Settle]
+
+
+def test_no_settle_before_the_first_token_is_known(pull: Pull) -> None:
+    pulling(pull)
+    pull.blocks_ready(ready(1, 11, 12))
+    pull.read_done(0, None)
+    assert pull.read_done(1, None) == []
+    assert sent(pull.prefill_done(done(None))) == [Settle]
+
+
+def test_checksums_stay_with_their_blocks(pull: Pull) -> None:
+    pull.blocks_ready(ready(0, 10, checksums=(1,)))
+    [read] = pull.reserve(SINK_BLOCKS)
+    assert read.checksums == (1,)
+    assert pull.blocks_ready(ready(0, 10, 11, 12, checksums=(1, 2, 3))) == [StartRead(1, (11, 12), (51, 52), (2, 3))]
+
+
+def test_choices_that_go_on_are_admitted_with_those_that_have_ended(pull: Pull) -> None:
+    settling(pull)
+    [admit] = pull.settled(settled())
+    assert [tokens.choice for tokens in admit.first_tokens] == [0]
+
+
+# --- duplicates, gaps, reordering --------------------------------------------------------------------------------
+
+
+def test_a_repeated_offer_changes_nothing(pull: Pull) -> None:
+    pulling(pull)
+    for again in (ready(0), ready(0, 10)):
+        assert pull.blocks_ready(again) == []
+    assert pull.blocks_ready(ready(0, 10, 11)) == [StartRead(1, (11,), (51,), None)]
+    assert pull.blocks_ready(ready(1, 11)) == []
+
+
+def test_a_repeated_offer_wants_blocks_once(pull: Pull) -> None:
+    offered(pull)
+    assert pull.blocks_ready(ready(0)) == []
+    assert pull.blocks_ready(ready(0, 10)) == []
+
+
+@pytest.mark.parametrize("prepare", [lambda pull: pull, offered, pulling], ids=["attaching", "offered", "pulling"])
+def test_a_gap_is_asked_for_again(pull: Pull, prepare) -> None:
+    prepare(pull)
+    assert sent(pull.blocks_ready(ready(2, 12))) == [Attach]
+    actions = pull.blocks_ready(ready(0, 10, 11, 12))
+    reads = [action for action in actions if isinstance(action, StartRead)]
+    assert [read.start for read in reads] == ([1] if pull.state is PullState.PULLING else [])
+    assert sent(actions) == []
+
+
+def test_a_first_token_with_blocks_missing_asks_again(pull: Pull) -> None:
+    pulling(pull)
+    assert sent(pull.prefill_done(done(None))) == [Attach]
+    pull.read_done(0, None)
+    pull.blocks_ready(ready(0, 10, 11, 12))
+    assert pull.prefill_done(done(None)) == []
+    assert sent(pull.read_done(1, None)) == [Settle]
+
+
+def test_an_early_first_token_is_not_needed_twice(pull: Pull) -> None:
+    pulling(pull)
+    pull.prefill_done(done(None))
+    pull.read_done(0, None)
+    pull.blocks_ready(ready(1, 11, 12))
+    assert sent(pull.read_done(1, None)) == [Settle]
+
+
+def test_a_first_token_before_the_offer_is_ignored(pull: Pull) -> None:
+    """After an attach the source tells everything again, in order."""
+    assert pull.prefill_done(done(None)) == []
+    assert pull.state is PullState.ATTACHING
+
+
+def test_after_a_loss_the_pull_attaches_again(pull: Pull) -> None:
+    for prepare in (offered, lambda pull: pull.reserve(SINK_BLOCKS)):
+        prepare(pull)
+        assert sent(pull.attach()) == [Attach]
+
+
+def test_after_a_loss_a_settling_pull_asks_again(pull: Pull) -> None:
+    settling(pull)
+    assert pull.attach() == [SendToSource(Settle(**ABOUT, **LEASE))]
+    assert isinstance(pull.settled(settled())[0], Admit)
+    assert pull.attach() == []
+
+
+# --- what the source may not do ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{"lease": LeaseId("l2")}, {"epoch": 8}], ids=["another lease", "another epoch"])
+@pytest.mark.parametrize("prepare", [offered, pulling], ids=["offered", "pulling"])
+@pytest.mark.parametrize("kind", [BlocksReady, PrefillDone])
+def test_another_lease_voids_what_was_read(pull: Pull, kind: type, prepare, changes: dict[str, object]) -> None:
+    prepare(pull)
+    if kind is BlocksReady:
+        actions = pull.blocks_ready(ready(1, 99, **changes))
+    else:
+        actions = pull.prefill_done(done(None, **changes))
+    assert sent(actions) == [Detach]
+    assert gave_up(actions) is Cause.LEASE_LOST
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(ready(0, 10, 11, 12, 13), id="more blocks than announced"),
+        pytest.param(ready(3, 13), id="blocks beyond the end"),
+        pytest.param(ready(0, 10, num_blocks=4), id="another total"),
+        pytest.param(ready(0, 10, 11, checksums=(1,)), id="too few checksums"),
+        pytest.param(ready(0, 10, checksums=(1, 2)), id="too many checksums"),
+    ],
+)
+def test_an_offer_that_contradicts_itself_ends_the_pull(pull: Pull, message: BlocksReady) -> None:
+    offered(pull)
+    actions = pull.blocks_ready(message)
+    assert sent(actions) == [Detach]
+    assert gave_up(actions) is Cause.TRANSFER
+
+
+def test_checksums_that_begin_in_the_middle_are_not_taken_for_those_of_the_first_blocks(pull: Pull) -> None:
+    """Either the pull ends, or each read carries one checksum for each block, or none."""
+    pulling(pull)
+    actions = pull.blocks_ready(ready(1, 11, 12, checksums=(2, 3)))
+    for read in actions:
+        if isinstance(read, StartRead):
+            assert read.checksums in (None, (2, 3))
+    if pull.state is PullState.ABANDONED:
+        assert gave_up(actions) is Cause.TRANSFER
+
+
+def test_no_first_token_at_all_is_not_taken_for_the_end_of_the_request(pull: Pull) -> None:
+    """Nobody would be told: the gateway waits for the decode worker, and the decode worker has let go."""
+    pulling(pull)
+    pull.blocks_ready(ready(1, 11, 12))
+    actions = pull.prefill_done(done())
+    assert pull.state is not PullState.SETTLING
+    assert gave_up(actions) is not None
+
+
+@pytest.mark.parametrize("changes", [{"lease": LeaseId("l2")}, {"epoch": 8}, {"epoch": 6}])
+def test_a_verdict_on_something_else_is_no_verdict(pull: Pull, changes: dict[str, object]) -> None:
+    settling(pull)
+    for valid in (True, False):
+        assert pull.settled(settled(valid=valid, **changes)) == []
+    assert pull.state is PullState.SETTLING
+
+
+@states
+def test_only_a_settling_pull_can_be_admitted(pull: Pull, state: PullState) -> None:
+    IN_STATE[state](pull)
+    actions = pull.settled(settled())
+    assert any(isinstance(action, Admit) for action in actions) == (state is PullState.SETTLING)
+
+
+def test_a_pull_is_admitted_once(pull: Pull) -> None:
+    settling(pull)
+    pull.settled(settled())
+    assert pull.settled(settled()) == []
+    assert pull.settled(settled(valid=False)) == []
+    assert pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.DEADLINE, message="late")) == []
+    assert pull.abandon(Cause.DEADLINE, "late", detach=True) == []
+    assert pull.state is PullState.SETTLED
+
+
+# --- the ways out ------------------------------------------------------------------------------------------------
+
+
+def test_invalid_admits_nothing(pull: Pull) -> None:
+    settling(pull)
+    actions = pull.settled(settled(valid=False))
+    assert gave_up(actions) is Cause.LEASE_LOST
+    assert released(actions) == list(SINK_BLOCKS)
+    assert not any(isinstance(action, Admit) for action in actions)
+    assert pull.settled(settled()) == [], "a verdict cannot be taken back"
+
+
+def test_a_request_that_ends_with_its_first_token_is_dropped_silently(pull: Pull) -> None:
+    pulling(pull)
+    pull.read_done(0, None)
+    actions = pull.prefill_done(done("stop", "length"))
+    assert gave_up(actions) is None
+    assert sent(actions) == [], "the source has ended the lease by itself"
+    assert released(actions) == list(SINK_BLOCKS)
+
+
+def test_one_choice_that_goes_on_keeps_the_pull(pull: Pull) -> None:
+    pulling(pull)
+    pull.blocks_ready(ready(1, 11, 12))
+    assert pull.prefill_done(done("stop", None)) == []
+
+
+@states
+@pytest.mark.parametrize("detach", [True, False])
+def test_a_pull_is_abandoned_in_any_state(pull: Pull, state: PullState, detach: bool) -> None:
+    IN_STATE[state](pull)
+    reads = 1 if state is PullState.PULLING else 0
+    actions = pull.abandon(Cause.DEADLINE, "late", detach=detach)
+    assert pull.state is PullState.ABANDONED
+    assert sent(actions) == ([Detach] if detach else [])
+    assert gave_up(actions) is Cause.DEADLINE
+    expected = {PullState.PULLING: [51, 52], PullState.SETTLING: [50, 51, 52]}.get(state, [])
+    assert released(actions) == expected
+    assert pull.quarantined == SINK_BLOCKS[:reads]
+    assert pull.over is (reads == 0)
+    assert pull.abandon(Cause.DEADLINE, "again", detach=True) == []
+
+
+@states
+def test_a_withdrawn_offer_ends_the_pull(pull: Pull, state: PullState) -> None:
+    IN_STATE[state](pull)
+    actions = pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.LEASE_LOST, message="reclaimed"))
+    assert gave_up(actions) is Cause.LEASE_LOST
+    assert "reclaimed" in actions[-1].message
+    assert sent(actions) == []
+
+
+@states
+def test_an_abandoned_pull_is_deaf(pull: Pull, state: PullState) -> None:
+    IN_STATE[state](pull)
+    pull.abandon(None, "aborted", detach=True)
+    assert pull.attach() == []
+    assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
+    assert pull.prefill_done(done(None)) == []
+    assert pull.settled(settled()) == []
+    assert pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.DEADLINE, message="")) == []
+
+
+# --- reads and quarantine ----------------------------------------------------------------------------------------
+
+
+def test_a_block_under_read_is_released_when_its_read_ends_and_not_before(pull: Pull) -> None:
+    pulling(pull)
+    pull.blocks_ready(ready(1, 11))
+    actions = pull.abandon(None, "aborted", detach=True)
+    assert released(actions) == [52]
+    assert set(pull.quarantined) == {50, 51}
+    assert pull.read_done(1, None) == [Release((51,))]
+    assert not pull.over
+    assert pull.quarantined == (50,)
+    assert pull.read_done(0, "the peer is gone") == [Release((50,))]
+    assert pull.over
+    assert pull.quarantined == ()
+
+
+def test_a_failed_read_ends_the_pull_and_frees_what_no_read_writes_to(pull: Pull) -> None:
+    pulling(pull)
+    pull.blocks_ready(ready(1, 11))
+    actions = pull.read_done(0, "the peer is gone")
+    assert sent(actions) == [Detach]
+    assert gave_up(actions) is Cause.TRANSFER
+    assert released(actions) == [50, 52], "a read that has failed writes no more"
+    assert pull.quarantined == (51,)
+    assert pull.read_done(1, "the peer is gone") == [Release((51,))]
+    assert pull.over
+
+
+def test_a_pull_that_has_no_blocks_quarantines_nothing(pull: Pull) -> None:
+    offered(pull)
+    actions = pull.abandon(Cause.DEADLINE, "no room", detach=True)
+    assert released(actions) == []
+    assert pull.over
+
+
+def test_a_read_ends_once(pull: Pull) -> None:
+    pulling(pull)
+    pull.read_done(0, None)
+    with pytest.raises(KeyError):
+        pull.read_done(0, None)
+
+
+def test_a_reservation_is_for_the_whole_offer(pull: Pull) -> None:
+    offered(pull)
+    with pytest.raises(AssertionError):
+        pull.reserve((50, 51))
+
+
+def test_a_reservation_comes_once(pull: Pull) -> None:
+    pulling(pull)
+    with pytest.raises(AssertionError, match="pulling to pulling"):
+        pull.reserve((60, 61, 62))
