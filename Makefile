@@ -7,7 +7,6 @@ PORT ?= 8000
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PACKAGES := common kv_transfer prefill_worker decode_worker gateway
 
 .PHONY: serve test check format clean
 
@@ -15,7 +14,7 @@ serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu"
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -26,13 +26,10 @@ from decode_worker.request import DecodeRequest, Generation
 class DecodeScheduler:
     """First come, first served."""
 
-    def __init__(
-        self, pool: BlockPool, *, block_size: int, max_num_seqs: int, max_waiting: int, max_sequence_tokens: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, block_size: int, max_num_seqs: int, max_sequence_tokens: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
-        self._max_waiting = max_waiting
         self._max_sequence_tokens = max_sequence_tokens
         self._waiting: deque[tuple[DecodeRequest, int]] = deque()
         """Requests whose offer is open, with the blocks to pull, waiting for room."""

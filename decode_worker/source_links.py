@@ -30,6 +30,9 @@ class SourceEvents(Protocol):
     def on_source_message(self, source: Incarnation, message: Message) -> None:
         """A message from a source."""
 
+    def on_died(self, error: BaseException) -> None:
+        """A link has died of a bug."""
+
     def on_source_lost(self, address: str, source: Incarnation | None, why: str) -> None:
         """A source is gone, or refuses us (then `source` is None)."""
 
@@ -53,7 +56,9 @@ class SourceLinks:
         """Make sure that a link to `address` exists; the incarnation at its other end, if it is open already."""
         if address not in self._links:
             link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse)
-            self._links[address] = (link, asyncio.create_task(link.run()))
+            task = asyncio.create_task(link.run())
+            task.add_done_callback(self._watch)
+            self._links[address] = (link, task)
         link = self._links[address][0]
         return link.worker if link.state is LinkState.OPEN else None
 
@@ -74,6 +79,10 @@ class SourceLinks:
             self._close(address)
         await asyncio.gather(*self._closing, return_exceptions=True)
         self._context.destroy(linger=100)
+
+    def _watch(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._events.on_died(error)
 
     def _close(self, address: str) -> None:
         _, task = self._links.pop(address)

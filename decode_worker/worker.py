@@ -49,6 +49,7 @@ from common.engine.sequence import finish_reason
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import DecodeSettings
+from common.runtime.fence import AttemptFence
 from common.runtime.probes import counter, gauge
 from decode_worker.request import DecodeRequest, Generation
 from decode_worker.scheduler import DecodeScheduler
@@ -82,7 +83,7 @@ class DecodeWorker:
         self._settings = settings
         self._server = server
         self._engine = engine
-        self._mover = Mover(region, make_transport, self.on_read, self._on_mover_died)
+        self._mover = Mover(region, make_transport, self.on_read, self.on_died)
         self._transport_metadata = b""
         self._clock = clock
         self._config = engine.runner.config
@@ -93,10 +94,10 @@ class DecodeWorker:
             self._pool,
             block_size=self._block_size,
             max_num_seqs=settings.max_num_seqs,
-            max_waiting=settings.max_waiting,
             max_sequence_tokens=self._config.max_sequence_tokens,
         )
         self._links = SourceLinks(me, engine.fingerprint, self, clock, settings.pulse)
+        self._fence = AttemptFence()
         self._requests: dict[RequestId, DecodeRequest] = {}
         self._finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
         self._reads: dict[ReadId, tuple[DecodeRequest, int]] = {}
@@ -113,7 +114,7 @@ class DecodeWorker:
     async def start(self) -> None:
         """Start the transport. Raises `TransferError` when it cannot work here."""
         self._transport_metadata = await self._mover.start()
-        self._mover_died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -121,17 +122,19 @@ class DecodeWorker:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._step_loop())
                 tasks.create_task(self._tick_loop())
-                tasks.create_task(self._watch_mover())
+                tasks.create_task(self._watch_threads())
         finally:
             await self._links.close()
             await self._mover.close()
             self._engine.close()
 
-    async def _watch_mover(self) -> None:
-        await self._mover_died
+    async def _watch_threads(self) -> None:
+        await self._died
 
-    def _on_mover_died(self, error: Exception) -> None:
-        self._mover_died.set_exception(error)
+    def on_died(self, error: BaseException) -> None:
+        """The mover's thread or a link's task has died of a bug: so does the worker, loudly."""
+        if not self._died.done():
+            self._died.set_exception(error)
 
     async def _step_loop(self) -> None:
         while True:
@@ -185,10 +188,10 @@ class DecodeWorker:
             self._forget(request, "its gateway is gone")
 
     def _on_decode(self, gateway: Incarnation, work: Decode) -> None:
+        if not self._fence.admits(work.key):
+            return
         known = self._find(work.request)
         if known is not None:
-            if work.attempt <= known.work.attempt:
-                return
             self._forget(known, "a newer attempt arrived")
         objection = self._config.objection(work.token_ids)
         if objection is not None:
@@ -229,7 +232,7 @@ class DecodeWorker:
         if request is None or request.gateway != gateway or request.work.attempt != message.attempt:
             return
         for generation in request.generations:
-            if generation.sequence.choice == message.choice:
+            if generation.sequence.choice == message.choice and message.position < generation.sequence.num_tokens:
                 self._server.send(gateway, generation.tokens(message.position))
         if request.finished:
             self._server.send(gateway, Finished(request=request.work.request, attempt=request.work.attempt))
@@ -264,6 +267,8 @@ class DecodeWorker:
         match message:
             case BlocksReady():
                 self._do(request, request.pull.blocks_ready(message))
+            case PrefillDone() if not _fits(message.first_tokens, request.work):
+                self._do(request, request.pull.abandon(Cause.TRANSFER, "the first tokens are not those asked for"))
             case PrefillDone():
                 self._do(request, request.pull.prefill_done(message))
             case Settled():
@@ -462,7 +467,7 @@ class DecodeWorker:
             sent=sent,
             steps=self._engine.num_steps,
             running=self._scheduler.num_running,
-            waiting=len(self._requests) - self._scheduler.num_running,
+            waiting=sum(not request.generations for request in self._requests.values()),
             waiting_tokens=0,
             blocks_used=self._pool.num_used + self._scheduler.num_promised,
             blocks_total=self._pool.num_blocks,
@@ -491,17 +496,19 @@ class DecodeWorker:
         """Prometheus metrics of this moment."""
         used = self._pool.num_used / self._pool.num_blocks
         traffic = self._server.traffic
-        yield gauge("vllm:num_requests_running", "Sequences in the running batch.", self._scheduler.num_running)
-        yield gauge("vllm:num_requests_waiting", "Requests waiting for room.", self._scheduler.num_waiting)
-        yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used)
-        yield counter("vllm:generation_tokens", "Tokens generated here.", self._generation_tokens)
+        model = {"model_name": self._settings.model}
+        yield gauge("vllm:num_requests_running", "Sequences in the batch.", self._scheduler.num_running, model)
+        yield gauge("vllm:num_requests_waiting", "Requests waiting for room.", self._scheduler.num_waiting, model)
+        yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used, model)
+        yield counter("baton_tokens_generated", "Tokens generated here.", self._generation_tokens)
         yield gauge("baton_pulls", "Requests whose blocks are on their way.", self._scheduler.num_pulling)
         yield gauge("baton_reads", "Reads under way.", len(self._reads))
         yield gauge("baton_blocks_promised", "Blocks reserved for growth.", self._scheduler.num_promised)
         yield gauge("baton_blocks_quarantined", "Blocks that an unfinished read may write to.", self._num_quarantined)
         pulled = self._mover.num_blocks_read * self._engine.runner.layout.block_bytes
         yield counter("baton_transfer_bytes", "Bytes pulled.", pulled)
-        yield counter("baton_transfer_seconds", "Seconds that reads were under way.", self._mover.read_seconds)
+        yield counter("baton_transfer_seconds", "Durations of reads, summed; reads overlap.", self._mover.read_seconds)
+        yield counter("baton_transfer_failures", "Reads that failed.", self._mover.num_reads_failed)
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
         yield counter("baton_engine_steps", "Engine steps.", self._engine.num_steps)
         yield counter("baton_frames_refused", "Control frames refused.", traffic.frames_refused)
@@ -513,6 +520,15 @@ class DecodeWorker:
         self._scheduler.check_invariants()
         for request in self._requests.values():
             request.pull.check_invariants()
+
+
+def _fits(first_tokens: Sequence[Tokens], work: Decode) -> bool:
+    """Whether these are one token for each choice of `work`, at the right position."""
+    return tuple(first.choice for first in first_tokens) == work.choices and all(
+        (first.position, len(first.token_ids)) == (len(work.token_ids), 1)
+        and (first.logprobs is None) == (work.sampling.logprobs is None)
+        for first in first_tokens
+    )
 
 
 def _slice(generation: Generation) -> Slice:

@@ -90,6 +90,9 @@ def main() -> None:
             end_with_parent()
         if not settings.prefill_workers or not settings.decode_workers:
             raise OperatorError("baton gateway: --prefill-workers and --decode-workers must name at least one each")
+        twice = set(settings.prefill_workers) & set(settings.decode_workers)
+        if twice:
+            raise OperatorError(f"baton gateway: {', '.join(sorted(twice))} is named as prefill and as decode worker")
         keep_torch_out()
         folder = resolve_model(settings.model, weights=False)
         run(lambda stop: serve(settings, folder, stop))

@@ -100,7 +100,7 @@ class _Api:
         self._limits = settings.limits
         self._metrics = metrics
         self._clock = clock
-        self._intake = Intake(tokenizer, settings)
+        self._intake = Intake(tokenizer, settings, lambda: generator.ready().max_sequence_tokens)
         self._started_unix_s = int(time.time())
 
     async def completions(self, request: web.Request) -> web.StreamResponse:

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_request_id
 from common.contract.messages import (
+    MAX_OPEN_REQUESTS,
     Heartbeat,
     Hello,
     HelloRefused,
@@ -135,7 +136,10 @@ class Dispatcher(Collector):
         }
         missing = " and no ".join(role for role, group in (("prefill", prefill), ("decode", decode)) if not group)
         reason = f"no {missing} worker is usable" if missing else "ready"
-        return Readiness(ready=not missing, reason=reason, details=details)
+        takes = [w.welcome.max_sequence_tokens for w in (*prefill, *decode) if w.welcome is not None]
+        return Readiness(
+            ready=not missing, reason=reason, details=details, max_sequence_tokens=min(takes, default=None)
+        )
 
     def collect(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment (`prometheus_client.registry.Collector`)."""
@@ -157,6 +161,8 @@ class Dispatcher(Collector):
         readiness = self.ready()
         if not readiness.ready:
             raise GenerationFailed(Cause.WORKER_LOST, readiness.reason)
+        if len(self._clients) >= MAX_OPEN_REQUESTS:
+            raise GenerationFailed(Cause.CAPACITY, f"{MAX_OPEN_REQUESTS} generations in flight already")
         prefill = least_loaded_prefill(self._registry.usable(Role.PREFILL))
         decode = least_loaded_decode(self._registry.usable(Role.DECODE))
         key = RequestKey(new_request_id(), 1)

@@ -47,6 +47,8 @@ class Readiness:
     ready: bool
     reason: str
     """One line for an operator."""
+    max_sequence_tokens: int | None = None
+    """Most tokens, prompt and output, that every usable worker takes in one sequence; None while that is not known."""
     details: Mapping[str, object] = field(default_factory=dict)
     """What `/ready` shows besides; JSON values only."""
 

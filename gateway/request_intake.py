@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
@@ -77,8 +77,13 @@ class _LengthLimit:
 class Intake:
     """Turns validated forms into jobs. Raises `ApiError`, a 400 (or 404, for the model) naming the field at fault."""
 
-    def __init__(self, tokenizer: ModelTokenizer, settings: ApiSettings) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, settings: ApiSettings, workers_take: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """`workers_take` tells the most tokens of one sequence that every worker takes, which may be below the
+        context where a KV cache is small; None while that is not known."""
         self._tokenizer = tokenizer
+        self._workers_take = workers_take
         self._settings = settings
         self._limits = settings.limits
 
@@ -161,7 +166,7 @@ class Intake:
         self, form: SamplingFields, token_ids: list[int], param: str, length: _LengthLimit, num_logprobs: int | None
     ) -> Generation:
         """`param` is the field that the prompt came from."""
-        context = self._limits.max_sequence_tokens
+        context = min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
         if not token_ids:
             raise invalid(param, f"{param} must not be empty")
         if len(token_ids) >= context:

@@ -261,8 +261,11 @@ class _Worker:
             self._report_ended()
 
     def close(self) -> None:
-        """Close the transport, which ends every read."""
+        """Close the transport, which ends every read, and one whose start was cut short by a bug too."""
         self._transport.close()
+        for read, _, _ in self._open.values():
+            if read.state is ReadState.PENDING:
+                read.fail("the mover has stopped")
         self._report_ended()
 
     def _patience_s(self) -> float | None:
@@ -289,16 +292,17 @@ class _Worker:
 
     def _start_read(self, command: _StartRead) -> None:
         started_s = time.monotonic()
-        error = self._refused_sources.get(command.source)
-        if error is None:
-            try:
-                read = self._transport.start_read(command.source, command.source_blocks, command.sink_blocks)
-            except TransferError as refused:
-                error = str(refused)
-            else:
-                self._open[command.read_id] = (read, started_s, command)
-                return
-        self._report(_Ended(command.read_id, 0, 0.0, error))
+        read = Read(command.source, len(command.sink_blocks))
+        self._open[command.read_id] = (read, started_s, command)
+        if command.source in self._refused_sources:
+            read.fail(self._refused_sources[command.source])
+            return
+        try:
+            read = self._transport.start_read(command.source, command.source_blocks, command.sink_blocks)
+        except TransferError as refused:
+            read.fail(str(refused))
+        else:
+            self._open[command.read_id] = (read, started_s, command)
 
     def _report_ended(self) -> None:
         now_s = time.monotonic()

@@ -14,6 +14,7 @@ when a sink destroyed its agent under a healthy source (3 of 11). So a source is
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import logging
 import os
@@ -42,6 +43,8 @@ class _Metadata:
 
     agent: Annotated[str, Field(strict=True, min_length=1, max_length=128)]
     agent_metadata: Annotated[bytes, Field(strict=True, min_length=1, max_length=MAX_METADATA_BYTES)]
+    agent_sha256: Annotated[bytes, Field(strict=True, min_length=32, max_length=32)]
+    """Digest of the NIXL agent's metadata, which NIXL and UCX would parse whatever its state."""
     address: _Address
     num_blocks: _Size
     block_bytes: _Size
@@ -69,10 +72,12 @@ class NixlTransport:
 
     def metadata(self) -> bytes:
         """The serving agent's metadata and the place and shape of the region."""
+        agent_metadata = self._serving.get_agent_metadata()
         return pack_metadata(
             {
                 "agent": self._name,
-                "agent_metadata": self._serving.get_agent_metadata(),
+                "agent_metadata": agent_metadata,
+                "agent_sha256": hashlib.sha256(agent_metadata).digest(),
                 "address": self._region.address,
                 "num_blocks": self._region.num_blocks,
                 "block_bytes": self._region.block_bytes,
@@ -88,6 +93,8 @@ class NixlTransport:
         theirs = unpack_metadata(_METADATA, metadata)
         if theirs.agent != _agent_name(source):
             raise TransferError(f"transport metadata of {theirs.agent}, not of {_agent_name(source)}")
+        if hashlib.sha256(theirs.agent_metadata).digest() != theirs.agent_sha256:
+            raise TransferError(f"the NIXL metadata of {source} is corrupt")
         if theirs.block_bytes != self._region.block_bytes:
             raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
         self._links[source] = self._make_link(theirs)
@@ -124,7 +131,7 @@ class NixlTransport:
 
     def close(self) -> None:
         """Destroy every agent."""
-        for source in list(self._sources):
+        for source in list(self._links):
             self.drop_source(source)
         del self._serving
 
@@ -134,8 +141,9 @@ class NixlTransport:
         return _Link(self._nixl, f"{self._name}-sink-{self._num_links_made}", self._region, theirs)
 
     def _destroy_link(self, source: Incarnation, error: str) -> None:
-        link = self._links.pop(source)
-        for read in link.destroy():
+        reads = self._links[source].destroy()
+        del self._links[source]
+        for read in reads:
             read.fail(error)
 
 
@@ -148,13 +156,14 @@ class _Link:
     def __init__(self, nixl: _Nixl, name: str, region: Region, theirs: _Metadata) -> None:
         self._nixl = nixl
         self._agent = nixl.make_agent(name, region)
+        self._alive = weakref.ref(self._agent.agent)
         self._open: dict[Read, Any] = {}
         try:
-            remote = self._agent.add_remote_agent(theirs.agent_metadata).decode()
-            if remote != theirs.agent:
+            remote = self._agent.add_remote_agent(theirs.agent_metadata)
+            if remote != theirs.agent.encode():
                 raise TransferError(f"metadata of the NIXL agent {remote!r}, not of {theirs.agent!r}")
             self._sink_blocks = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", *_blocks(region))
-            self._source_blocks = self._agent.prep_xfer_dlist(remote, *_blocks(theirs))
+            self._source_blocks = self._agent.prep_xfer_dlist(theirs.agent, *_blocks(theirs))
         except nixl.errors as error:
             raise TransferError(f"NIXL cannot connect to {theirs.agent}: {_describe(error)}") from error
 
@@ -186,17 +195,15 @@ class _Link:
 
     def destroy(self) -> list[Read]:
         """Destroy the agent; the reads that were open. Raises `TransferError` when something keeps the agent alive."""
-        reads = list(self._open)
-        for handle in filter(None, self._open.values()):
-            with contextlib.suppress(*self._nixl.errors):  # refused or not, the agent goes next
-                handle.release()
-            del handle
-        self._open.clear()
-        alive = weakref.ref(self._agent.agent)
-        del self._agent, self._sink_blocks, self._source_blocks
-        if alive() is not None:
+        for read, handle in self._open.items():
+            if handle is not None:
+                with contextlib.suppress(*self._nixl.errors):  # refused or not, the agent goes next
+                    handle.release()
+            self._open[read] = handle = None
+        self._agent = self._sink_blocks = self._source_blocks = None
+        if self._alive() is not None:
             raise TransferError("a NIXL agent could not be destroyed: its reads may still write")
-        return reads
+        return list(self._open)
 
     def _settle(self, read: Read, handle: Any, status: str) -> str | None:
         if status == "PROC":

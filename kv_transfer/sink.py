@@ -123,6 +123,7 @@ class Pull:
         self._lease: tuple[LeaseId, int] | None = None
         self._offered: list[int] = []
         self._checksums: list[int] = []
+        self._with_checksums = False
         self._sink_blocks: tuple[int, ...] = ()
         self._num_requested = 0
         self._open_reads: dict[int, int] = {}
@@ -159,6 +160,7 @@ class Pull:
         if self._lease is None:
             self._lease = (message.lease, message.epoch)
             self.num_blocks = message.num_blocks
+            self._with_checksums = message.checksums is not None
         elif self._lease != (message.lease, message.epoch):
             return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
         known = len(self._offered)
@@ -166,8 +168,10 @@ class Pull:
         checksums = message.checksums if message.checksums is not None else ()
         if end > message.num_blocks or message.num_blocks != self.num_blocks:
             return self.abandon(Cause.TRANSFER, "the source offers more blocks than it announced")
-        if message.checksums is not None and len(checksums) != len(message.block_ids):
-            return self.abandon(Cause.TRANSFER, "the source sent fewer checksums than blocks")
+        if (message.checksums is not None) != self._with_checksums or (
+            self._with_checksums and len(checksums) != len(message.block_ids)
+        ):
+            return self.abandon(Cause.TRANSFER, "the source sent checksums of some blocks only")
         if message.start > known:
             return self.attach()
         self.story.append(f"ready {end}")
@@ -267,7 +271,7 @@ class Pull:
                 start=start,
                 source_blocks=tuple(self._offered[start:end]),
                 sink_blocks=self._sink_blocks[start:end],
-                checksums=tuple(self._checksums[start:end]) if self._checksums else None,
+                checksums=tuple(self._checksums[start:end]) if self._with_checksums else None,
             )
         ]
 

@@ -76,10 +76,11 @@ class Lease:
     """One pin on the blocks of one request."""
 
     key: RequestKey
+    """The request, and the newest attempt that has attached."""
+    opened_attempt: int
     lease: LeaseId
     epoch: int
     block_ids: tuple[int, ...]
-    opened_at: float
     deadline: float
     """When the request's own budget ends."""
     unattached_since: float
@@ -112,7 +113,7 @@ class LeaseTable:
         self._checksums = checksums
         self._leases: dict[RequestId, Lease] = {}
         self._parked: OrderedDict[RequestId, _Parked] = OrderedDict()
-        self._settled: OrderedDict[LeaseId, tuple[int, Incarnation]] = OrderedDict()
+        self._settled: OrderedDict[LeaseId, tuple[RequestKey, int, Incarnation]] = OrderedDict()
         self._readers: set[tuple[RequestKey, Incarnation]] = set()
         self._epoch = 0
         self.num_expired = 0
@@ -144,10 +145,10 @@ class LeaseTable:
         self._epoch += 1
         lease = Lease(
             key=key,
+            opened_attempt=key.attempt,
             lease=new_lease_id(),
             epoch=self._epoch,
             block_ids=tuple(block_ids),
-            opened_at=now,
             deadline=deadline,
             unattached_since=now,
             checksums=[] if self._checksums else None,
@@ -155,9 +156,11 @@ class LeaseTable:
         )
         self._leases[key.request] = lease
         parked = self._parked.pop(key.request, None)
-        if parked is not None and parked.attempt >= key.attempt and parked.until > now:
-            return self._bind(lease, parked.attempt, parked.sink)
-        return []
+        if parked is None:
+            return []
+        if parked.attempt < key.attempt:
+            return self._refuse_parked((key.request, parked), Cause.SUPERSEDED, "a newer attempt has arrived")
+        return self._bind(lease, parked.attempt, parked.sink)
 
     def blocks_ready(
         self, request: RequestId, num_ready: int, checksums: Sequence[int] = (), *, now: float
@@ -197,11 +200,7 @@ class LeaseTable:
         """A sink subscribes, or subscribes again after a loss: it is told everything from the first block."""
         lease = self._leases.get(message.request)
         if lease is None:
-            self._parked[message.request] = _Parked(message.attempt, sink, now + self._unattached_ttl_s)
-            self._parked.move_to_end(message.request)
-            if len(self._parked) > MAX_PARKED:
-                return self._refuse_parked(self._parked.popitem(last=False), Cause.CAPACITY, "too many parked attaches")
-            return []
+            return self._park(message.key, sink, now)
         if message.attempt < lease.key.attempt:
             return [Send(sink, _withdrawn(message.key, Cause.SUPERSEDED, "a newer attempt is attached"))]
         return self._bind(lease, message.attempt, sink)
@@ -215,12 +214,13 @@ class LeaseTable:
             and lease.sink == sink
             and lease.complete
         ):
-            self._settled[lease.lease] = (lease.epoch, sink)
+            self._settled[lease.lease] = (lease.key, lease.epoch, sink)
             self._readers.discard((message.key, sink))
             while len(self._settled) > MAX_TOMBSTONES:
                 self._settled.popitem(last=False)
             return [Send(sink, _settled(message, valid=True)), self._end(lease)]
-        return [Send(sink, _settled(message, valid=self._settled.get(message.lease) == (message.epoch, sink)))]
+        told_before = self._settled.get(message.lease) == (message.key, message.epoch, sink)
+        return [Send(sink, _settled(message, valid=told_before))]
 
     def detach(self, message: Detach, sink: Incarnation, now: float) -> list[Action]:
         """The sink has given up and its reads have ended; the offer, if it still stands, stays for another."""
@@ -250,13 +250,19 @@ class LeaseTable:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def withdraw(self, request: RequestId, cause: Cause, message: str) -> list[Action]:
-        """End the lease from this side (abort, failure); inert without one."""
-        parked = self._parked.pop(request, None)
+    def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float = 0.0) -> list[Action]:
+        """End the lease from this side (abort, failure); inert without one.
+
+        When a newer attempt's Prefill is the cause, a sink that has attached for that attempt already waits for it.
+        """
         lease = self._leases.get(request)
+        newer = cause is Cause.SUPERSEDED
         if lease is None:
+            parked = None if newer else self._parked.pop(request, None)
             return [] if parked is None else self._refuse_parked((request, parked), cause, message)
         actions: list[Action] = []
+        if newer and lease.sink is not None and lease.key.attempt > lease.opened_attempt:
+            return [self._end(lease), *self._park(lease.key, lease.sink, now)]
         if lease.sink is not None:
             actions.append(Send(lease.sink, _withdrawn(lease.key, cause, message)))
         return [*actions, self._end(lease)]
@@ -324,6 +330,20 @@ class LeaseTable:
         actions.append(Send(sink, _offer(lease, 0)))
         if lease.complete:
             actions.append(Send(sink, _done(lease)))
+        return actions
+
+    def _park(self, key: RequestKey, sink: Incarnation, now: float) -> list[Action]:
+        """Keep an attach until its Prefill arrives, within the bounds on number and time."""
+        older = self._parked.get(key.request)
+        if older is not None and older.attempt > key.attempt:
+            return [Send(sink, _withdrawn(key, Cause.SUPERSEDED, "a newer attempt has attached"))]
+        actions: list[Action] = []
+        if older is not None and (older.attempt, older.sink) != (key.attempt, sink):
+            actions += self._refuse_parked((key.request, older), Cause.SUPERSEDED, "another sink attached")
+        self._parked[key.request] = _Parked(key.attempt, sink, now + self._unattached_ttl_s)
+        self._parked.move_to_end(key.request)
+        if len(self._parked) > MAX_PARKED:
+            actions += self._refuse_parked(self._parked.popitem(last=False), Cause.CAPACITY, "too many parked attaches")
         return actions
 
     def _drop(self, lease: Lease, cause: Cause, message: str) -> list[Action]:

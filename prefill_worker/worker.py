@@ -47,6 +47,7 @@ from common.engine.sequence import finish_reason
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import PrefillSettings
+from common.runtime.fence import AttemptFence
 from common.runtime.probes import counter, gauge
 from kv_transfer.mover import Mover
 from kv_transfer.regions import Region
@@ -96,6 +97,7 @@ class PrefillWorker:
             max_waiting=settings.max_waiting,
         )
         self._leases = LeaseTable(unattached_ttl_s=settings.unattached_ttl_s, checksums=settings.checksums)
+        self._fence = AttemptFence()
         self._owners: dict[RequestId, _Owner] = {}
         """Who asked for each request that is queued, computed or under a lease."""
         self._wake = asyncio.Event()
@@ -197,15 +199,14 @@ class PrefillWorker:
     def on_peer_lost(self, peer: Incarnation) -> None:
         """A gateway's requests end with it; a sink's leases wait for another sink."""
         for key in self._owned_by(peer):
-            self._end(key.request, Cause.CANCELLED, "its gateway is gone")
+            self._end(key.request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
         self._do(self._leases.sink_said_hello(peer, (), self._clock()))
         self._serve_readers()
 
     def _on_prefill(self, gateway: Incarnation, work: Prefill) -> None:
-        known = self._owners.get(work.request)
-        if known is not None:
-            if work.attempt <= known.attempt:
-                return
+        if not self._fence.admits(work.key):
+            return
+        if work.request in self._owners:
             self._end(work.request, Cause.SUPERSEDED, "a newer attempt arrived")
         request = PrefillRequest(work, gateway, self._clock() + work.budget_s)
         needed = self._scheduler.blocks_for(request)
@@ -302,8 +303,8 @@ class PrefillWorker:
         for message in tokens:
             self._server.send(request.gateway, message)
         self._do(self._leases.complete(request.key.request, tokens))
+        self._count("finished")
         if all(message.finish_reason is not None for message in tokens):
-            self._count("finished")
             self._server.send(request.gateway, Finished(request=request.key.request, attempt=request.key.attempt))
 
     def _first_token(self, work: Prefill, choice: int, sampled: SampledToken) -> Tokens:
@@ -351,7 +352,7 @@ class PrefillWorker:
         scheduled = self._scheduler.get(request)
         if scheduled is not None:
             self._scheduler.remove(scheduled)
-        self._do(self._leases.withdraw(request, cause, message))
+        self._do(self._leases.withdraw(request, cause, message, now=self._clock()))
         self._wake.set()
 
     def _do(self, actions: Sequence[Action]) -> None:
@@ -423,12 +424,12 @@ class PrefillWorker:
     def metrics(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment."""
         traffic = self._server.traffic
-        yield gauge("vllm:num_requests_running", "Prompts being computed.", self._scheduler.num_running)
-        yield gauge("vllm:num_requests_waiting", "Prompts waiting for blocks.", self._scheduler.num_waiting)
-        yield gauge(
-            "vllm:kv_cache_usage_perc", "Used share of the KV cache.", self._pool.num_used / self._pool.num_blocks
-        )
-        yield counter("vllm:prompt_tokens", "Prompt tokens computed.", self._prompt_tokens)
+        model = {"model_name": self._settings.model}
+        used = self._pool.num_used / self._pool.num_blocks
+        yield gauge("vllm:num_requests_running", "Prompts being computed.", self._scheduler.num_running, model)
+        yield gauge("vllm:num_requests_waiting", "Prompts waiting for blocks.", self._scheduler.num_waiting, model)
+        yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used, model)
+        yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
         yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", self._scheduler.num_uncomputed)
         yield gauge("baton_leases", "Leases held.", len(self._leases))
         yield gauge("baton_readers", "Pulls whose reads may be under way.", self._leases.num_readers)

@@ -29,13 +29,17 @@ class Sink:
         self._next_read = 0
 
     def read(
-        self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]
+        self,
+        source: Incarnation,
+        source_blocks: Sequence[int],
+        sink_blocks: Sequence[int],
+        checksums: Sequence[int] | None = None,
     ) -> asyncio.Future[TransferError | None]:
         """Start a read; the future tells how it ended."""
         self._next_read += 1
         read_id = ReadId(self._next_read)
         end = self._ends[read_id] = asyncio.get_running_loop().create_future()
-        self.mover.read(read_id, source, source_blocks, sink_blocks)
+        self.mover.read(read_id, source, source_blocks, sink_blocks, checksums)
         return end
 
     async def end_of(self, read: asyncio.Future[TransferError | None]) -> TransferError | None:

@@ -57,7 +57,7 @@ class Cache:
 
 
 _processes = multiprocessing.get_context("forkserver")
-# Importing nixl takes 1.5 s (it imports torch to find the CUDA version): once, in the server that sources are forked from.
+# Importing nixl takes 1.5 s (it imports torch to find the CUDA version): once, in the server that forks the sources.
 _processes.set_forkserver_preload(["nixl._api", "transport_source"])
 
 
@@ -122,7 +122,7 @@ def serve(
     shape: tuple[int, int],
     seed: int,
 ) -> None:
-    """Fill a cache of (blocks, bytes per block) with seeded bytes and serve it until the other end of `ready` is closed.
+    """Fill a cache of (blocks, bytes per block) with seeded bytes; serve it until the other end of `ready` is closed.
 
     Sends the transport's metadata and the CRC-32 of each block.
     """

@@ -40,6 +40,21 @@ def encode(sender: Incarnation, messages: Sequence[Message]) -> bytes:
     return frame
 
 
+def encode_some(sender: Incarnation, messages: Sequence[Message]) -> tuple[bytes, int]:
+    """Encode as many of `messages` as one frame holds, in order: (frame, how many of them).
+
+    Raises `ProtocolError` if the first alone is too large, which no valid message is.
+    """
+    count = min(len(messages), MAX_MESSAGES_PER_FRAME)
+    while True:
+        try:
+            return encode(sender, messages[:count]), count
+        except ProtocolError:
+            if count == 1:
+                raise
+            count //= 2
+
+
 def decode(frame: bytes | memoryview) -> tuple[Incarnation, list[Message]]:
     """Decode and validate a frame; the sender's incarnation and its messages.
 

@@ -80,6 +80,8 @@ OpenRequests = Annotated[tuple[RequestKey, ...], Field(max_length=MAX_OPEN_REQUE
 class Hello(Message):
     """Client to worker: opens a session, or opens it again after a loss; the worker aborts what is not listed."""
 
+    number: Count = 0
+    """Drawn by the link: the answer to an earlier Hello than the last is not an answer to this one."""
     role: Role
     fingerprint: Fingerprint | None
     """None from a gateway, which holds no KV."""
@@ -91,6 +93,8 @@ class Hello(Message):
 class Welcome(Message):
     """Worker to client: the session is open. The client gives up what is not in `open_requests`."""
 
+    number: Count = 0
+    """Of the Hello that this answers."""
     role: Role
     fingerprint: Fingerprint
     max_sequence_tokens: Count
@@ -233,11 +237,15 @@ class Tokens(RequestMessage):
 
     choice: Choice
     position: Count
-    token_ids: TokenIds
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
     logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS)] | None = None
     """One for each token, when the request asked."""
     finish_reason: FinishReason | None = None
     """Set when the last of these tokens is the choice's last."""
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.logprobs)} log probabilities for {len(self.token_ids)} tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +311,7 @@ class PrefillDone(RequestMessage):
 
     lease: Annotated[LeaseId, Handle]
     epoch: Count
-    first_tokens: Annotated[tuple[Tokens, ...], Field(max_length=MAX_CHOICES)]
+    first_tokens: Annotated[tuple[Tokens, ...], Field(min_length=1, max_length=MAX_CHOICES)]
     """One for each choice, as sent to the gateway; a `finish_reason` says that the choice has ended with it."""
 
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
 import zmq
 import zmq.asyncio
 
-from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, decode, encode
+from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, decode, encode, encode_some
 from common.contract.errors import Cause, FingerprintMismatchError, OperatorError, ProtocolError
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import (
@@ -61,7 +62,7 @@ class ServerHandler(Protocol):
     """What a worker does with its clients. Called on the event loop; must not block."""
 
     def welcome(self) -> Welcome:
-        """This worker's side of a handshake; `open_requests` is filled in by `on_hello`."""
+        """This worker's side of a handshake, but for `number` and `open_requests`."""
 
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
         """A session opens, or opens again: give up what `hello` does not list; return what is open for this peer."""
@@ -137,9 +138,9 @@ class ControlServer:
 
     def close(self) -> None:
         """Say goodbye and close the socket."""
-        for peer in tuple(self._sessions):
-            self._sessions[peer].outbox.append(Goodbye())
-            self._flush_peer(peer)
+        for peer, session in self._sessions.items():
+            with contextlib.suppress(zmq.Again):
+                self._send_now(peer, encode(self._me, [*session.outbox, Goodbye()]))
         self._sessions.clear()
         self._context.destroy(linger=100)
 
@@ -174,7 +175,7 @@ class ControlServer:
                 if message.sent != session.received:
                     self._send_control(peer, HelloRequired())
             elif isinstance(message, Goodbye):
-                self._lose(peer, "said goodbye")
+                self._end(peer, "said goodbye")
             else:
                 session.received += 1
                 self._handler.on_message(peer, message)
@@ -195,15 +196,7 @@ class ControlServer:
         old = self._sessions.get(peer)
         unsent = old.outbox if old else deque[Message]()
         self._sessions[peer] = _Session(role=hello.role, heard_at=self._clock(), outbox=unsent)
-        answer = Welcome(
-            role=welcome.role,
-            fingerprint=welcome.fingerprint,
-            max_sequence_tokens=welcome.max_sequence_tokens,
-            transport=welcome.transport,
-            transport_metadata=welcome.transport_metadata,
-            open_requests=open_requests,
-        )
-        self._send_control(peer, answer)
+        self._send_control(peer, replace(welcome, number=hello.number, open_requests=open_requests))
 
     async def _pulse_loop(self) -> None:
         while True:
@@ -224,17 +217,17 @@ class ControlServer:
     def _flush_peer(self, peer: Incarnation) -> None:
         session = self._sessions[peer]
         while session.outbox:
-            batch = [session.outbox[i] for i in range(min(len(session.outbox), MAX_MESSAGES_PER_FRAME))]
+            frame, count = encode_some(self._me, list(itertools.islice(session.outbox, MAX_MESSAGES_PER_FRAME)))
             try:
-                delivered = self._send_now(peer, batch)
+                delivered = self._send_now(peer, frame)
             except zmq.Again:
                 self._wait_for_reader(peer, session)
                 return
             if not delivered:
                 self._lose(peer, "unroutable")
                 return
-            session.sent += len(batch)
-            for _ in batch:
+            session.sent += count
+            for _ in range(count):
                 session.outbox.popleft()
 
     def _wait_for_reader(self, peer: Incarnation, session: _Session) -> None:
@@ -247,13 +240,12 @@ class ControlServer:
     def _send_control(self, peer: Incarnation, message: Message) -> None:
         """Send a message of the link itself, outside the count; one that cannot leave now is repeated by its cause."""
         with contextlib.suppress(zmq.Again):
-            self._send_now(peer, [message])
+            self._send_now(peer, encode(self._me, [message]))
 
-    def _send_now(self, peer: Incarnation, messages: list[Message]) -> bool:
+    def _send_now(self, peer: Incarnation, frame: bytes) -> bool:
         """Hand a frame to ZeroMQ; False if the peer is not connected. Raises `zmq.Again` at the high-water mark."""
-        parts = [peer.encode(), encode(self._me, messages)]
         try:
-            _result(self._socket.send_multipart(parts, flags=zmq.NOBLOCK))
+            _result(self._socket.send_multipart([peer.encode(), frame], flags=zmq.NOBLOCK))
         except zmq.Again:
             raise
         except zmq.ZMQError as error:
@@ -263,9 +255,12 @@ class ControlServer:
         return True
 
     def _lose(self, peer: Incarnation, why: str) -> None:
-        del self._sessions[peer]
         self.traffic.sessions_lost += 1
-        log.info("client %s lost: %s", peer, why)
+        self._end(peer, why)
+
+    def _end(self, peer: Incarnation, why: str) -> None:
+        del self._sessions[peer]
+        log.info("client %s is gone: %s", peer, why)
         self._handler.on_peer_lost(peer)
 
 
@@ -276,7 +271,7 @@ class LinkState(StrEnum):
     """Not (yet, or any more) in a session; Hello is repeated."""
     OPEN = "open"
     REFUSED = "refused"
-    """The worker will not have us; only a restart on either side can change that."""
+    """The worker will not have us; we ask again now and then, since another may take its place."""
     CLOSED = "closed"
 
 
@@ -284,7 +279,7 @@ class ClientHandler(Protocol):
     """What a client does with one worker. Called on the event loop; must not block."""
 
     def hello(self, link: ControlClient) -> Hello:
-        """This client's side of a handshake, with the requests that it holds open at this worker."""
+        """This client's side of a handshake, but for `number`, with the requests that it holds open at this worker."""
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         """A session with this incarnation opens."""
@@ -330,6 +325,7 @@ class ControlClient:
         self._received = 0
         self._heard_at = clock()
         self._resyncing = False
+        self._hellos = 0
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, me.encode())
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -347,7 +343,7 @@ class ControlClient:
                 tasks.create_task(self._watch())
         finally:
             if self.state is LinkState.OPEN:
-                self._try_send([Goodbye()])
+                self._try_send(encode(self._me, [Goodbye()]))
             self.state = LinkState.CLOSED
             self._socket.close(linger=100)
 
@@ -365,6 +361,9 @@ class ControlClient:
             if self.state is LinkState.GREETING or self._resyncing:
                 self._greet()
                 await asyncio.sleep(_HELLO_RETRY_S)
+            elif self.state is LinkState.REFUSED:
+                await asyncio.sleep(self._pulse.timeout_s)
+                self._greet()
             else:
                 await asyncio.sleep(self._pulse.interval_s)
             silent_s = self._clock() - self._heard_at
@@ -372,7 +371,9 @@ class ControlClient:
                 self._lose(f"silent for {silent_s:.1f} s")
 
     def _greet(self) -> None:
-        if self._try_send([self._handler.hello(self)]):
+        self._hellos += 1
+        hello = replace(self._handler.hello(self), number=self._hellos)
+        if self._try_send(encode(self._me, [hello])):
             self._sent = 0
 
     async def _receive(self) -> None:
@@ -392,8 +393,9 @@ class ControlClient:
         if isinstance(message, Welcome):
             self._open(sender, message)
         elif isinstance(message, HelloRefused):
-            self.state = LinkState.REFUSED
-            self._handler.on_refused(self, message)
+            if self.state is not LinkState.REFUSED:
+                self.state = LinkState.REFUSED
+                self._handler.on_refused(self, message)
         elif isinstance(message, HelloRequired):
             if self.state is LinkState.OPEN:
                 self._resync(sender)
@@ -405,13 +407,15 @@ class ControlClient:
             if message.sent != self._received:
                 self._resync(sender)
                 return
-            self._try_send([HeartbeatEcho(number=message.number, sent=self._sent)])
+            self._try_send(encode(self._me, [HeartbeatEcho(number=message.number, sent=self._sent)]))
             self._handler.on_message(self, message)
         else:
             self._received += 1
             self._handler.on_message(self, message)
 
     def _open(self, sender: Incarnation, welcome: Welcome) -> None:
+        if welcome.number != self._hellos:
+            return  # an answer to an earlier Hello: what it lists, and the counts since, are out of date
         same_session = self.state is LinkState.OPEN and sender == self.worker
         if self.state is LinkState.OPEN and not same_session:
             self._lose("restarted")
@@ -444,22 +448,22 @@ class ControlClient:
     def _flush(self) -> None:
         self._flush_scheduled = False
         while self._outbox and self.state is LinkState.OPEN:
-            batch = [self._outbox[i] for i in range(min(len(self._outbox), MAX_MESSAGES_PER_FRAME))]
-            if not self._try_send(batch):
+            frame, count = encode_some(self._me, list(itertools.islice(self._outbox, MAX_MESSAGES_PER_FRAME)))
+            if not self._try_send(frame):
                 if len(self._outbox) > MAX_OUTBOX_MESSAGES:
                     self._lose(f"{len(self._outbox)} messages unread")
                 else:
                     self._flush_scheduled = True
                     asyncio.get_running_loop().call_later(_BACKPRESSURE_RETRY_S, self._flush)
                 return
-            self._sent += len(batch)
-            for _ in batch:
+            self._sent += count
+            for _ in range(count):
                 self._outbox.popleft()
 
-    def _try_send(self, messages: list[Message]) -> bool:
+    def _try_send(self, frame: bytes) -> bool:
         """Hand a frame to ZeroMQ; False when not connected, or at the high-water mark."""
         try:
-            _result(self._socket.send(encode(self._me, messages), flags=zmq.NOBLOCK))
+            _result(self._socket.send(frame, flags=zmq.NOBLOCK))
         except zmq.Again:
             return False
         return True

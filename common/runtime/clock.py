@@ -18,4 +18,4 @@ class Pulse:
     """How often heartbeats are sent, and how long silence may last before the other side counts as lost."""
 
     interval_s: float = 0.5
-    timeout_s: float = 3.0
+    timeout_s: float = 5.0

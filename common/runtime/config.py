@@ -112,6 +112,7 @@ class ServeSettings(ProcessSettings):
     port: Port = Field(8000, description="port of the HTTP API")
     prefill: int = Field(1, ge=1, le=64, description="prefill workers")
     decode: int = Field(1, ge=1, le=64, description="decode workers")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
     kv_cache_bytes: int = Field(256 * 2**20, ge=1, description="bytes of the KV cache of each worker")

@@ -52,9 +52,12 @@ class LocalStack:
         workers = [("prefill", i) for i in range(settings.prefill)] + [("decode", i) for i in range(settings.decode)]
         threads = max(1, (os.cpu_count() or 1) // len(workers))
         common = ["--model", settings.model, "--log-level", settings.log_level]
+        common += ["--heartbeat-interval-s", str(settings.heartbeat_interval_s)]
+        common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
         for role, index in workers:
             options = ["--num-threads", str(threads), "--kv-cache-bytes", str(settings.kv_cache_bytes)]
-            options += ["--dtype", settings.dtype, "--transport", settings.transport]
+            options += ["--dtype", settings.dtype, "--transport", settings.transport, "--device", settings.device]
+            options += ["--host", "127.0.0.1", "--control-port", "0", "--http-port", "0"]
             await self._spawn(f"{role}-{index}", role, [*common, *options])
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         for child in self._children:
@@ -80,21 +83,26 @@ class LocalStack:
         raise OperatorError(f"ended unexpectedly: {ended}; the stack stops (see the log above)")
 
     async def stop(self) -> None:
-        """End every process: SIGTERM, gateway first, then SIGKILL to whoever outlives the grace period."""
-        for child in reversed(self._children):
+        """End every process: the gateway, which lets open requests finish for a while, and then the workers."""
+        await self._end([child for child in self._children if child.name == "gateway"])
+        await self._end(self._children)
+        for listener in self._listeners:
+            listener.cancel()
+        await asyncio.gather(*self._listeners, return_exceptions=True)
+
+    async def _end(self, children: Sequence[Child]) -> None:
+        """SIGTERM, and SIGKILL to whoever outlives the grace period."""
+        for child in children:
             if child.process.returncode is None:
                 child.process.send_signal(signal.SIGTERM)
-        waits = [asyncio.create_task(child.process.wait()) for child in self._children]
+        waits = [asyncio.create_task(child.process.wait()) for child in children]
         if waits:
             await asyncio.wait(waits, timeout=self._settings.grace_s)
-        for child in self._children:
+        for child in children:
             if child.process.returncode is None:
                 log.error("%s did not end within %.0f s; killing it", child.name, self._settings.grace_s)
                 child.process.kill()
                 await child.process.wait()
-        for listener in self._listeners:
-            listener.cancel()
-        await asyncio.gather(*self._listeners, return_exceptions=True)
 
     async def _spawn(self, name: str, role: str, options: Sequence[str]) -> None:
         reader, writer = os.pipe()
@@ -174,9 +182,8 @@ def _describe_exit(code: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without the stack's own settings, and with idle OpenMP threads asleep."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-    return environment | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"), "PYTHONUNBUFFERED": "1"}
+    """This process's: `BATON_*` reaches the roles too, beneath the options given here. Idle OpenMP threads sleep."""
+    return os.environ | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"), "PYTHONUNBUFFERED": "1"}
 
 
 def _require_free_port(host: str, port: int) -> None:

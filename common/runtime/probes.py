@@ -59,6 +59,8 @@ class ProbeServer:
 
     def __init__(self) -> None:
         self.probed: Probed | None = None
+        self.stopping = False
+        """Set at SIGTERM: alive, not ready any more."""
         self._runner: web.AppRunner | None = None
 
     async def bind(self, host: str, port: int) -> int:
@@ -86,6 +88,7 @@ class ProbeServer:
 
     async def _ready(self, _: web.Request) -> web.Response:
         ready, state = (False, {"reason": "starting"}) if self.probed is None else self.probed.ready()
+        ready = ready and not self.stopping
         return web.Response(
             text=json.dumps({"ready": ready, **state}), status=200 if ready else 503, content_type="application/json"
         )

@@ -61,6 +61,7 @@ class WorkerHost:
         async with asyncio.TaskGroup() as tasks:
             loops = [tasks.create_task(self.server.run(worker)), tasks.create_task(worker.run())]
             await stop.wait()
+            self._probes.stopping = True
             log.info("stopping")
             for loop in loops:
                 loop.cancel()

@@ -58,11 +58,11 @@ async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_ever
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65, 200])
 async def test_choices_fork_from_one_prefill_and_one_pull(pool: Pool, length: int) -> None:
     workers = main_pool(pool)
-    computed = sum(p.metric("vllm:prompt_tokens_total") for p in workers.prefill)
+    computed = sum(p.metric("baton_prompt_tokens_computed_total") for p in workers.prefill)
     ids = prompt(5, length)
     async with workers.dispatcher() as dispatcher:
         several = await answer(dispatcher, generation(ids, n=4, temperature=1.0, seed=9, max_tokens=20))
-        assert sum(p.metric("vllm:prompt_tokens_total") for p in workers.prefill) - computed == length
+        assert sum(p.metric("baton_prompt_tokens_computed_total") for p in workers.prefill) - computed == length
         single = await answer(dispatcher, generation(ids, temperature=1.0, seed=9, max_tokens=20))
         greedy = await answer(dispatcher, generation(ids, n=3, max_tokens=20))
         greedy_single = await answer(dispatcher, generation(ids, max_tokens=20))

@@ -281,3 +281,39 @@ def test_a_killed_stack_leaves_no_orphans() -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in children):
         assert time.monotonic() < deadline, "orphans"
         time.sleep(0.05)
+
+
+async def test_several_choices_go_on_beyond_the_heartbeat_timeout() -> None:
+    """Every heartbeat of a decode worker that runs more sequences than requests must be one that a gateway takes."""
+    stack = Stack("--heartbeat-timeout-s", "0.5", "--heartbeat-interval-s", "0.1")
+    async with aiohttp.ClientSession(stack.url) as session:
+        body = {"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "n": 4}
+        async with session.post("/v1/completions", json=body) as response:
+            answer = await response.json()
+    assert response.status == 200, answer
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 4
+    assert answer["usage"]["completion_tokens"] == 6000
+    code, log = stack.end(signal.SIGTERM)
+    assert code == 0, log
+    assert "refused" not in log, log
+
+
+async def test_a_chat_without_a_length_fits_into_small_workers_and_open_requests_survive_sigterm() -> None:
+    stack = Stack("--kv-cache-bytes", str(2 * 2**20))
+    async with aiohttp.ClientSession(stack.url) as session:
+        body = {"messages": [{"role": "user", "content": MIRA}], "ignore_eos": True}
+        async with session.post("/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+        assert response.status == 200, answer
+        assert answer["usage"]["total_tokens"] < 2000
+        body["max_tokens"] = answer["usage"]["completion_tokens"]
+        asking = asyncio.create_task(session.post("/v1/chat/completions", json=body))
+        async with asyncio.timeout(20):
+            while not stack.leftovers():
+                await asyncio.sleep(0.005)
+        ending = asyncio.create_task(asyncio.to_thread(stack.end, signal.SIGTERM))
+        response = await asking
+        assert response.status == 200, await response.text()
+        await response.read()
+    code, log = await ending
+    assert code == 0, log

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
-from hypothesis import settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
@@ -26,23 +26,23 @@ from kv_transfer.sink import Action, Admit, GaveUp, Pull, PullState, Release, Se
 KEY = RequestKey(RequestId("r1"), 1)
 ABOUT = {"request": KEY.request, "attempt": KEY.attempt}
 LEASE = (LeaseId("l1"), 3)
-OTHERS = [(LeaseId("l2"), 3), (LeaseId("l1"), 4)]
-
-leases = st.sampled_from([LEASE] * 30 + OTHERS)
-"""Nearly always the one lease."""
-rarely = st.sampled_from([False] * 9 + [True])
+OTHER_LEASES = [(LeaseId("l2"), 3), (LeaseId("l1"), 4)]
 
 
-class PullMachine(RuleBasedStateMachine):
-    """Source block `100 + i` holds block `i` of the sequence; sink block `200 + i` is for it.
+class Worker:
+    """The worker around a pull, and a source that sends anything.
 
-    Under another lease than the first the source would offer other blocks.
+    Source block `100 + i` holds block `i` of the sequence; under another lease than the first the source would offer
+    others. Sink block `200 + i` is for block `i`.
     """
 
-    @initialize(num_blocks=st.integers(1, 5), checksums=st.booleans(), begin=st.sampled_from(PullState))
-    def start_pull(self, num_blocks: int, checksums: bool, begin: PullState) -> None:
-        self.num_blocks = num_blocks
-        self.checksums = checksums
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+        self.num_blocks = data.draw(st.integers(1, 5), label="blocks")
+        self.checksums = data.draw(st.booleans(), label="checksums")
+        self.calm = data.draw(st.booleans(), label="calm")
+        """Nothing ends the pull before it settles, so that some do."""
+        self.sink_blocks = tuple(range(200, 200 + self.num_blocks))
         self.pull = Pull(KEY, Source(address="p:1", incarnation=Incarnation("p")))
         self.wanted = False
         self.reserved = False
@@ -52,31 +52,26 @@ class PullMachine(RuleBasedStateMachine):
         """Sink blocks whose read is done."""
         self.ends: Counter[int] = Counter()
         """Sink blocks released or admitted."""
-        self.asked: set[tuple[LeaseId, int]] = set()
+        self.asked = False
         self.told_valid = False
         self.told_tokens = False
         self.over: Action | None = None
-        if begin is not PullState.ATTACHING:
-            self.check(self.pull.blocks_ready(self.offer(0, 0, LEASE)))
-        if begin not in (PullState.ATTACHING, PullState.OFFERED):
-            self.reserve()
 
-    @property
-    def sink_blocks(self) -> tuple[int, ...]:
-        return tuple(range(200, 200 + self.num_blocks))
+    # --- what the pull decides -----------------------------------------------------------------------------------
 
     def check(self, actions: list[Action]) -> None:
         for action in actions:
             assert not isinstance(self.over, Admit), "something happens after the pull is settled"
             assert self.over is None or isinstance(action, Release), "more than a release after the end"
             match action:
-                case SendToSource(Attach() | Detach()):
-                    pass
+                case SendToSource(Attach() | Detach() as message):
+                    assert message.key == KEY
                 case SendToSource(Settle() as message):
                     assert not self.reading, "settles while a read is open"
                     assert self.arrived == set(self.sink_blocks), "settles before everything was read"
                     assert self.told_tokens
-                    self.asked.add((message.lease, message.epoch))
+                    assert (message.key, (message.lease, message.epoch)) == (KEY, LEASE)
+                    self.asked = True
                 case WantBlocks(num_blocks):
                     assert not self.wanted
                     assert num_blocks == self.num_blocks
@@ -97,135 +92,142 @@ class PullMachine(RuleBasedStateMachine):
                     raise AssertionError(action)
 
     def check_read(self, read: StartRead) -> None:
+        start, end = read.start, read.start + len(read.source_blocks)
         assert self.reserved
-        start, source_blocks, sink_blocks = read.start, read.source_blocks, read.sink_blocks
-        end = start + len(source_blocks)
         assert 0 <= start < end <= self.num_blocks
-        assert source_blocks == tuple(range(100 + start, 100 + end))
-        assert sink_blocks == self.sink_blocks[start:end]
+        assert read.source_blocks == tuple(range(100 + start, 100 + end))
+        assert read.sink_blocks == self.sink_blocks[start:end]
         assert read.checksums == (tuple(range(start, end)) if self.checksums else None)
-        assert not set(sink_blocks) & self.arrived, "a block is read twice"
-        assert not any(set(sink_blocks) & set(blocks) for blocks in self.reading.values()), "two reads into one block"
-        self.reading[start] = sink_blocks
+        assert not set(read.sink_blocks) & (self.arrived | self.under_read), "a block is read into twice"
+        self.reading[start] = read.sink_blocks
 
     def end(self, block_ids: tuple[int, ...]) -> None:
         assert self.reserved
         assert set(block_ids) <= set(self.sink_blocks)
-        under_read = {block for blocks in self.reading.values() for block in blocks}
-        assert not set(block_ids) & under_read, "a block that may still be written to changes hands"
+        assert not set(block_ids) & self.under_read, "a block that may still be written to changes hands"
         self.ends.update(block_ids)
+
+    @property
+    def under_read(self) -> set[int]:
+        return {block for blocks in self.reading.values() for block in blocks}
+
+    def check_blocks(self) -> None:
+        """What holds between any two events."""
+        self.pull.check_invariants()
+        assert all(count == 1 for count in self.ends.values()), "a block ends twice"
+        if self.reserved:
+            held = set(self.sink_blocks) - set(self.ends)
+            assert held == (set(self.sink_blocks) if self.over is None else self.under_read), "a block is lost"
+        if self.over is not None:
+            assert set(self.pull.quarantined) == self.under_read
+            assert self.pull.over == (not self.under_read)
+            expected = PullState.SETTLED if isinstance(self.over, Admit) else PullState.ABANDONED
+            assert self.pull.state is expected
 
     # --- the source ----------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), lease=leases)
-    def blocks_ready(self, data: st.DataObject, lease: tuple[LeaseId, int]) -> None:
+    def lease(self) -> tuple[LeaseId, int]:
+        """Nearly always the one lease."""
+        return LEASE if self.calm else self.data.draw(st.sampled_from([LEASE] * 14 + OTHER_LEASES))
+
+    def blocks_ready(self) -> None:
         """Any part of the offer, again or early: duplicates, gaps and reordering."""
-        start = data.draw(st.integers(0, self.num_blocks))
-        end = data.draw(st.integers(start, self.num_blocks))
-        self.check(self.pull.blocks_ready(self.offer(start, end, lease)))
-
-    @rule()
-    def everything_ready(self) -> None:
-        self.check(self.pull.blocks_ready(self.offer(0, self.num_blocks, LEASE)))
-
-    def offer(self, start: int, end: int, lease: tuple[LeaseId, int]) -> BlocksReady:
-        base = 100 if lease == LEASE else 300
-        return BlocksReady(
+        start = self.data.draw(st.integers(0, self.num_blocks))
+        end = self.data.draw(st.integers(start, self.num_blocks))
+        lease, epoch = self.lease()
+        base = 100 if (lease, epoch) == LEASE else 300
+        message = BlocksReady(
             **ABOUT,
-            lease=lease[0],
-            epoch=lease[1],
+            lease=lease,
+            epoch=epoch,
             start=start,
             block_ids=tuple(range(base + start, base + end)),
             num_blocks=self.num_blocks,
             checksums=tuple(range(start, end)) if self.checksums else None,
         )
+        if self.pull.state is PullState.ATTACHING and base != 100:
+            return  # the first lease is the one that is told first
+        self.check(self.pull.blocks_ready(message))
 
-    @rule(lease=leases, ended=st.sampled_from([(False,), (False, True), (False, False), (True, False), (True,)]))
-    def prefill_done(self, lease: tuple[LeaseId, int], ended: tuple[bool, ...]) -> None:
+    def prefill_done(self) -> None:
+        ended = self.data.draw(st.sampled_from([(False,), (False, False), (False, True), (True, False), (True,)]))
+        if self.calm and all(ended):
+            return
+        lease, epoch = self.lease()
         first_tokens = tuple(
             Tokens(**ABOUT, choice=choice, position=7, token_ids=(1,), finish_reason="stop" if end else None)
             for choice, end in enumerate(ended)
         )
         self.told_tokens = True
-        self.check(
-            self.pull.prefill_done(PrefillDone(**ABOUT, lease=lease[0], epoch=lease[1], first_tokens=first_tokens))
-        )
+        hears = self.pull.state in (PullState.OFFERED, PullState.PULLING)
+        self.check(self.pull.prefill_done(PrefillDone(**ABOUT, lease=lease, epoch=epoch, first_tokens=first_tokens)))
+        if hears and ((lease, epoch) != LEASE or all(ended)):
+            assert isinstance(self.over, GaveUp)
 
-    @precondition(lambda self: self.asked)
-    @rule(valid=st.sampled_from([True, True, False]), lease=leases)
-    def settled(self, valid: bool, lease: tuple[LeaseId, int]) -> None:
-        """Valid is said only to who asked: of a lease that was asked about."""
-        self.told_valid |= valid and lease in self.asked
-        if lease in self.asked or not valid:
-            self.check(self.pull.settled(Settled(**ABOUT, lease=lease[0], epoch=lease[1], valid=valid)))
+    def settled(self) -> None:
+        """What a source says: valid only to who has asked, and of the lease that was asked about."""
+        lease, epoch = self.data.draw(st.sampled_from([LEASE] * 4 + OTHER_LEASES))
+        valid = self.data.draw(st.sampled_from([True, True, False])) and (self.asked or (lease, epoch) != LEASE)
+        if (lease, epoch) == LEASE:
+            self.told_valid |= valid
+        self.check(self.pull.settled(Settled(**ABOUT, lease=lease, epoch=epoch, valid=valid)))
 
-    @precondition(lambda self: not self.asked)
-    @rule(lease=leases)
-    def settled_unasked(self, lease: tuple[LeaseId, int]) -> None:
-        assert self.pull.settled(Settled(**ABOUT, lease=lease[0], epoch=lease[1], valid=True)) == []
+    def withdrawn(self) -> None:
+        self.check(self.pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.DEADLINE, message="expired")))
+        assert self.over is not None
 
-    # --- the worker around it ------------------------------------------------------------------------------------
+    # --- the worker ----------------------------------------------------------------------------------------------
 
-    @rule()
     def attach(self) -> None:
+        states = {PullState.SETTLING: [Settle], PullState.SETTLED: [], PullState.ABANDONED: []}
+        expected = states.get(self.pull.state, [Attach])
         actions = self.pull.attach()
-        expected = {PullState.SETTLING: Settle, PullState.SETTLED: None, PullState.ABANDONED: None}
-        expects = expected.get(self.pull.state, Attach)
-        assert [type(action.message) for action in actions] == ([] if expects is None else [expects])
+        assert [type(action.message) for action in actions] == expected
         self.check(actions)
 
-    @precondition(lambda self: self.wanted and not self.reserved and self.over is None)
-    @rule()
     def reserve(self) -> None:
         self.reserved = True
         self.check(self.pull.reserve(self.sink_blocks))
 
-    @precondition(lambda self: self.reading)
-    @rule(data=st.data(), fails=rarely)
-    def read_done(self, data: st.DataObject, fails: bool) -> None:
-        start = data.draw(st.sampled_from(sorted(self.reading)))
+    def read_done(self) -> None:
+        start = self.data.draw(st.sampled_from(sorted(self.reading)))
+        failed = self.data.draw(st.sampled_from([False] * 7 + [not self.calm]))
         blocks = self.reading.pop(start)
-        if not fails:
+        if not failed:
             self.arrived.update(blocks)
-        self.check(self.pull.read_done(start, "the peer is gone" if fails else None))
+        self.check(self.pull.read_done(start, "the peer is gone" if failed else None))
 
-    @precondition(lambda self: self.over is None)
-    @rule(how=st.sampled_from([None] * 8 + ["withdrawn", "abandoned"]), detach=st.booleans())
-    def end_it(self, how: str | None, detach: bool) -> None:
-        """Rarely, or nothing else would happen."""
-        if how == "withdrawn":
-            self.check(self.pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.DEADLINE, message="expired")))
-        elif how == "abandoned":
-            self.check(self.pull.abandon(Cause.DEADLINE, "the time is up", detach=detach))
-        assert (self.over is not None) == (how is not None)
+    def abandon(self) -> None:
+        self.check(self.pull.abandon(Cause.DEADLINE, "the time is up", detach=self.data.draw(st.booleans())))
+        assert self.over is not None
 
-    # --- what always holds ---------------------------------------------------------------------------------------
+    def steps(self) -> list[Callable[[], None]]:
+        """What may happen next, what leads on more often than what ends it."""
+        steps = [self.blocks_ready] * 6 + [self.prefill_done] * 2 + [self.attach] * 2 + [self.settled] * 2
+        if self.wanted and not self.reserved and self.over is None:
+            steps += [self.reserve] * 6
+        if self.reading:
+            steps += [self.read_done] * 6
+        if self.asked:
+            steps += [self.settled] * 6
+        return steps if self.calm else [*steps, self.withdrawn, self.abandon]
 
-    @invariant()
-    def blocks_add_up(self) -> None:
-        self.pull.check_invariants()
-        assert all(count == 1 for count in self.ends.values()), "a block ends twice"
-        under_read = {block for blocks in self.reading.values() for block in blocks}
-        if self.reserved:
-            held = set(self.sink_blocks) - set(self.ends)
-            assert held == (set(self.sink_blocks) if self.over is None else under_read), "a block is lost"
-        if self.over is not None:
-            assert set(self.pull.quarantined) == (under_read if isinstance(self.over, GaveUp) else set())
-            assert self.pull.over == (not under_read)
-            expected = PullState.SETTLED if isinstance(self.over, Admit) else PullState.ABANDONED
-            assert self.pull.state is expected
-
-    def teardown(self) -> None:
-        if not hasattr(self, "pull"):
-            return
+    def tear_down(self) -> None:
         self.check(self.pull.abandon(Cause.CANCELLED, "teardown", detach=True))
         for start in list(self.reading):
             del self.reading[start]
             self.check(self.pull.read_done(start, "fenced"))
-        self.blocks_add_up()
+        self.check_blocks()
         assert self.pull.over
         assert set(self.ends) == (set(self.sink_blocks) if self.reserved else set())
 
 
-TestPull = PullMachine.TestCase
-TestPull.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_each_reserved_block_is_admitted_or_released_once(data: st.DataObject) -> None:
+    worker = Worker(data)
+    for _ in range(data.draw(st.integers(5, 30), label="steps")):
+        data.draw(st.sampled_from(worker.steps()))()
+        worker.check_blocks()
+    event(f"{worker.pull.state}, {'with' if worker.reading else 'without'} reads open")
+    worker.tear_down()

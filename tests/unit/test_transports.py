@@ -1,0 +1,688 @@
+"""Transports within one process: regions, validation, the ZMQ wire against liars, the mover's promises."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import re
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import msgpack
+import pytest
+import zmq
+from transport_sink import Sink
+from transport_source import END_BOUND_S, POISON, Cache, make_transport
+
+from common.contract.errors import TransferError
+from common.contract.ids import Incarnation, new_incarnation
+from kv_transfer.mover import Mover
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.regions import Region
+from kv_transfer.transport import MAX_METADATA_BYTES, Read, ReadId, ReadState, Transport
+from kv_transfer.zmq_transport import MAX_BLOCKS_PER_PIECE, MAX_PIECES_ASKED, PIECE_BYTES, ZmqTransport
+
+KINDS = ("nixl", "zmq")
+SEED = 7
+
+
+class Pair:
+    """A source and a sink in this process, polled by hand."""
+
+    def __init__(self, kind: str, num_blocks: int, block_bytes: int) -> None:
+        self.source_cache, self.sink_cache = Cache(num_blocks, block_bytes), Cache(num_blocks, block_bytes)
+        self.source_cache.fill(SEED)
+        self.incarnation = new_incarnation()
+        self.source = make_transport(kind, self.source_cache.region, self.incarnation)
+        self.sink = make_transport(kind, self.sink_cache.region, new_incarnation())
+
+    def connect(self) -> None:
+        """Let the sink know the source."""
+        self.sink.add_source(self.incarnation, self.source.metadata())
+
+    def end(self, read: Read) -> ReadState:
+        """Poll both sides until the read has ended."""
+        give_up_s = time.monotonic() + END_BOUND_S
+        while read.state is ReadState.PENDING:
+            assert time.monotonic() < give_up_s
+            self.source.poll()
+            self.sink.poll()
+        return read.state
+
+    def close(self) -> None:
+        """Close both."""
+        self.sink.close()
+        self.source.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    """Make pairs that are closed after the test."""
+    made: list[Pair] = []
+
+    def make(kind: str, num_blocks: int = 8, block_bytes: int = 4096) -> Pair:
+        made.append(Pair(kind, num_blocks, block_bytes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+# --- regions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_region_views_its_blocks_in_place() -> None:
+    cache = Cache(4, 100)
+    view = cache.region.view(2)
+    view[:] = b"\x01" * 100
+    assert cache.blocks_NB[2].tobytes() == b"\x01" * 100
+    assert cache.is_poisoned([0, 1, 3])
+    assert cache.region.crc32([2, 0]) == (zlib.crc32(b"\x01" * 100), zlib.crc32(bytes([POISON]) * 100))
+    assert cache.region.num_bytes == 400
+
+
+@pytest.mark.parametrize("block_id", [-1, 4, 2**40])
+def test_a_region_knows_its_bounds(block_id: int) -> None:
+    region = Cache(4, 100).region
+    with pytest.raises(TransferError, match=f"block {block_id} of a cache of 4"):
+        region.view(block_id)
+    with pytest.raises(TransferError):
+        region.crc32([0, block_id])
+
+
+def test_device_memory_has_no_view() -> None:
+    with pytest.raises(TransferError, match="cuda"):
+        Region(address=4096, num_blocks=1, block_bytes=1, device="cuda").view(0)
+
+
+# --- every transport ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_read_copies_the_named_blocks_only(pair: Callable[..., Pair], kind: str) -> None:
+    two = pair(kind)
+    two.connect()
+    two.connect()
+    read = two.sink.start_read(two.incarnation, [5, 0, 7], [1, 6, 2])
+    assert two.end(read) is ReadState.DONE
+    assert read.error == ""
+    assert two.sink_cache.region.crc32([1, 6, 2]) == two.source_cache.region.crc32([5, 0, 7])
+    assert two.sink_cache.is_poisoned([0, 3, 4, 5, 7])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("source_blocks", "sink_blocks", "message"),
+    [
+        ([8], [0], "source blocks"),
+        ([-1], [0], "source blocks"),
+        ([0], [8], "sink blocks"),
+        ([0], [-1], "sink blocks"),
+        ([0, 1], [0], "2 blocks into 1"),
+        ([], [], "0 blocks"),
+        ([0, 1], [3, 3], "twice"),
+    ],
+)
+def test_blocks_that_cannot_be_read_are_refused(
+    pair: Callable[..., Pair], kind: str, source_blocks: list[int], sink_blocks: list[int], message: str
+) -> None:
+    two = pair(kind)
+    two.connect()
+    with pytest.raises(TransferError, match=message):
+        two.sink.start_read(two.incarnation, source_blocks, sink_blocks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dropped_source_is_unknown_until_it_is_added_again(pair: Callable[..., Pair], kind: str) -> None:
+    two = pair(kind)
+    two.sink.drop_source(two.incarnation)  # inert
+    with pytest.raises(TransferError, match="unknown source"):
+        two.sink.start_read(two.incarnation, [0], [0])
+    two.connect()
+    read = two.sink.start_read(two.incarnation, [0], [0])
+    two.sink.drop_source(two.incarnation)
+    assert read.state is not ReadState.PENDING
+    with pytest.raises(TransferError, match="unknown source"):
+        two.sink.start_read(two.incarnation, [0], [0])
+    two.connect()
+    assert two.end(two.sink.start_read(two.incarnation, [1], [1])) is ReadState.DONE
+
+
+def spoil(metadata: bytes, **changes: object) -> bytes:
+    fields = msgpack.unpackb(metadata) | changes
+    blob: bytes = msgpack.packb({name: value for name, value in fields.items() if value is not None})
+    return blob
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_metadata_is_refused(pair: Callable[..., Pair], kind: str) -> None:
+    two = pair(kind)
+    good = two.source.metadata()
+    bad = [
+        b"",
+        b"\xc1",
+        good[:-1],
+        good + b"\x00",
+        bytes(MAX_METADATA_BYTES + 1),
+        msgpack.packb([1, 2]),
+        msgpack.packb([[]] * 5000),
+        spoil(good, block_bytes=8192),
+        spoil(good, block_bytes=0),
+        spoil(good, num_blocks=None),
+        spoil(good, num_blocks=True),
+        spoil(good, surprise=1),
+        two.sink.metadata(),
+    ]
+    if kind == "nixl":
+        agent_metadata = msgpack.unpackb(good)["agent_metadata"]
+        foreign = msgpack.unpackb(two.sink.metadata())["agent_metadata"]
+        bad += [spoil(good, agent_metadata=foreign)]
+        for wrong in (foreign, agent_metadata[:1], agent_metadata[:50], agent_metadata[:-1]):
+            bad += [spoil(good, agent_metadata=wrong, agent_sha256=hashlib.sha256(wrong).digest())]
+        bad += [spoil(good, num_blocks=2**30)]  # beyond the memory that the agent registered
+    else:
+        bad += [spoil(good, endpoint=endpoint) for endpoint in ("ipc://x", "tcp://no-such-host:1", "tcp://127.0.0.1")]
+        bad += [spoil(good, token=b"")]
+    for blob in bad:
+        with pytest.raises(TransferError):
+            two.sink.add_source(two.incarnation, blob)
+    two.connect()
+    assert two.end(two.sink.start_read(two.incarnation, [0], [0])) is ReadState.DONE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_metadata_is_refused_or_harmless(pair: Callable[..., Pair], kind: str) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    generator = random.Random(seed)
+    two = pair(kind)
+    good = two.source.metadata()
+    for _ in range(30):
+        blob = bytearray(good)
+        for _ in range(generator.randint(1, 4)):
+            blob[generator.randrange(len(blob))] = generator.randrange(256)
+        try:
+            two.sink.add_source(two.incarnation, bytes(blob))
+        except TransferError:
+            continue
+        two.sink.drop_source(two.incarnation)
+    assert two.sink_cache.is_poisoned(range(8))
+
+
+# --- NIXL --------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_nixl_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(TransferError, match="nixl cannot be loaded"):
+        NixlTransport(Cache(1, 4096).region, new_incarnation())
+
+
+def test_nixl_leaves_logging_alone(pair: Callable[..., Pair]) -> None:
+    pair("nixl")
+    logger = logging.getLogger("nixl")
+    assert (logger.handlers, logger.propagate) == ([], True)
+    assert logging.raiseExceptions
+
+
+def test_a_fence_that_cannot_be_proved_is_an_error(pair: Callable[..., Pair]) -> None:
+    two = pair("nixl")
+    assert isinstance(two.sink, NixlTransport)
+    two.connect()
+    held = two.sink._links[two.incarnation]._agent.agent
+    with pytest.raises(TransferError, match="could not be destroyed"):
+        two.sink.drop_source(two.incarnation)
+    with pytest.raises(TransferError, match="could not be destroyed"):
+        two.sink.close()
+    del held
+    two.sink.drop_source(two.incarnation)
+
+
+def test_the_agent_carries_the_incarnation(pair: Callable[..., Pair]) -> None:
+    two = pair("nixl")
+    assert two.incarnation in msgpack.unpackb(two.source.metadata())["agent"]
+
+
+# --- ZMQ: the pieces ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_bytes"),
+    [
+        (3, PIECE_BYTES * 5 // 2),
+        (2, PIECE_BYTES + 1),
+        (MAX_BLOCKS_PER_PIECE + 50, 16),
+        (40, 300_000),
+        (2 * MAX_PIECES_ASKED, PIECE_BYTES),
+    ],
+)
+def test_blocks_of_every_size_are_cut_into_pieces(pair: Callable[..., Pair], num_blocks: int, block_bytes: int) -> None:
+    two = pair("zmq", num_blocks, block_bytes)
+    two.connect()
+    ids = range(num_blocks)
+    assert two.end(two.sink.start_read(two.incarnation, ids, ids[::-1])) is ReadState.DONE
+    assert (two.sink_cache.blocks_NB[::-1] == two.source_cache.blocks_NB).all()
+
+
+def test_zmq_refuses_device_memory_and_addresses_that_are_not_here() -> None:
+    device = Region(address=4096, num_blocks=1, block_bytes=1, device="cuda")
+    with pytest.raises(TransferError, match="host memory"):
+        ZmqTransport(device, new_incarnation(), "127.0.0.1")
+    with pytest.raises(TransferError, match=r"192\.0\.2\.1"):
+        ZmqTransport(Cache(1, 1).region, new_incarnation(), "192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ({"token": b"x" * 32}, "wrong token"),
+        ({"block_ids": [8]}, "block 8 of a cache of 8"),
+        ({"start": 1}, "bytes"),
+        ({"length": 2**30}, "bytes"),
+        ({"block_ids": [0] * (PIECE_BYTES // 4096 + 1)}, "bytes"),
+        ({"block_ids": [-1]}, None),
+        ({"block_ids": []}, None),
+        ({"block_ids": "0"}, None),
+        ({"number": None}, None),
+        ({"surprise": 1}, None),
+    ],
+)
+def test_a_request_that_may_not_be_is_counted_and_refused(
+    pair: Callable[..., Pair], change: dict[str, object], answer: str | None
+) -> None:
+    two = pair("zmq")
+    assert isinstance(two.source, ZmqTransport)
+    metadata = msgpack.unpackb(two.source.metadata())
+    request = {"token": metadata["token"], "number": 1, "block_ids": [0], "start": 0, "length": 4096}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(metadata["endpoint"])
+        dealer.send(spoil(msgpack.packb(request), **change))
+        dealer.send(msgpack.packb(request | {"number": 2}))  # the server goes on
+        frames = dealer.recv_multipart()
+        if answer is not None:
+            assert len(frames) == 1
+            refusal = msgpack.unpackb(frames[0])
+            assert refusal["number"] == 1
+            assert answer in refusal["refused"]
+            frames = dealer.recv_multipart()
+        assert msgpack.unpackb(frames[0]) == {"number": 2, "refused": ""}
+        assert frames[1] == two.source_cache.blocks_NB[0].tobytes()
+    assert two.source.num_refused == 1
+
+
+class Liar:
+    """A ZMQ source that a test answers for."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.router = self._listen("tcp://127.0.0.1:*")
+        self.incarnation = new_incarnation()
+        fields = {
+            "incarnation": self.incarnation,
+            "endpoint": self.router.getsockopt_string(zmq.LAST_ENDPOINT),
+            "token": bytes(32),
+            "num_blocks": 64,
+            "block_bytes": PIECE_BYTES,
+        }
+        self.metadata: bytes = msgpack.packb(fields)
+
+    def reopen(self) -> None:
+        """Drop every connection and listen at the same address again."""
+        endpoint = self.router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.router.close()
+        self.router = self._listen(endpoint)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.router.close()
+        self.context.term()
+
+    def _listen(self, endpoint: str) -> zmq.Socket[bytes]:
+        router = self.context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.rcvtimeo = 2000
+        give_up_s = time.monotonic() + END_BOUND_S
+        while True:  # the port of a closed socket takes a moment to be free
+            try:
+                router.bind(endpoint)
+                return router
+            except zmq.ZMQError:
+                assert time.monotonic() < give_up_s
+
+
+@pytest.fixture
+def lied_to() -> Iterator[tuple[Liar, ZmqTransport, Cache]]:
+    """A liar, and a sink that believes it."""
+    liar, cache = Liar(), Cache(64, PIECE_BYTES)
+    sink = ZmqTransport(cache.region, new_incarnation(), "127.0.0.1")
+    sink.add_source(liar.incarnation, liar.metadata)
+    yield liar, sink, cache
+    sink.close()
+    liar.close()
+
+
+def poll_to_end(sink: Transport, read: Read) -> None:
+    give_up_s = time.monotonic() + END_BOUND_S
+    while read.state is ReadState.PENDING:
+        assert time.monotonic() < give_up_s
+        sink.poll()
+
+
+def header(number: object, refused: object = "") -> bytes:
+    blob: bytes = msgpack.packb({"number": number, "refused": refused})
+    return blob
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ([b"\xc1"], "malformed answer"),
+        ([header("1"), bytes(PIECE_BYTES)], "malformed answer"),
+        ([bytes(2**17)], "malformed answer|answer of"),
+        ([header(2), bytes(PIECE_BYTES)], "not made"),
+        ([header(1), bytes(PIECE_BYTES - 1)], "wrong size"),
+        ([header(1)], "wrong size"),
+        ([header(1), bytes(PIECE_BYTES), b""], "wrong size"),
+        ([header(1, "no"), b""], "refused: no"),
+        ([header(1), bytes(2 * PIECE_BYTES)], "lost"),
+    ],
+)
+def test_a_lying_source_fails_the_read_and_writes_nothing(
+    lied_to: tuple[Liar, ZmqTransport, Cache], answer: list[bytes], error: str
+) -> None:
+    liar, sink, cache = lied_to
+    read = sink.start_read(liar.incarnation, [0], [0])
+    peer, _ = liar.router.recv_multipart()
+    liar.router.send_multipart([peer, *answer])
+    poll_to_end(sink, read)
+    assert read.state is ReadState.FAILED
+    assert re.search(error, read.error)
+    assert cache.is_poisoned(range(64))
+
+
+def test_the_pieces_on_their_way_are_bounded(lied_to: tuple[Liar, ZmqTransport, Cache]) -> None:
+    liar, sink, _ = lied_to
+    reads = [sink.start_read(liar.incarnation, range(32), range(start, start + 32)) for start in (0, 32)]
+    for number in range(MAX_PIECES_ASKED):
+        peer, request = liar.router.recv_multipart()
+        assert msgpack.unpackb(request)["number"] == number + 1
+    assert not liar.router.poll(200)
+    liar.router.send_multipart([peer, header(1), bytes(PIECE_BYTES)])
+    give_up_s = time.monotonic() + END_BOUND_S
+    while not liar.router.poll(0):
+        assert time.monotonic() < give_up_s
+        sink.poll()
+    assert msgpack.unpackb(liar.router.recv_multipart()[1])["number"] == MAX_PIECES_ASKED + 1
+    assert [read.state for read in reads] == [ReadState.PENDING] * 2
+
+
+def test_a_refused_read_leaves_the_others_of_its_connection(lied_to: tuple[Liar, ZmqTransport, Cache]) -> None:
+    liar, sink, cache = lied_to
+    refused = sink.start_read(liar.incarnation, [0, 1], [0, 1])
+    other = sink.start_read(liar.incarnation, [2], [2])
+    peer, _ = liar.router.recv_multipart()
+    liar.router.send_multipart([peer, header(1, "gone")])
+    liar.router.send_multipart([peer, header(2), bytes(PIECE_BYTES)])  # of the read that has ended: dropped
+    liar.router.send_multipart([peer, header(3), bytes(PIECE_BYTES)])
+    poll_to_end(sink, other)
+    assert (refused.state, other.state) == (ReadState.FAILED, ReadState.DONE)
+    assert cache.is_poisoned([0, 1])
+    assert not cache.blocks_NB[2].any()
+
+
+def test_a_connection_that_broke_while_idle_is_made_anew(lied_to: tuple[Liar, ZmqTransport, Cache]) -> None:
+    liar, sink, _ = lied_to
+    for _ in range(2):
+        read = sink.start_read(liar.incarnation, [0], [0])
+        peer, request = liar.router.recv_multipart()
+        liar.router.send_multipart([peer, header(msgpack.unpackb(request)["number"]), bytes(PIECE_BYTES)])
+        poll_to_end(sink, read)
+        assert read.state is ReadState.DONE
+        liar.reopen()
+        time.sleep(0.2)  # the sink's end is told
+
+
+def test_a_source_that_is_not_there_fails_the_read(lied_to: tuple[Liar, ZmqTransport, Cache]) -> None:
+    liar, sink, _ = lied_to
+    liar.router.close()
+    for _ in range(2):
+        read = sink.start_read(liar.incarnation, [0], [0])
+        poll_to_end(sink, read)
+        assert read.state is ReadState.FAILED
+        assert "lost" in read.error
+
+
+# --- the mover ---------------------------------------------------------------------------------------------------
+
+
+class Faulty:
+    """A transport whose reads end when, and whose methods raise what, a test says."""
+
+    name = "faulty"
+
+    def __init__(self, serves_by_polling: bool = True) -> None:
+        self.serves_by_polling = serves_by_polling
+        self.reads: list[Read] = []
+        self.raising: dict[str, Exception] = {}
+        self.num_polls = 0
+        self.threads: set[int] = set()
+
+    def _enter(self, method: str) -> None:
+        self.threads.add(threading.get_ident())
+        if method in self.raising:
+            raise self.raising[method]
+
+    def metadata(self) -> bytes:
+        self._enter("metadata")
+        return b"metadata"
+
+    def add_source(self, source: Incarnation, metadata: bytes) -> None:
+        self._enter("add_source")
+
+    def start_read(self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> Read:
+        self._enter("start_read")
+        self.reads.append(Read(source, len(sink_blocks)))
+        return self.reads[-1]
+
+    def poll(self) -> None:
+        self.num_polls += 1
+        self._enter("poll")
+
+    def drop_source(self, source: Incarnation) -> None:
+        self._enter("drop_source")
+        for read in self.reads:
+            if read.source == source and read.state is ReadState.PENDING:
+                read.fail("dropped")
+
+    def close(self) -> None:
+        self._enter("close")
+        for read in self.reads:
+            if read.state is ReadState.PENDING:
+                read.fail("closed")
+
+
+class Watched:
+    """A mover over a faulty transport, and what it told."""
+
+    def __init__(self, transport: Faulty) -> None:
+        self.transport = transport
+        self.ends: dict[int, TransferError | None] = {}
+        self.fatal: list[Exception] = []
+        self.mover = Mover(Cache(8, 64).region, lambda: transport, self._on_read, self.fatal.append)
+
+    def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
+        assert read_id not in self.ends, "told twice"
+        self.ends[read_id] = error
+
+    def read(self, read_id: int, source: str = "s") -> None:
+        """Start a read of one block."""
+        self.mover.read(ReadId(read_id), Incarnation(source), [read_id], [read_id])
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for the mover to get there."""
+        async with asyncio.timeout(END_BOUND_S):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def watched() -> Watched:
+    """Started."""
+    each = Watched(Faulty())
+    assert await each.mover.start() == b"metadata"
+    return each
+
+
+async def test_the_transport_is_used_on_one_thread_and_callbacks_come_on_the_loop(watched: Watched) -> None:
+    watched.mover.add_source(Incarnation("s"), b"")
+    watched.read(1)
+    watched.read(2)
+    assert watched.mover.num_open_reads == 2
+    await watched.until(lambda: len(watched.transport.reads) == 2)
+    watched.transport.reads[1].finish()
+    await watched.until(lambda: 2 in watched.ends)
+    assert watched.ends == {2: None}
+    watched.mover.drop_source(Incarnation("s"))
+    await watched.until(lambda: 1 in watched.ends)
+    assert str(watched.ends[1]) == "dropped"
+    await watched.mover.close()
+    assert len(watched.transport.threads) == 1
+    assert threading.get_ident() not in watched.transport.threads
+    assert (watched.mover.num_reads_done, watched.mover.num_reads_failed) == (1, 1)
+    assert (watched.mover.num_blocks_read, watched.mover.num_open_reads) == (1, 0)
+    assert not watched.fatal
+
+
+async def test_close_waits_a_little_for_reads_and_reports_every_one(watched: Watched) -> None:
+    watched.read(1)
+    watched.read(2)
+    await watched.until(lambda: len(watched.transport.reads) == 2)
+    closing = asyncio.create_task(watched.mover.close())
+    await asyncio.sleep(0.05)
+    watched.transport.reads[0].finish()
+    await closing
+    assert watched.ends[1] is None
+    assert str(watched.ends[2]) == "closed"
+    watched.read(3)
+    assert 3 not in watched.ends, "never from within read"
+    await watched.until(lambda: 3 in watched.ends)
+    assert "stopped" in str(watched.ends[3])
+    await watched.mover.close()
+
+
+async def test_a_mover_that_cannot_start_says_why() -> None:
+    def make() -> Transport:
+        raise TransferError("no such luck")
+
+    mover = Mover(Cache(1, 1).region, make, lambda *_: None, lambda _: None)
+    await mover.close()
+    with pytest.raises(TransferError, match="no such luck"):
+        await mover.start()
+    await mover.close()
+
+
+async def test_a_refused_source_fails_its_reads_only(watched: Watched) -> None:
+    watched.transport.raising["add_source"] = TransferError("blocks of 1 byte")
+    watched.mover.add_source(Incarnation("bad"), b"")
+    watched.read(1, "bad")
+    watched.read(2, "good")
+    await watched.until(lambda: 1 in watched.ends and len(watched.transport.reads) == 1)
+    assert str(watched.ends[1]) == "blocks of 1 byte"
+    watched.transport.reads[0].finish()
+    await watched.until(lambda: watched.ends.get(2, 0) is None)
+    del watched.transport.raising["add_source"]
+    watched.mover.add_source(Incarnation("bad"), b"")
+    watched.read(3, "bad")
+    await watched.until(lambda: len(watched.transport.reads) == 2)
+    await watched.mover.close()
+
+
+async def test_a_read_that_is_refused_fails_alone(watched: Watched) -> None:
+    watched.transport.raising["start_read"] = TransferError("unknown source")
+    watched.read(1)
+    await watched.until(lambda: 1 in watched.ends)
+    assert str(watched.ends[1]) == "unknown source"
+    await watched.mover.close()
+
+
+@pytest.mark.parametrize("method", ["poll", "start_read", "add_source", "drop_source"])
+async def test_a_bug_ends_the_mover_and_every_read_is_reported(watched: Watched, method: str) -> None:
+    watched.read(1)
+    await watched.until(lambda: len(watched.transport.reads) == 1)
+    bug = ZeroDivisionError("a bug")
+    watched.transport.raising[method] = bug
+    watched.mover.add_source(Incarnation("s"), b"")
+    watched.read(2)
+    watched.mover.drop_source(Incarnation("s"))
+    await watched.until(lambda: bool(watched.fatal) and len(watched.ends) == 2)
+    assert watched.fatal == [bug]
+    assert all(isinstance(error, TransferError) for error in watched.ends.values())
+    watched.read(3)
+    await watched.until(lambda: 3 in watched.ends)
+    await watched.mover.close()
+
+
+async def test_reads_whose_end_cannot_be_proved_are_never_reported(watched: Watched) -> None:
+    watched.read(1)
+    await watched.until(lambda: len(watched.transport.reads) == 1)
+    watched.transport.raising |= {"drop_source": TransferError("no fence"), "close": TransferError("no fence")}
+    watched.mover.drop_source(Incarnation("s"))
+    await watched.until(lambda: bool(watched.fatal))
+    await watched.mover.close()
+    assert not watched.ends
+    assert watched.mover.num_open_reads == 1
+
+
+async def test_the_thread_polls_only_while_there_is_something_to_poll_for(watched: Watched) -> None:
+    transport = watched.transport
+
+    async def polls_in(seconds: float) -> int:
+        before = transport.num_polls
+        await asyncio.sleep(seconds)
+        return transport.num_polls - before
+
+    assert await polls_in(0.05) == 0
+    watched.mover.set_serving(True)
+    assert await polls_in(0.1) > 20
+    watched.mover.set_serving(False)
+    await asyncio.sleep(0.01)
+    assert await polls_in(0.05) == 0
+    watched.read(1)
+    assert await polls_in(0.1) > 20
+    transport.reads[0].finish()
+    await watched.until(lambda: 1 in watched.ends)
+    assert await polls_in(0.05) == 0
+    await watched.mover.close()
+
+
+async def test_a_transport_that_serves_by_itself_is_not_polled_for_its_peers() -> None:
+    watched = Watched(Faulty(serves_by_polling=False))
+    await watched.mover.start()
+    watched.mover.set_serving(True)
+    await asyncio.sleep(0.02)
+    before = watched.transport.num_polls
+    await asyncio.sleep(0.05)
+    assert watched.transport.num_polls == before
+    await watched.mover.close()
+
+
+async def test_a_block_that_arrives_otherwise_than_it_was_sent_is_an_error() -> None:
+    source = Pair("zmq", 8, 4096)
+    try:
+        async with Sink("zmq", 8, 4096) as sink:
+            sink.mover.add_source(source.incarnation, source.source.metadata())
+            checksums = source.source_cache.region.crc32([3, 4])
+            source.source_cache.blocks_NB[4] = 0
+            right = sink.read(source.incarnation, [3], [0], checksums[:1])
+            wrong = sink.read(source.incarnation, [3, 4], [1, 2], checksums)
+            assert await sink.end_of(right) is None
+            assert "block 4" in str(await sink.end_of(wrong))
+    finally:
+        source.close()
