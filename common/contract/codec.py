@@ -22,6 +22,8 @@ MAX_FRAME_BYTES = 64 * 2**20
 MAX_MESSAGES_PER_FRAME = 4096
 """Most messages in one frame; a sender with more sends several frames."""
 
+_MAX_REFUSAL_CHARS = 500
+
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {cls.__name__: TypeAdapter(cls) for cls in MESSAGES}
 _FIELDS: dict[type, tuple[str, ...]] = {}
 
@@ -34,7 +36,10 @@ def encode(sender: Incarnation, messages: Sequence[Message]) -> bytes:
     if len(messages) > MAX_MESSAGES_PER_FRAME:
         raise ProtocolError(f"{len(messages)} messages in one frame, at most {MAX_MESSAGES_PER_FRAME}")
     body = [[type(message).__name__, _as_map(message)] for message in messages]
-    frame: bytes = msgpack.packb([sender, body], default=_as_map, use_bin_type=True)
+    try:
+        frame: bytes = msgpack.packb([sender, body], default=_as_map, use_bin_type=True)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise ProtocolError(f"a message that cannot travel: {error}") from error
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}")
     return frame
@@ -88,7 +93,7 @@ def _message(item: object) -> Message:
                 message: Message = _ADAPTERS[kind].validate_python(fields)
             except ValidationError as error:
                 problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-                raise ProtocolError(f"invalid {kind}: {problems}") from error
+                raise ProtocolError(f"invalid {kind}: {problems[:_MAX_REFUSAL_CHARS]}") from error
             return message
         case _:
             raise ProtocolError("not a message of [kind, fields]")

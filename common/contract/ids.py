@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
+
+from pydantic import Field
+
+HANDLE = Field(strict=True, min_length=1, max_length=64)
+"""Bounds of every id."""
+ATTEMPT = Field(strict=True, ge=1, le=2**31)
+"""Bounds of an attempt."""
 
 RequestId = NewType("RequestId", str)
 """One ask of one client, for the life of that ask; drawn by the gateway and never taken from a client."""
@@ -18,8 +25,8 @@ LeaseId = NewType("LeaseId", str)
 class RequestKey(NamedTuple):
     """A request and the gateway's try at it. A newer attempt fences every older one."""
 
-    request: RequestId
-    attempt: int
+    request: Annotated[RequestId, HANDLE]
+    attempt: Annotated[int, ATTEMPT]
 
 
 def new_request_id() -> RequestId:

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.ids import ATTEMPT, HANDLE, Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 
@@ -30,14 +30,12 @@ MAX_OPEN_REQUESTS = 2**16
 """Most requests that one peer may have open at once."""
 
 Count = Annotated[int, Field(strict=True, ge=0, le=2**62)]
-Attempt = Annotated[int, Field(strict=True, ge=1, le=2**31)]
-Handle = Annotated[str, Field(strict=True, min_length=1, max_length=64)]
 Address = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Flag = Annotated[bool, Field(strict=True)]
-Real = Annotated[float, Field(allow_inf_nan=False)]
-TokenIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS)]
-BlockIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS)]
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+TokenIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
+BlockIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
 Choice = Annotated[int, Field(strict=True, ge=0, lt=MAX_CHOICES)]
 FinishReason = Literal["stop", "length"]
 
@@ -61,8 +59,8 @@ class Message:
 class RequestMessage(Message):
     """A message about one attempt at one request."""
 
-    request: Annotated[RequestId, Handle]
-    attempt: Attempt
+    request: Annotated[RequestId, HANDLE]
+    attempt: Annotated[int, ATTEMPT]
 
     @property
     def key(self) -> RequestKey:
@@ -73,7 +71,7 @@ class RequestMessage(Message):
 # --- the link itself ---------------------------------------------------------------------------------------------
 
 
-OpenRequests = Annotated[tuple[RequestKey, ...], Field(max_length=MAX_OPEN_REQUESTS)]
+OpenRequests = Annotated[tuple[RequestKey, ...], Field(max_length=MAX_OPEN_REQUESTS, fail_fast=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +156,7 @@ class HeartbeatEcho(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work(RequestMessage):
-    token_ids: Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_TOKENS)]
+    token_ids: Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
     """The prompt, followed on a retry by the tokens that the client already has (a forced prefix)."""
     prompt_len: Annotated[Count, Field(ge=1)]
     """Leading tokens of `token_ids` that are the prompt; the rest counts as output for penalties and limits."""
@@ -170,9 +168,9 @@ class _Work(RequestMessage):
 
     def __post_init__(self) -> None:
         if self.prompt_len > len(self.token_ids):
-            raise ValueError(f"a prompt of {self.prompt_len} tokens in a sequence of {len(self.token_ids)}")
+            raise ValueError(f"prompt_len {self.prompt_len} of a sequence of {len(self.token_ids)} tokens")
         if len(set(self.choices)) != len(self.choices):
-            raise ValueError("a choice is asked for twice")
+            raise ValueError("choices names one twice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +186,7 @@ class Source:
 
     address: Address
     """Control address, `host:port`."""
-    incarnation: Annotated[Incarnation, Handle]
+    incarnation: Annotated[Incarnation, HANDLE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +236,7 @@ class Tokens(RequestMessage):
     choice: Choice
     position: Count
     token_ids: Annotated[TokenIds, Field(min_length=1)]
-    logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS)] | None = None
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
     """One for each token, when the request asked."""
     finish_reason: FinishReason | None = None
     """Set when the last of these tokens is the choice's last."""
@@ -278,7 +276,7 @@ class Attach(RequestMessage):
 class Settle(RequestMessage):
     """My reads have ended: was the lease held, in this epoch, until now? Idempotent."""
 
-    lease: Annotated[LeaseId, Handle]
+    lease: Annotated[LeaseId, HANDLE]
     epoch: Count
 
 
@@ -294,14 +292,14 @@ class Detach(RequestMessage):
 class BlocksReady(RequestMessage):
     """Blocks `[start, start + len(block_ids))` of the sequence can be read. Empty when the offer is only opened."""
 
-    lease: Annotated[LeaseId, Handle]
+    lease: Annotated[LeaseId, HANDLE]
     epoch: Count
     start: Count
     block_ids: BlockIds
     """Block ids in the source's cache."""
     num_blocks: Count
     """Blocks of the whole offer."""
-    checksums: Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS)] | None = None
+    checksums: Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
     """CRC-32 of each block's bytes, where the deployment runs with checksums."""
 
 
@@ -309,7 +307,7 @@ class BlocksReady(RequestMessage):
 class PrefillDone(RequestMessage):
     """Every block is ready, and these are the first tokens: the sink never recomputes them."""
 
-    lease: Annotated[LeaseId, Handle]
+    lease: Annotated[LeaseId, HANDLE]
     epoch: Count
     first_tokens: Annotated[tuple[Tokens, ...], Field(min_length=1, max_length=MAX_CHOICES)]
     """One for each choice, as sent to the gateway; a `finish_reason` says that the choice has ended with it."""
@@ -319,7 +317,7 @@ class PrefillDone(RequestMessage):
 class Settled(RequestMessage):
     """The answer to `Settle`. Only `valid` admits what was read."""
 
-    lease: Annotated[LeaseId, Handle]
+    lease: Annotated[LeaseId, HANDLE]
     epoch: Count
     valid: Flag
 

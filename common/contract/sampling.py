@@ -16,8 +16,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
 """Largest seed; the gateway draws one when the client gives none."""
 
-_Int = Annotated[int, Field(strict=True)]
-_Real = Annotated[float, Field(allow_inf_nan=False)]
+_Int = Annotated[int, Field(strict=True, le=MAX_SEED)]
+_Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

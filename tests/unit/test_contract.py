@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from common.contract.errors import FingerprintMismatchError, OperatorError
-from common.contract.ids import RequestKey, new_incarnation, new_lease_id, new_request_id
+from common.contract.ids import HANDLE, RequestKey, new_incarnation, new_lease_id, new_request_id
 from common.contract.kv_layout import DTYPE_BYTES, Fingerprint, KVLayout
-from common.contract.messages import Handle
 from common.contract.sampling import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 
 KIB = 1024
@@ -113,7 +113,7 @@ def test_ids_are_distinct_long_and_fit_the_wire(draw) -> None:
     drawn = [draw() for _ in range(1000)]
     assert len(set(drawn)) == 1000
     assert min(len(each) for each in drawn) >= 24, "96 bits at least"
-    handles = TypeAdapter(Handle)
+    handles = TypeAdapter(Annotated[str, HANDLE])
     assert [handles.validate_python(each) for each in drawn] == drawn
 
 

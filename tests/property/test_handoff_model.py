@@ -1,0 +1,636 @@
+"""The handoff as two parties play it: real leases, pulls and pools, and a memory that says what each block holds.
+
+A run is an interleaving of what can happen to one source, its sinks and the wires between them: messages wait, are lost
+(then the sink attaches again) or come twice; either side aborts; leases expire; freed blocks are written by others;
+reads copy each block at some moment of their own, late ones included. Whatever the interleaving:
+
+* what is admitted holds exactly the right content of the right sequence, and keeps it;
+* a block that a read may still write to is nobody else's;
+* once everything has ended, every block of every pool is free again;
+* and with messages no longer lost, no pull waits for ever.
+
+Settling, quarantine and limbo are each shown to be needed: without it, the same run breaks a promise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import strategies as st
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    Attach,
+    BlocksReady,
+    Detach,
+    Message,
+    OfferWithdrawn,
+    PrefillDone,
+    Settle,
+    Settled,
+    Source,
+    Tokens,
+)
+from common.engine.block_pool import BlockPool
+from kv_transfer import sink as pulls
+from kv_transfer import source as leases
+from kv_transfer.sink import Pull
+from kv_transfer.source import LeaseTable
+
+REQUESTS = tuple(RequestId(f"r{number}") for number in range(3))
+NUM_BLOCKS = {RequestId("r0"): 1, RequestId("r1"): 2, RequestId("r2"): 3}
+"""Blocks of each request's prompt."""
+SOURCE_BLOCKS = 6
+SINK_BLOCKS = 4
+TTL_S = 10.0
+BUDGET_S = 60.0
+AT = Source(address="p:1", incarnation=Incarnation("p"))
+
+Content = tuple[str, int]
+"""(whose, which of its blocks)."""
+
+
+@dataclass(frozen=True)
+class Without:
+    """What this world leaves out, to show that it is needed."""
+
+    settle: bool = False
+    quarantine: bool = False
+    limbo: bool = False
+
+
+# --- the source --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Prefill:
+    key: RequestKey
+    blocks: list[int]
+    num_ready: int = 0
+
+
+class Prefiller:
+    """A prefill worker without messages: scheduler, engine, pool, memory."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.pool = BlockPool(SOURCE_BLOCKS)
+        self.memory: dict[int, Content] = {}
+        self.table = LeaseTable(unattached_ttl_s=TTL_S)
+        self.running: dict[RequestId, Prefill] = {}
+        self.step: tuple[int, list[tuple[Prefill, int]]] | None = None
+        """The step in flight: its number, and (prefill, blocks that are ready after it)."""
+        self.strangers: list[list[int]] = []
+        """Blocks of sequences that have nothing to do with this."""
+
+    def start(self, key: RequestKey) -> None:
+        """Admit a prompt; a newer attempt ends the older one."""
+        num = NUM_BLOCKS[key.request]
+        self.end(key.request, Cause.SUPERSEDED)
+        if self.pool.num_free < num:
+            return
+        prefill = self.running[key.request] = Prefill(key, self.pool.allocate(num))
+        self.pool.share(prefill.blocks)
+        self.do(self.table.open(key, prefill.blocks, self.world.now + BUDGET_S, self.world.now))
+
+    def end(self, request: RequestId, cause: Cause = Cause.CANCELLED) -> None:
+        """Abort: the computation and the lease."""
+        prefill = self.running.pop(request, None)
+        if prefill is not None:
+            self.pool.release(prefill.blocks)
+        self.do(self.table.withdraw(request, cause, "aborted"))
+
+    def begin_step(self, chunks: Iterable[tuple[Prefill, int]]) -> None:
+        number = 0 if self.world.without.limbo else self.pool.step_started()
+        self.step = (number, list(chunks))
+
+    def end_step(self) -> None:
+        """The device writes every block of the step, whoever has been aborted meanwhile."""
+        assert self.step is not None
+        (number, chunks), self.step = self.step, None
+        for prefill, num_ready in chunks:
+            for index in range(prefill.num_ready, num_ready):
+                self.memory[prefill.blocks[index]] = (prefill.key.request, index)
+        if not self.world.without.limbo:
+            self.pool.step_finished(number)
+        for prefill, num_ready in chunks:
+            if self.running.get(prefill.key.request) is prefill:
+                self.progress(prefill, num_ready)
+
+    def progress(self, prefill: Prefill, num_ready: int) -> None:
+        request, attempt = prefill.key
+        prefill.num_ready = num_ready
+        self.do(self.table.blocks_ready(request, num_ready, now=self.world.now))
+        if num_ready == len(prefill.blocks):
+            del self.running[request]
+            self.pool.release(prefill.blocks)
+            token = Tokens(request=request, attempt=attempt, choice=0, position=9, token_ids=(1,))
+            self.do(self.table.complete(request, [token]))
+
+    def write_elsewhere(self) -> None:
+        """Others take every free block and write to it."""
+        blocks = self.pool.allocate(self.pool.num_free)
+        self.strangers.append(blocks)
+        self.memory.update({block: ("stranger", block) for block in blocks})
+
+    def hear(self, message: Message, sink: Incarnation) -> None:
+        match message:
+            case Attach():
+                self.do(self.table.attach(message, sink, self.world.now))
+            case Settle():
+                self.do(self.table.settle(message, sink))
+            case Detach():
+                self.do(self.table.detach(message, sink, self.world.now))
+            case _:
+                raise AssertionError(message)
+
+    def do(self, actions: Iterable[leases.Action]) -> None:
+        for action in actions:
+            match action:
+                case leases.Send(sink, message):
+                    self.world.sinks[sink].from_source.append(message)
+                case leases.Unpin(_, block_ids):
+                    self.pool.release(block_ids)
+                case leases.Dropped(key, _, _):
+                    self.end(key.request)
+
+
+# --- a sink ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Read:
+    """A read under way: each block is copied at a moment of its own."""
+
+    pull: Pull
+    start: int
+    source_blocks: tuple[int, ...]
+    sink_blocks: tuple[int, ...]
+    copied: int = 0
+
+
+@dataclass(eq=False)
+class Decoder:
+    """A decode worker without an engine: pulls, reads, pool, memory, and the wires to and from the source."""
+
+    world: World
+    name: Incarnation
+    pool: BlockPool = field(default_factory=lambda: BlockPool(SINK_BLOCKS))
+    memory: dict[int, Content | None] = field(default_factory=dict)
+    pulls: dict[RequestId, Pull] = field(default_factory=dict)
+    wanting: list[Pull] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    admitted: dict[RequestKey, tuple[int, ...]] = field(default_factory=dict)
+    to_source: deque[Message] = field(default_factory=deque)
+    from_source: deque[Message] = field(default_factory=deque)
+
+    def start(self, key: RequestKey) -> None:
+        """A Decode arrives; a newer attempt ends the older one."""
+        self.end(key.request)
+        pull = self.pulls[key.request] = Pull(key, AT)
+        self.do(pull, pull.attach())
+
+    def end(self, request: RequestId) -> None:
+        """Abort."""
+        pull = self.pulls.get(request)
+        if pull is not None:
+            self.do(pull, pull.abandon(None, "aborted", detach=True))
+
+    def attach_again(self) -> None:
+        """The session with the source was opened again after a loss."""
+        for pull in list(self.pulls.values()):
+            self.do(pull, pull.attach())
+
+    def give_room(self) -> None:
+        while self.wanting and self.wanting[0].num_blocks <= self.pool.num_free:
+            pull = self.wanting.pop(0)
+            self.do(pull, pull.reserve(self.pool.allocate(pull.num_blocks)))
+
+    def copy(self, read: Read) -> None:
+        """The next block of a read arrives: whatever the source's memory holds now."""
+        block = read.sink_blocks[read.copied]
+        assert self.pool.ref_count(block) == 1, "a read writes to a free block"
+        assert not any(block in blocks for blocks in self.admitted.values()), "a read writes to another's block"
+        assert not any(block in other.sink_blocks for other in self.reads if other is not read), "two reads, one block"
+        self.memory[block] = self.world.source.memory.get(read.source_blocks[read.copied])
+        read.copied += 1
+
+    def end_read(self, read: Read, error: str | None) -> None:
+        assert error is not None or read.copied == len(read.sink_blocks)
+        self.reads.remove(read)
+        self.do(read.pull, read.pull.read_done(read.start, error))
+
+    def finish(self, key: RequestKey) -> None:
+        """An admitted sequence has generated its last token."""
+        self.pool.release(self.admitted.pop(key))
+
+    def hear(self, message: Message) -> None:
+        pull = self.pulls.get(message.request)
+        if pull is None or pull.key != message.key:
+            return
+        match message:
+            case BlocksReady():
+                self.do(pull, pull.blocks_ready(message))
+            case PrefillDone():
+                self.do(pull, pull.prefill_done(message))
+            case Settled():
+                self.do(pull, pull.settled(message))
+            case OfferWithdrawn():
+                self.do(pull, pull.withdrawn(message))
+            case _:
+                raise AssertionError(message)
+
+    def do(self, pull: Pull, actions: Iterable[pulls.Action]) -> None:
+        for action in actions:
+            match action:
+                case pulls.SendToSource(Settle() as message) if self.world.without.settle:
+                    self.hear(Settled(**asdict(message), valid=True))
+                case pulls.SendToSource(message):
+                    self.to_source.append(message)
+                case pulls.WantBlocks():
+                    self.wanting.append(pull)
+                case pulls.StartRead(start, source_blocks, sink_blocks, _):
+                    self.reads.append(Read(pull, start, source_blocks, sink_blocks))
+                case pulls.Admit(block_ids, _):
+                    self.admitted[pull.key] = block_ids
+                    self.world.num_admitted += 1
+                    del self.pulls[pull.key.request]
+                case pulls.Release(block_ids):
+                    self.pool.release(block_ids)
+                case pulls.GaveUp():
+                    self.wanting = [each for each in self.wanting if each is not pull]
+                    del self.pulls[pull.key.request]
+                    if self.world.without.quarantine:
+                        self.pool.release(pull.quarantined)
+                        for read in self.reads:
+                            read.pull = DEAF if read.pull is pull else read.pull
+
+    def check(self) -> None:
+        self.pool.check_invariants()
+        for pull in self.pulls.values():
+            pull.check_invariants()
+        for (request, attempt), blocks in self.admitted.items():
+            expected = [(request, index) for index in range(NUM_BLOCKS[request])]
+            held = [self.memory.get(block) for block in blocks]
+            assert held == expected, f"{self.name} decodes attempt {attempt} at {request} from {held}"
+
+
+class _Deaf:
+    """Stands for a pull whose blocks were released too early: nobody hears of its reads any more."""
+
+    def read_done(self, start: int, error: str | None) -> list[pulls.Action]:
+        return []
+
+
+DEAF = _Deaf()
+
+
+# --- the world ---------------------------------------------------------------------------------------------------
+
+
+class World:
+    """One source, two sinks, a gateway's attempts, and time."""
+
+    def __init__(self, without: Without | None = None) -> None:
+        self.without = without or Without()
+        self.now = 0.0
+        self.source = Prefiller(self)
+        self.sinks = {name: Decoder(self, name) for name in (Incarnation("d0"), Incarnation("d1"))}
+        self.attempts = dict.fromkeys(REQUESTS, 0)
+        self.num_admitted = 0
+
+    def check(self) -> None:
+        """What holds between any two events."""
+        self.source.pool.check_invariants()
+        self.source.table.check_invariants()
+        for sink in self.sinks.values():
+            sink.check()
+
+    def deliver_all(self) -> None:
+        """Every message in flight arrives, and what it leads to."""
+        while any(sink.to_source or sink.from_source for sink in self.sinks.values()):
+            for sink in self.sinks.values():
+                while sink.to_source:
+                    self.source.hear(sink.to_source.popleft(), sink.name)
+                while sink.from_source:
+                    sink.hear(sink.from_source.popleft())
+
+    def read_all(self) -> None:
+        """Every read ends; what waits for room gets it if there is any."""
+        for sink in self.sinks.values():
+            sink.give_room()
+            for read in list(sink.reads):
+                while read.copied < len(read.sink_blocks):
+                    sink.copy(read)
+                sink.end_read(read, None)
+                self.check()
+
+    def settle_down(self) -> None:
+        """Nothing is lost any more, nothing new begins, and time passes: every pull must come to an end."""
+        if self.source.step is not None:
+            self.source.end_step()
+        for sink in self.sinks.values():
+            sink.attach_again()
+        for _ in range(20):
+            self.deliver_all()
+            self.read_all()
+            self.check()
+        self.now += 10 * BUDGET_S
+        self.source.do(self.source.table.expire(self.now))
+        self.deliver_all()
+        self.read_all()
+        self.deliver_all()
+        self.check()
+
+    def end(self) -> None:
+        """Everything is aborted: every block must come back."""
+        if self.source.step is not None:
+            self.source.end_step()
+        for sink in self.sinks.values():
+            for request in list(sink.pulls):
+                sink.end(request)
+            for read in list(sink.reads):
+                sink.end_read(read, "fenced")
+            for key in list(sink.admitted):
+                sink.finish(key)
+        for request in REQUESTS:
+            self.source.end(request)
+        self.deliver_all()
+        self.source.do(self.source.table.expire(self.now + 10 * BUDGET_S))
+        self.deliver_all()
+        for blocks in self.source.strangers:
+            self.source.pool.release(blocks)
+        self.check()
+        for pool in (self.source.pool, *(sink.pool for sink in self.sinks.values())):
+            assert pool.num_free == pool.num_blocks, "a block was lost"
+        assert (len(self.source.table), self.source.table.num_parked) == (0, 0)
+
+
+class Play:
+    """Chooses what happens next in a world."""
+
+    def __init__(self, data: st.DataObject, world: World) -> None:
+        self.data = data
+        self.world = world
+        self.calm = data.draw(st.sampled_from([1, 3, 8]), label="calm")
+
+    def pick(self, options: Iterable[object]) -> object:
+        return self.data.draw(st.sampled_from(list(options)))
+
+    def steps(self) -> list[Callable[[], None]]:
+        """What can happen now: what leads on `self.calm` times as often as what disturbs."""
+        world, source = self.world, self.world.source
+        onward: list[Callable[[], None]] = []
+        disturbing: list[Callable[[], None]] = [self.wait, self.lose_session]
+        starting: list[Callable[[], None]] = [self.new_attempt] * 4 + [self.prefill]
+        if source.step is not None:
+            onward += [source.end_step] * 2
+        elif source.running:
+            onward += [self.begin_step] * 2
+        if len(source.table) or source.running:
+            disturbing.append(self.abort_prefill)
+        if source.pool.num_free:
+            disturbing.append(source.write_elsewhere)
+        if source.strangers:
+            onward.append(self.free_strangers)
+        for sink in world.sinks.values():
+            onward += [self.to_source(sink)] * (2 * bool(sink.to_source))
+            onward += [self.from_source(sink)] * (2 * bool(sink.from_source))
+            onward += [sink.give_room] * (2 * bool(sink.wanting)) + [self.read(sink)] * (2 * bool(sink.reads))
+            disturbing += [self.lose(wire) for wire in (sink.to_source, sink.from_source) if wire]
+            disturbing += [sink.attach_again, self.abort_pull(sink)] if sink.pulls else []
+            disturbing += [self.finish(sink)] if sink.admitted else []
+        return onward * self.calm + starting * 2 + disturbing
+
+    def new_attempt(self) -> None:
+        request = self.pick(REQUESTS)
+        self.world.attempts[request] += 1
+        sink = self.world.sinks[self.pick(self.world.sinks)]
+        sink.start(RequestKey(request, self.world.attempts[request]))
+        if self.pick([True, True, False]):
+            self.prefill_for(request)
+
+    def prefill(self) -> None:
+        self.prefill_for(self.pick(REQUESTS))
+
+    def prefill_for(self, request: RequestId) -> None:
+        known = self.world.source.running.get(request)
+        attempt = max(1, self.world.attempts[request])
+        if known is None or known.key.attempt < attempt:
+            self.world.source.start(RequestKey(request, attempt))
+
+    def begin_step(self) -> None:
+        chunks = []
+        for prefill in self.world.source.running.values():
+            num_ready = self.pick(range(prefill.num_ready, len(prefill.blocks) + 1))
+            chunks.append((prefill, num_ready))
+        self.world.source.begin_step(chunks)
+
+    def abort_prefill(self) -> None:
+        self.world.source.end(self.pick(REQUESTS))
+
+    def abort_pull(self, sink: Decoder) -> Callable[[], None]:
+        return lambda: sink.end(self.pick(sink.pulls))
+
+    def free_strangers(self) -> None:
+        source = self.world.source
+        if source.strangers:
+            source.pool.release(source.strangers.pop())
+
+    def wait(self) -> None:
+        self.world.now += self.pick([1.0, 6.0, 30.0])
+        self.world.source.do(self.world.source.table.expire(self.world.now))
+        self.world.source.do(self.world.source.table.reclaim(self.pick([0, 2]), self.world.now - 1.0))
+
+    def lose_session(self) -> None:
+        """The source thinks a sink lost; what was in flight is gone. The sink may not even notice."""
+        sink = self.world.sinks[self.pick(self.world.sinks)]
+        sink.to_source.clear()
+        sink.from_source.clear()
+        self.world.source.do(self.world.source.table.sink_lost(sink.name, self.world.now))
+
+    def lose(self, wire: deque[Message]) -> Callable[[], None]:
+        def lose_or_repeat() -> None:
+            index = self.pick(range(len(wire)))
+            if self.pick([True, False]):
+                del wire[index]
+            else:
+                wire.insert(index, wire[index])
+
+        return lose_or_repeat
+
+    def to_source(self, sink: Decoder) -> Callable[[], None]:
+        return lambda: self.world.source.hear(sink.to_source.popleft(), sink.name)
+
+    def from_source(self, sink: Decoder) -> Callable[[], None]:
+        return lambda: sink.hear(sink.from_source.popleft())
+
+    def read(self, sink: Decoder) -> Callable[[], None]:
+        def one_step() -> None:
+            read = self.pick(sink.reads)
+            if self.pick([False] * 9 + [True]):
+                sink.end_read(read, "the connection broke")
+            elif read.copied < len(read.sink_blocks):
+                sink.copy(read)
+            else:
+                sink.end_read(read, None)
+
+        return one_step
+
+    def finish(self, sink: Decoder) -> Callable[[], None]:
+        return lambda: sink.finish(self.pick(sink.admitted))
+
+
+def play(data: st.DataObject, world: World, max_steps: int) -> None:
+    """A run of up to `max_steps` events, with every promise checked after each."""
+    game = Play(data, world)
+    for _ in range(data.draw(st.integers(10, max_steps), label="events")):
+        data.draw(st.sampled_from(game.steps()))()
+        world.check()
+    event(f"{min(3, world.num_admitted)} or more admitted")
+
+
+slow = settings(
+    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@slow
+@given(st.data())
+def test_what_is_admitted_is_right_and_every_block_comes_back(data: st.DataObject) -> None:
+    world = World()
+    play(data, world, max_steps=60)
+    world.end()
+
+
+@settings(slow, max_examples=100)
+@given(st.data())
+def test_no_pull_waits_for_ever(data: st.DataObject) -> None:
+    world = World()
+    play(data, world, max_steps=40)
+    world.settle_down()
+    for sink in world.sinks.values():
+        assert not sink.pulls, [(pull.key, pull.story) for pull in sink.pulls.values()]
+    world.end()
+
+
+# --- what each rule of the handoff is for ------------------------------------------------------------------------
+
+
+def reading(world: World, request: RequestId) -> tuple[Decoder, Read]:
+    """A complete offer whose single read has begun, with nothing copied yet."""
+    sink = world.sinks[Incarnation("d0")]
+    key = RequestKey(request, 1)
+    world.source.start(key)
+    prefill = world.source.running[request]
+    world.source.begin_step([(prefill, len(prefill.blocks))])
+    world.source.end_step()
+    sink.start(key)
+    world.deliver_all()
+    sink.give_room()
+    [read] = sink.reads
+    return sink, read
+
+
+def finish_read(world: World, sink: Decoder, read: Read) -> None:
+    while read.copied < len(read.sink_blocks):
+        sink.copy(read)
+        world.check()
+    sink.end_read(read, None)
+    world.deliver_all()
+    world.check()
+
+
+def read_of_a_lease_that_ends(without: Without) -> World:
+    """The lease ends while the read is under way, and others write to the source's blocks."""
+    world = World(without)
+    sink, read = reading(world, REQUESTS[2])
+    sink.copy(read)
+    world.source.end(REQUESTS[2])
+    sink.from_source.clear()  # the withdrawal is still on its way
+    world.source.write_elsewhere()
+    finish_read(world, sink, read)
+    return world
+
+
+def test_a_read_is_void_when_its_lease_has_ended() -> None:
+    world = read_of_a_lease_that_ends(Without())
+    assert not any(sink.admitted or sink.pulls for sink in world.sinks.values())
+    world.end()
+
+
+def test_without_settling_a_sequence_would_be_decoded_from_the_blocks_of_others() -> None:
+    with pytest.raises(AssertionError, match=r"decodes attempt 1 at r2 from \[\('r2', 0\), \('stranger'"):
+        read_of_a_lease_that_ends(Without(settle=True))
+
+
+def read_of_a_pull_that_is_aborted(without: Without) -> World:
+    """The pull is aborted while its read is under way; another sequence takes the blocks that are free."""
+    world = World(without)
+    sink, late = reading(world, REQUESTS[1])
+    sink.end(REQUESTS[1])
+    other, read = reading(world, REQUESTS[2]) if sink.pool.num_free >= 3 else (sink, None)
+    if read is not None:
+        finish_read(world, other, read)
+    finish_read(world, sink, late)
+    return world
+
+
+def test_a_late_read_writes_to_nobodys_block() -> None:
+    world = read_of_a_pull_that_is_aborted(Without())
+    world.end()
+
+
+def test_without_quarantine_a_late_read_would_write_to_the_blocks_of_others() -> None:
+    with pytest.raises(AssertionError, match="a read writes to"):
+        read_of_a_pull_that_is_aborted(Without(quarantine=True))
+
+
+def step_of_a_prefill_that_is_aborted(without: Without) -> World:
+    """A prompt is aborted while a step computes it; its blocks go to the next prompt, which is short and fast."""
+    world = World(without)
+    source = world.source
+    source.strangers.append(source.pool.allocate(3))
+    source.start(RequestKey(REQUESTS[2], 1))
+    source.begin_step([(source.running[REQUESTS[2]], 3)])
+    source.end(REQUESTS[2])
+    source.start(RequestKey(REQUESTS[1], 1))
+    if REQUESTS[1] in source.running:
+        later = source.step
+        source.begin_step([(source.running[REQUESTS[1]], 2)])
+        source.end_step()
+        source.step = later
+    source.end_step()
+    sink = world.sinks[Incarnation("d0")]
+    sink.start(RequestKey(REQUESTS[1], 1))
+    world.deliver_all()
+    world.read_all()
+    world.deliver_all()
+    world.check()
+    return world
+
+
+def test_a_step_in_flight_writes_to_no_block_that_is_in_use_again() -> None:
+    world = step_of_a_prefill_that_is_aborted(Without())
+    world.end()
+
+
+def test_without_limbo_a_step_in_flight_would_write_to_the_blocks_of_others() -> None:
+    with pytest.raises(AssertionError, match="decodes attempt 1 at r1 from"):
+        step_of_a_prefill_that_is_aborted(Without(limbo=True))
+
+
+@pytest.mark.parametrize("left_out", ["settle", "quarantine", "limbo"])
+def test_the_model_finds_out_by_itself_what_is_left_out(left_out: str) -> None:
+    @settings(slow, max_examples=3000, phases=[Phase.generate], derandomize=True, database=None)
+    @given(st.data())
+    def search(data: st.DataObject) -> None:
+        play(data, World(Without(**{left_out: True})), max_steps=60)
+
+    with pytest.raises(AssertionError, match=r"decodes attempt|a read writes to|two reads, one block"):
+        search()
