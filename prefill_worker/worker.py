@@ -303,6 +303,7 @@ class PrefillWorker:
         for message in tokens:
             self._server.send(request.gateway, message)
         self._do(self._leases.complete(request.key.request, tokens))
+        self._deadlines_changed.set()  # a complete offer waits for a sink only so long
         self._count("finished")
         if all(message.finish_reason is not None for message in tokens):
             self._server.send(request.gateway, Finished(request=request.key.request, attempt=request.key.attempt))

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
+from common.contract.errors import Cause
 from common.contract.ids import new_incarnation, new_request_id
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import (
     Abort,
     Cancelled,
     Decode,
+    Failed,
     Heartbeat,
     Hello,
     Message,
@@ -93,7 +95,7 @@ class Gateway:
 
 
 @asynccontextmanager
-async def worker(role: Role, folder: Path) -> AsyncIterator[tuple[Any, HeldRunner, str, str]]:
+async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tuple[Any, HeldRunner, str, str]]:
     """A worker in this process: (worker, its runner, its address, its incarnation)."""
     me = new_incarnation()
     executor = ThreadPoolExecutor(max_workers=1)
@@ -105,7 +107,7 @@ async def worker(role: Role, folder: Path) -> AsyncIterator[tuple[Any, HeldRunne
     maker = transport_maker("zmq", region, me, "127.0.0.1")
     server = ControlServer(me, monotonic, PULSE)
     port = server.bind("127.0.0.1", 0)
-    common: dict[str, Any] = {"transport": "zmq", "heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 20}
+    common: dict[str, Any] = {"transport": "zmq", "heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 20, **settings}
     made: Any
     if role is Role.PREFILL:
         made = PrefillWorker(PrefillSettings(**common), server, engine, region, maker, monotonic)
@@ -215,3 +217,58 @@ async def test_a_replayed_or_older_attempt_is_inert_and_a_newer_one_fences(check
         assert sum(isinstance(message, Tokens) for message in gateway.heard) == 1
         link.send(Abort(request=request["request"], attempt=3))
         await eventually(lambda: prefill.ready()[1]["blocks_used"] == 0)
+
+
+async def test_an_offer_that_nobody_attaches_to_expires_and_says_so(checkpoint: Callable[[str], Path]) -> None:
+    async with AsyncExitStack() as stack:
+        prefill, _, address, _ = await stack.enter_async_context(
+            worker(Role.PREFILL, checkpoint("llama"), unattached_ttl_s=0.3)
+        )
+        gateway, link = await stack.enter_async_context(gateway_of(address))
+        request = work(40, 5)
+        link.send(Prefill(**request))
+        await gateway.until(Tokens)
+        assert prefill.ready()[1]["leases"] == 1
+        failed = await gateway.until(Failed)
+        assert failed.cause is Cause.DEADLINE
+        assert "waiting for a decode worker" in failed.message
+        assert prefill.ready()[1]["blocks_used"] == prefill.ready()[1]["requests"] == 0
+
+
+async def test_a_decode_whose_prefill_never_comes_fails_within_the_bound(checkpoint: Callable[[str], Path]) -> None:
+    async with AsyncExitStack() as stack:
+        prefill, _, prefill_at, prefill_me = await stack.enter_async_context(
+            worker(Role.PREFILL, checkpoint("llama"), unattached_ttl_s=0.3)
+        )
+        decode, _, decode_at, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
+        gateway, link = await stack.enter_async_context(gateway_of(decode_at))
+        link.send(Decode(**work(40, 5), source=Source(address=prefill_at, incarnation=prefill_me)))
+        await eventually(lambda: prefill.ready()[1]["parked"] == 1)
+        failed = await gateway.until(Failed)
+        assert failed.cause is Cause.DEADLINE
+        assert prefill.ready()[1]["parked"] == decode.ready()[1]["requests"] == 0
+
+
+async def test_a_source_that_has_restarted_is_another_worker(checkpoint: Callable[[str], Path]) -> None:
+    async with AsyncExitStack() as stack:
+        _, _, prefill_at, _ = await stack.enter_async_context(worker(Role.PREFILL, checkpoint("llama")))
+        decode, _, decode_at, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
+        gateway, link = await stack.enter_async_context(gateway_of(decode_at))
+        link.send(Decode(**work(40, 5), source=Source(address=prefill_at, incarnation=new_incarnation())))
+        failed = await gateway.until(Failed)
+        assert failed.cause is Cause.WORKER_LOST
+        assert decode.ready()[1]["requests"] == 0
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_token_beyond_the_vocabulary_harms_nobody(role: Role, checkpoint: Callable[[str], Path]) -> None:
+    async with AsyncExitStack() as stack:
+        tested, _, address, me = await stack.enter_async_context(worker(role, checkpoint("llama")))
+        gateway, link = await stack.enter_async_context(gateway_of(address))
+        request = work(40, 5) | {"token_ids": (10, 10**6), "prompt_len": 2}
+        if role is Role.PREFILL:
+            link.send(Prefill(**request))
+        else:
+            link.send(Decode(**request, source=Source(address=address, incarnation=me)))
+        assert (await gateway.until(Failed)).cause is Cause.INVALID
+        assert tested.ready()[1]["requests"] == 0
