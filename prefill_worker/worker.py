@@ -300,9 +300,9 @@ class PrefillWorker:
                 self._fail(request.key, Cause.INTERNAL, str(outcome))
                 return
             tokens.append(self._first_token(request.work, choice, outcome))
+        self._do(self._leases.complete(request.key.request, tokens))
         for message in tokens:
             self._server.send(request.gateway, message)
-        self._do(self._leases.complete(request.key.request, tokens))
         self._deadlines_changed.set()  # a complete offer waits for a sink only so long
         self._count("finished")
         if all(message.finish_reason is not None for message in tokens):

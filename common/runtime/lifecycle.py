@@ -16,6 +16,7 @@ from common.contract.errors import OperatorError
 
 EXIT_OPERATOR_ERROR = 2
 _PR_SET_PDEATHSIG = 1
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def configure_logging(level: str, name: str) -> None:
@@ -42,6 +43,9 @@ def exit_on_operator_error(main: Callable[[], None]) -> None:
 def run(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     """Run `serve(stop)` on uvloop until it returns; SIGTERM and SIGINT set `stop`."""
     import uvloop
+
+    # The engine's thread and the event loop take turns far more often than Python's default of 5 ms expects.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
     async def body() -> None:
         stop = asyncio.Event()
