@@ -9,6 +9,7 @@ from typing import Protocol
 
 import zmq.asyncio
 
+from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Hello, HelloRefused, Message, Role, Welcome
@@ -33,8 +34,8 @@ class SourceEvents(Protocol):
     def on_died(self, error: BaseException) -> None:
         """A link has died of a bug."""
 
-    def on_source_lost(self, address: str, source: Incarnation | None, why: str) -> None:
-        """A source is gone, or refuses us (then `source` is None)."""
+    def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
+        """A source is gone, refuses us, or never answered; `source` is None if there was never a session."""
 
 
 class SourceLinks:
@@ -112,10 +113,10 @@ class SourceLinks:
     def on_lost(self, link: ControlClient, why: str) -> None:
         """The session is over."""
         self._close(link.address)
-        self._events.on_source_lost(link.address, link.worker, why)
+        self._events.on_source_lost(link.address, link.worker, Cause.WORKER_LOST, why)
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """The source refuses us."""
         log.error("%s refuses this worker: %s", link.address, refused.message)
         self._close(link.address)
-        self._events.on_source_lost(link.address, None, refused.message)
+        self._events.on_source_lost(link.address, None, refused.cause, refused.message)

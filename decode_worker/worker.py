@@ -124,8 +124,8 @@ class DecodeWorker:
                 tasks.create_task(self._tick_loop())
                 tasks.create_task(self._watch_threads())
         finally:
+            await self._mover.close()  # before the links: sources must go on serving the reads that it lets end
             await self._links.close()
-            await self._mover.close()
             self._engine.close()
 
     async def _watch_threads(self) -> None:
@@ -276,9 +276,8 @@ class DecodeWorker:
             case OfferWithdrawn():
                 self._do(request, request.pull.withdrawn(message))
 
-    def on_source_lost(self, address: str, source: Incarnation | None, why: str) -> None:
+    def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
         """Nothing pulled from this source can be settled any more; the fence gives its quarantined blocks back."""
-        cause = Cause.WORKER_LOST if source is not None else Cause.FINGERPRINT
         for request in self._pulling_from(address):
             self._fail(request, cause, f"the prefill worker at {address}: {why}")
         if source is not None:

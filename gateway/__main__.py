@@ -86,8 +86,7 @@ def main() -> None:
     def body() -> None:
         settings = load(GatewaySettings, "baton gateway", sys.argv[1:])
         configure_logging(settings.log_level, "baton gateway")
-        if settings.end_with_parent:
-            end_with_parent()
+        end_with_parent(settings.end_with_parent)
         if not settings.prefill_workers or not settings.decode_workers:
             raise OperatorError("baton gateway: --prefill-workers and --decode-workers must name at least one each")
         twice = set(settings.prefill_workers) & set(settings.decode_workers)

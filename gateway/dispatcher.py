@@ -59,6 +59,8 @@ class Dispatcher(Collector):
         self._context = zmq.asyncio.Context()
         self._links: dict[str, ControlClient] = {}
         self._clients: dict[RequestId, _Client] = {}
+        self._listed: dict[str, frozenset[RequestKey]] = {}
+        """What the last Hello to each worker listed: its answer judges these alone."""
         self._usable = asyncio.Event()
         self._misfit: asyncio.Future[None]
         """Fails, and `run` with it, when workers do not fit together before the gateway was ever ready."""
@@ -203,13 +205,16 @@ class Dispatcher(Collector):
                     client.queue.put_nowait(delta)
                 case Done() | Fail():
                     client.queue.put_nowait(action)
+                    for role in client.flow.places:
+                        self._part_over(client, role)
 
     # --- events from workers (`common.runtime.channel.ClientHandler`) ----------------------------------------------
 
     def hello(self, link: ControlClient) -> Hello:
         """This gateway and the requests that this worker holds for it."""
-        open_requests = tuple(client.flow.key for client, _ in self._clients_at(link.address))
-        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=open_requests)
+        listed = frozenset(client.flow.key for client, _ in self._clients_at(link.address) if client.flow.running)
+        self._listed[link.address] = listed
+        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=tuple(listed))
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         """A worker's session opens."""
@@ -230,7 +235,8 @@ class Dispatcher(Collector):
         """Messages to or from a worker were lost."""
         open_requests = frozenset(welcome.open_requests)
         for client, role in self._clients_at(link.address):
-            self._do(client, client.flow.on_resync(role, open_requests))
+            if client.flow.key in self._listed[link.address]:
+                self._do(client, client.flow.on_resync(role, open_requests))
 
     def on_message(self, link: ControlClient, message: Message) -> None:
         """A message from a worker."""
@@ -249,9 +255,9 @@ class Dispatcher(Collector):
 
     def on_lost(self, link: ControlClient, why: str) -> None:
         """A worker's session is over."""
-        self._registry.lost(link.address)
         for client, role in self._clients_at(link.address):
             self._do(client, client.flow.worker_lost(role, why))
+        self._registry.lost(link.address)
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """A worker refuses this gateway."""

@@ -105,6 +105,11 @@ class Flow:
         self.num_duplicates = 0
         self.num_gaps = 0
 
+    @property
+    def running(self) -> bool:
+        """Whether the end has not come yet."""
+        return self.state is FlowState.RUNNING
+
     # --- events --------------------------------------------------------------------------------------------------
 
     def start(self, budget_s: float) -> list[Action]:

@@ -78,7 +78,8 @@ def from_failure(failure: GenerationFailed) -> ApiError:
     """What a client is told about a generation that did not finish."""
     if failure.cause is Cause.INTERNAL:
         return internal_error()
-    return ApiError(_STATUSES[failure.cause], failure.message, code=failure.cause)
+    param = "max_tokens" if failure.cause is Cause.TOO_LARGE else None
+    return ApiError(_STATUSES[failure.cause], failure.message, param=param, code=failure.cause)
 
 
 def from_http(error: web.HTTPException, path: str, max_body_bytes: int) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from common.contract.errors import FingerprintMismatchError
@@ -60,6 +61,12 @@ class Registry:
         """Its session is over."""
         worker = self.workers[address]
         worker.incarnation = worker.welcome = worker.load = None
+        worker.refused = None
+        for other in self.workers.values():  # one that did not fit beside the lost one may fit now
+            if other.refused is not None and other.welcome is not None:
+                with contextlib.suppress(FingerprintMismatchError):
+                    self._require_fit(other, other.welcome)
+                    other.refused = None
 
     def heartbeat(self, address: str, load: Heartbeat) -> None:
         """Its state of this moment."""

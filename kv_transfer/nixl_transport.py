@@ -194,7 +194,7 @@ class _Link:
         return None
 
     def destroy(self) -> list[Read]:
-        """Destroy the agent; the reads that were open. Raises `TransferError` when something keeps the agent alive."""
+        """Destroy the agent; the reads that were open. Raises `RuntimeError` when something keeps the agent alive."""
         for read, handle in self._open.items():
             if handle is not None:
                 with contextlib.suppress(*self._nixl.errors):  # refused or not, the agent goes next
@@ -202,7 +202,7 @@ class _Link:
             self._open[read] = handle = None
         self._agent = self._sink_blocks = self._source_blocks = None
         if self._alive() is not None:
-            raise TransferError("a NIXL agent could not be destroyed: its reads may still write")
+            raise RuntimeError("a NIXL agent could not be destroyed: its reads may still write")
         return list(self._open)
 
     def _settle(self, read: Read, handle: Any, status: str) -> str | None:

@@ -127,7 +127,8 @@ class PrefillWorker:
         await self._mover_died
 
     def _on_mover_died(self, error: Exception) -> None:
-        self._mover_died.set_exception(error)
+        if not self._mover_died.done():
+            self._mover_died.set_exception(error)
 
     async def _step_loop(self) -> None:
         while True:

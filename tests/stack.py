@@ -54,9 +54,10 @@ class Process:
 
     def __init__(self, module: str, options: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         reader, writer = os.pipe()
+        supervision = ["--announce-fd", str(writer), "--end-with-parent", str(os.getpid())]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, *options, "--announce-fd", str(writer), "--end-with-parent"],
+            [sys.executable, "-m", module, *options, *supervision],
             pass_fds=(writer,),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

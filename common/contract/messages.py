@@ -24,13 +24,15 @@ from common.contract.ids import ATTEMPT, HANDLE, Incarnation, LeaseId, RequestId
 from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 
+ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"
+"""`host:port`, the host a name or an IP address."""
 MAX_TOKENS = 2**20
 """Most tokens of one sequence."""
 MAX_OPEN_REQUESTS = 2**16
 """Most requests that one peer may have open at once."""
 
 Count = Annotated[int, Field(strict=True, ge=0, le=2**62)]
-Address = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
+Address = Annotated[str, Field(strict=True, max_length=256, pattern=ADDRESS_PATTERN)]
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Flag = Annotated[bool, Field(strict=True)]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -97,7 +99,7 @@ class Welcome(Message):
     fingerprint: Fingerprint
     max_sequence_tokens: Count
     """Most tokens, prompt and output together, that this worker takes in one sequence."""
-    transport: Address
+    transport: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
     """Name of the data transport."""
     transport_metadata: Annotated[bytes, Field(strict=True, max_length=2**20)]
     """What a sink's transport needs in order to read this worker's blocks."""

@@ -41,7 +41,7 @@ class SamplingParams:
     """Keep the smallest set of tokens whose probability reaches this."""
     min_p: Annotated[_Real, Field(ge=0, le=1)] = 0.0
     """Keep tokens at least this likely relative to the most likely one."""
-    repetition_penalty: Annotated[_Real, Field(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[_Real, Field(ge=0.01, le=100)] = 1.0
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, section 4.1)."""
     presence_penalty: Annotated[_Real, Field(ge=-2, le=2)] = 0.0
     """Subtracted once from each token already in the output."""

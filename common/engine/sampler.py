@@ -159,7 +159,7 @@ def _top_p_cutoff(
     """Of the largest of each row, best first, the one whose probability lets their sum reach p; whether it does."""
     probabilities = (largest - total_P1).exp()
     mass = probabilities.cumsum(dim=-1)
-    last_P1 = (mass - probabilities < top_p_P1).sum(dim=-1, keepdim=True) - 1
+    last_P1 = ((mass - probabilities < top_p_P1).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # p may round to 0
     return largest.gather(1, last_P1), mass[:, -1] >= top_p_P1[:, 0]
 
 

@@ -45,6 +45,8 @@ MAX_SESSIONS = 1024
 """Clients of one worker."""
 _BACKPRESSURE_RETRY_S = 0.01
 _HELLO_RETRY_S = 0.25
+_HELLO_RETRY_MAX_S = 1.0
+"""Hellos are repeated ever more slowly: an answer counts only until the next one is said."""
 
 
 @dataclass(slots=True)
@@ -217,7 +219,12 @@ class ControlServer:
     def _flush_peer(self, peer: Incarnation) -> None:
         session = self._sessions[peer]
         while session.outbox:
-            frame, count = encode_some(self._me, list(itertools.islice(session.outbox, MAX_MESSAGES_PER_FRAME)))
+            try:
+                frame, count = encode_some(self._me, list(itertools.islice(session.outbox, MAX_MESSAGES_PER_FRAME)))
+            except ProtocolError as error:
+                log.error("to a client: %s", error)
+                self._lose(peer, "a message that cannot travel")
+                return
             try:
                 delivered = self._send_now(peer, frame)
             except zmq.Again:
@@ -291,14 +298,14 @@ class ClientHandler(Protocol):
         """A message within the session, heartbeats included."""
 
     def on_lost(self, link: ControlClient, why: str) -> None:
-        """The session is over: the worker is dead, restarted or silent."""
+        """The session is over, or none has come about in time: the worker is dead, restarted or silent."""
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """The worker refuses us."""
 
 
 class ControlClient:
-    """A link to one worker. It keeps trying to be open until it is closed or refused."""
+    """A link to one worker. It keeps trying to be open until it is cancelled."""
 
     def __init__(
         self,
@@ -326,6 +333,7 @@ class ControlClient:
         self._heard_at = clock()
         self._resyncing = False
         self._hellos = 0
+        self._hello_wait_s = _HELLO_RETRY_S / 2
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, me.encode())
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -359,22 +367,31 @@ class ControlClient:
     async def _watch(self) -> None:
         while True:
             if self.state is LinkState.GREETING or self._resyncing:
-                self._greet()
-                await asyncio.sleep(_HELLO_RETRY_S)
+                said = self._greet()
+                self._hello_wait_s = min(2 * self._hello_wait_s, _HELLO_RETRY_MAX_S) if said else _HELLO_RETRY_S
+                await asyncio.sleep(self._hello_wait_s)
             elif self.state is LinkState.REFUSED:
                 await asyncio.sleep(self._pulse.timeout_s)
                 self._greet()
             else:
                 await asyncio.sleep(self._pulse.interval_s)
             silent_s = self._clock() - self._heard_at
-            if self.state is LinkState.OPEN and silent_s > self._pulse.timeout_s:
+            if silent_s <= self._pulse.timeout_s:
+                continue
+            if self.state is LinkState.OPEN:
                 self._lose(f"silent for {silent_s:.1f} s")
+            elif self.state is LinkState.GREETING:
+                self._heard_at = self._clock()
+                self._handler.on_lost(self, f"no answer for {silent_s:.1f} s")
 
-    def _greet(self) -> None:
+    def _greet(self) -> bool:
+        """Say Hello; False when not connected."""
         self._hellos += 1
         hello = replace(self._handler.hello(self), number=self._hellos)
-        if self._try_send(encode(self._me, [hello])):
-            self._sent = 0
+        if not self._try_send(encode(self._me, [hello])):
+            return False
+        self._sent = 0
+        return True
 
     async def _receive(self) -> None:
         while True:
@@ -419,10 +436,12 @@ class ControlClient:
         same_session = self.state is LinkState.OPEN and sender == self.worker
         if self.state is LinkState.OPEN and not same_session:
             self._lose("restarted")
+            return  # the handler may be done with this link; if not, the next Hello opens the next session
         self.state = LinkState.OPEN
         self.worker, self.welcome = sender, welcome
         self._received = 0
         self._resyncing = False
+        self._hello_wait_s = _HELLO_RETRY_S / 2
         if same_session:
             self.traffic.resyncs += 1
             self._handler.on_resync(self, welcome)

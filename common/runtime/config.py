@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
 from common.contract.errors import OperatorError
+from common.contract.messages import ADDRESS_PATTERN
 from common.runtime.checkpoint import DEMO_MODEL
 from common.runtime.clock import Pulse
 
@@ -20,8 +22,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+    if re.match(ADDRESS_PATTERN, text) is None or not 0 < int(text.rpartition(":")[2]) <= 65535:
         raise ValueError(f"{text!r} is not host:port")
     return text
 
@@ -50,7 +51,7 @@ class ProcessSettings(BaseSettings):
     heartbeat_interval_s: float = Field(0.5, gt=0, le=60, description="seconds between heartbeats")
     heartbeat_timeout_s: float = Field(5.0, gt=0, le=600, description="seconds of silence after which a peer is lost")
     announce_fd: int | None = Field(None, description="pipe on which to report start-up to a supervisor")
-    end_with_parent: bool = Field(False, description="end when the process that started this one ends")
+    end_with_parent: int | None = Field(None, description="process id of the parent to end with")
 
     @property
     def pulse(self) -> Pulse:

@@ -57,9 +57,16 @@ def run(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     uvloop.run(body())
 
 
-def end_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent dies, so that a killed supervisor leaves no orphan."""
+def end_with_parent(parent: int | None) -> None:
+    """Ask the kernel for SIGTERM when `parent` dies, so that a killed supervisor leaves no orphan; inert for None.
+
+    Exits at once if it has died already.
+    """
+    if parent is None:
+        return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit(EXIT_OPERATOR_ERROR)
 
 
 class Announcer:

@@ -33,7 +33,6 @@ class Child:
     name: str
     process: asyncio.subprocess.Process
     facts: dict[str, object] = field(default_factory=dict)
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
 
 class LocalStack:
@@ -42,6 +41,8 @@ class LocalStack:
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         self._children: list[Child] = []
+        self._changed = asyncio.Condition()
+        """Notified of every announcement of a process."""
         self._listeners: list[asyncio.Task[None]] = []
         self._screen = _Progress()
 
@@ -115,6 +116,7 @@ class LocalStack:
                 "--announce-fd",
                 str(writer),
                 "--end-with-parent",
+                str(os.getpid()),
                 pass_fds=(writer,),
                 stdin=asyncio.subprocess.DEVNULL,
                 env=_environment(),
@@ -133,23 +135,24 @@ class LocalStack:
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(fd, "rb"))
         try:
             while line := await stream.readline():
-                async with child.changed:
+                async with self._changed:
                     child.facts.update(json.loads(line))
-                    child.changed.notify_all()
+                    self._changed.notify_all()
                 self._screen.show(self._children)
         finally:
             transport.close()
-            async with child.changed:
+            async with self._changed:
                 child.facts["ended"] = True
-                child.changed.notify_all()
+                self._changed.notify_all()
 
     async def _fact(self, child: Child, name: str) -> object:
-        """Wait until a process has announced `name`. Raises `OperatorError` if it ends before."""
-        async with child.changed:
-            await child.changed.wait_for(lambda: name in child.facts or "ended" in child.facts)
-        if name not in child.facts:
-            code = await child.process.wait()
-            raise OperatorError(f"{child.name} ended with {_describe_exit(code)} while starting (see the line above)")
+        """Wait until a process has announced `name`. Raises `OperatorError` if any process ends before."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: name in child.facts or any("ended" in c.facts for c in self._children))
+        for each in self._children:
+            if "ended" in each.facts:
+                code = await each.process.wait()
+                raise OperatorError(f"{each.name} ended with {_describe_exit(code)} while starting (see the log above)")
         return child.facts[name]
 
 
@@ -239,8 +242,7 @@ def main() -> None:
         settings = load(ServeSettings, "baton serve", sys.argv[1:])
         resolve_model(settings.model, weights=True)
         configure_logging(settings.log_level, "baton serve")
-        if settings.end_with_parent:
-            end_with_parent()
+        end_with_parent(settings.end_with_parent)
         run(lambda stop: serve(settings, stop))
 
     exit_on_operator_error(body)

@@ -88,7 +88,14 @@ def run_worker(
         try:
             await host.bind()
             folder = await asyncio.to_thread(resolve_model, settings.model, weights=True)
-            await host.serve(await make_worker(settings, host, folder), stop)
+            making = asyncio.ensure_future(make_worker(settings, host, folder))
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait([making, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if making.done():
+                await host.serve(making.result(), stop)
+            else:
+                making.cancel()
         except TransferError as error:
             raise OperatorError(f"the {settings.transport} transport cannot start: {error}") from error
         finally:
@@ -97,8 +104,7 @@ def run_worker(
     def main() -> None:
         settings = load(settings_type, program, sys.argv[1:])
         configure_logging(settings.log_level, program)
-        if settings.end_with_parent:
-            end_with_parent()
+        end_with_parent(settings.end_with_parent)
         run(lambda stop: serve(settings, stop))
 
     exit_on_operator_error(main)

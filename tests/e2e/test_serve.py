@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ MIRA = "The code of Mira is 4817. The code of Otto is 2093. What is the code of 
 class Stack:
     """A running `baton serve`."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, wait: bool = True) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
         self.shared_memory = set(os.listdir("/dev/shm"))
         self.popen = subprocess.Popen(
@@ -47,10 +47,19 @@ class Stack:
         self._logger = threading.Thread(target=self._collect_log, daemon=True)
         self._logger.start()
         assert self.popen.stdout is not None
-        self.ready = self.popen.stdout.readline()
+        self.ready = self.popen.stdout.readline() if wait else ""
         self.url = ""
         if found := re.search(r"http://[0-9.]+:\d+", self.ready):
             self.url = found.group()
+
+    def __enter__(self) -> Stack:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever a test came to, nothing goes on running."""
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait()
 
     def children(self) -> list[int]:
         path = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children")
@@ -86,10 +95,10 @@ class Stack:
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     """One stack for the tests that only talk to it."""
-    running = Stack()
-    assert running.ready.startswith("ready"), running.wait()
-    yield running
-    code, log = running.end(signal.SIGTERM)
+    with Stack() as running:
+        assert running.ready.startswith("ready"), running.wait()
+        yield running
+        code, log = running.end(signal.SIGTERM)
     assert code == 0, log
     assert "Traceback" not in log, log
 
@@ -149,6 +158,7 @@ async def test_the_openai_client_works_unchanged(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
+        ("completions", {"prompt": "hi", "repetition_penalty": 1e-46}, 400, "repetition_penalty"),
         ("completions", {"prompt": ""}, 400, "prompt"),
         ("completions", {"prompt": []}, 400, "prompt"),
         ("completions", {"prompt": "a b c d " * 4000}, 400, "prompt"),
@@ -176,6 +186,13 @@ async def test_bad_input_names_the_parameter(
     assert response.status == status, answer
     assert answer["error"]["param"] == param, answer
     assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_the_smallest_numbers_that_are_allowed_harm_nobody(http: aiohttp.ClientSession) -> None:
+    tiny = 5e-324
+    for fields in ({"top_p": tiny}, {"min_p": tiny}, {"temperature": tiny}, {"temperature": 1, "top_p": 1e-300}):
+        async with http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3, **fields}) as response:
+            assert response.status == 200, (fields, await response.text())
 
 
 async def test_a_body_that_is_no_json_or_too_large(http: aiohttp.ClientSession) -> None:
@@ -248,72 +265,100 @@ async def test_the_demo_model_answers_from_its_prompt(http: aiohttp.ClientSessio
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_ends_cleanly_and_leaves_nothing(number: int) -> None:
-    stack = Stack("--prefill", "2", "--decode", "1")
-    children = stack.children()
-    assert len(children) == 4
-    code, log = stack.end(number)
-    assert code == 0, log
-    assert "Traceback" not in log, log
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
-    assert set(os.listdir("/dev/shm")) <= stack.shared_memory
-    ports = {match.group(1) for match in re.finditer(r"127\.0\.0\.1:(\d+)", log)}
-    assert len(ports) >= 7
-    listening = Path("/proc/net/tcp").read_text()
-    assert not any(f":{int(port):04X} 00000000:0000 0A" in listening for port in ports)
+    with Stack("--prefill", "2", "--decode", "1") as stack:
+        children = stack.children()
+        assert len(children) == 4
+        code, log = stack.end(number)
+        assert code == 0, log
+        assert "Traceback" not in log, log
+        assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+        assert set(os.listdir("/dev/shm")) <= stack.shared_memory
+        ports = {match.group(1) for match in re.finditer(r"127\.0\.0\.1:(\d+)", log)}
+        assert len(ports) >= 7
+        listening = Path("/proc/net/tcp").read_text()
+        assert not any(f":{int(port):04X} 00000000:0000 0A" in listening for port in ports)
 
 
 def test_a_worker_that_dies_ends_the_stack_with_its_name() -> None:
-    stack = Stack()
-    for pid in stack.children():
-        if b"decode_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(pid, signal.SIGKILL)
-    code, log = stack.wait()
-    assert code == 2
-    assert "decode-0 with signal SIGKILL" in log.splitlines()[-1]
+    with Stack() as stack:
+        for pid in stack.children():
+            if b"decode_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        code, log = stack.wait()
+        assert code == 2
+        assert "decode-0 with signal SIGKILL" in log.splitlines()[-1]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def starting() -> Stack:
+    """A stack whose workers have been started and have not bound their ports yet."""
+    stack = Stack(wait=False)
+    wait_until(lambda: len(stack.children()) >= 2, "no workers")
+    return stack
+
+
+def test_a_worker_that_dies_while_the_stack_starts_ends_it() -> None:
+    with starting() as stack:
+        os.kill(stack.children()[0], signal.SIGKILL)
+        code, log = stack.wait()
+        assert code == 2
+        assert "prefill-0 with signal SIGKILL" in log.replace("prefill-0 ended with", "prefill-0 with").splitlines()[-1]
+        assert "Traceback" not in log, log
+
+
+def test_a_stack_killed_while_it_starts_leaves_no_orphans() -> None:
+    with starting() as stack:
+        children = stack.children()
+        stack.popen.kill()
+        stack.popen.wait()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "orphans")
 
 
 def test_a_killed_stack_leaves_no_orphans() -> None:
-    stack = Stack()
-    children = stack.children()
-    stack.popen.kill()
-    stack.popen.wait()
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in children):
-        assert time.monotonic() < deadline, "orphans"
-        time.sleep(0.05)
+    with Stack() as stack:
+        children = stack.children()
+        stack.popen.kill()
+        stack.popen.wait()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "orphans")
 
 
 async def test_several_choices_go_on_beyond_the_heartbeat_timeout() -> None:
     """Every heartbeat of a decode worker that runs more sequences than requests must be one that a gateway takes."""
-    stack = Stack("--heartbeat-timeout-s", "0.5", "--heartbeat-interval-s", "0.1")
-    async with aiohttp.ClientSession(stack.url) as session:
-        body = {"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "n": 4}
-        async with session.post("/v1/completions", json=body) as response:
-            answer = await response.json()
-    assert response.status == 200, answer
-    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 4
-    assert answer["usage"]["completion_tokens"] == 6000
-    code, log = stack.end(signal.SIGTERM)
-    assert code == 0, log
-    assert "refused" not in log, log
+    with Stack("--heartbeat-timeout-s", "0.5", "--heartbeat-interval-s", "0.1") as stack:
+        async with aiohttp.ClientSession(stack.url) as session:
+            body = {"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "n": 4}
+            async with session.post("/v1/completions", json=body) as response:
+                answer = await response.json()
+        assert response.status == 200, answer
+        assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 4
+        assert answer["usage"]["completion_tokens"] == 6000
+        code, log = stack.end(signal.SIGTERM)
+        assert code == 0, log
+        assert "refused" not in log, log
 
 
 async def test_a_chat_without_a_length_fits_into_small_workers_and_open_requests_survive_sigterm() -> None:
-    stack = Stack("--kv-cache-bytes", str(2 * 2**20))
-    async with aiohttp.ClientSession(stack.url) as session:
-        body = {"messages": [{"role": "user", "content": MIRA}], "ignore_eos": True}
-        async with session.post("/v1/chat/completions", json=body) as response:
-            answer = await response.json()
-        assert response.status == 200, answer
-        assert answer["usage"]["total_tokens"] < 2000
-        body["max_tokens"] = answer["usage"]["completion_tokens"]
-        asking = asyncio.create_task(session.post("/v1/chat/completions", json=body))
-        async with asyncio.timeout(20):
-            while not stack.leftovers():
-                await asyncio.sleep(0.005)
-        ending = asyncio.create_task(asyncio.to_thread(stack.end, signal.SIGTERM))
-        response = await asking
-        assert response.status == 200, await response.text()
-        await response.read()
-    code, log = await ending
-    assert code == 0, log
+    with Stack("--kv-cache-bytes", str(2 * 2**20)) as stack:
+        async with aiohttp.ClientSession(stack.url) as session:
+            body = {"messages": [{"role": "user", "content": MIRA}], "ignore_eos": True}
+            async with session.post("/v1/chat/completions", json=body) as response:
+                answer = await response.json()
+            assert response.status == 200, answer
+            assert answer["usage"]["total_tokens"] < 2000
+            body["max_tokens"] = answer["usage"]["completion_tokens"]
+            asking = asyncio.create_task(session.post("/v1/chat/completions", json=body))
+            async with asyncio.timeout(20):
+                while not stack.leftovers():
+                    await asyncio.sleep(0.005)
+            ending = asyncio.create_task(asyncio.to_thread(stack.end, signal.SIGTERM))
+            response = await asking
+            assert response.status == 200, await response.text()
+            await response.read()
+        code, log = await ending
+        assert code == 0, log

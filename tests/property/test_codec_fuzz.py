@@ -96,15 +96,24 @@ logprobs = st.builds(
 )
 about = {"request": handles, "attempt": attempts}
 lease = {"lease": handles, "epoch": counts}
-tokens = st.builds(
-    Tokens,
-    **about,
-    choice=choices,
-    position=counts,
-    token_ids=token_ids,
-    logprobs=st.none() | st.lists(logprobs, max_size=4).map(tuple),
-    finish_reason=finish_reasons,
-)
+
+
+@st.composite
+def all_tokens(draw: st.DrawFn) -> Tokens:
+    """`Tokens` with as many log probabilities as tokens, or none."""
+    taken = draw(st.lists(counts, min_size=1, max_size=6))
+    reports = draw(st.none() | st.lists(logprobs, min_size=len(taken), max_size=len(taken)))
+    return Tokens(
+        request=draw(handles),
+        attempt=draw(attempts),
+        choice=draw(choices),
+        position=draw(counts),
+        token_ids=tuple(taken),
+        logprobs=None if reports is None else tuple(reports),
+        finish_reason=draw(finish_reasons),
+    )
+
+
 first_tokens = st.builds(
     Tokens, **about, choice=choices, position=counts, token_ids=st.tuples(counts), finish_reason=finish_reasons
 )
@@ -160,7 +169,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Abort: st.builds(Abort, **about),
     Resend: st.builds(Resend, **about, choice=choices, position=counts),
     Ack: st.builds(Ack, **about),
-    Tokens: tokens,
+    Tokens: all_tokens(),
     Finished: st.builds(Finished, **about),
     Failed: st.builds(Failed, **about, cause=causes, message=texts),
     Cancelled: st.builds(Cancelled, **about),

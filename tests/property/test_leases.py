@@ -44,6 +44,7 @@ class Held:
     num_ready: int = 0
     complete: bool = False
     sink: Incarnation | None = None
+    opened_attempt: int = 1
     names: set[tuple[LeaseId, int]] = field(default_factory=set)
     """(lease, epoch), as sinks were told; one at most."""
 
@@ -64,6 +65,8 @@ class LeaseMachine(RuleBasedStateMachine):
         self.held: dict[RequestId, Held] = {}
         self.waiting: set[tuple[Incarnation, RequestKey]] = set()
         """Sinks that have attached and have been told nothing final since."""
+        self.reading: set[tuple[Incarnation, RequestKey]] = set()
+        """Sinks that were given an offer and have neither settled nor detached."""
         self.seen: list[tuple[Incarnation, RequestKey, LeaseId, int]] = []
         """What sinks know to settle."""
         self.granted: set[tuple[Incarnation, RequestKey, LeaseId, int]] = set()
@@ -114,6 +117,7 @@ class LeaseMachine(RuleBasedStateMachine):
         held = self.held.get(key.request)
         if held is not None and key.attempt >= held.key.attempt:
             held.sink, held.key = sink, key
+            self.reading.add((sink, key))
 
     # --- the prefill's side --------------------------------------------------------------------------------------
 
@@ -124,7 +128,7 @@ class LeaseMachine(RuleBasedStateMachine):
         blocks = tuple(range(self.num_blocks, self.num_blocks + num))
         self.num_blocks += num
         key = RequestKey(request, attempt)
-        self.held[request] = Held(key, blocks, self.now + BUDGET_S, self.now)
+        self.held[request] = Held(key, blocks, self.now + BUDGET_S, self.now, opened_attempt=attempt)
         for sink, waits in self.waiting:
             if waits.request == request and waits.attempt >= attempt:
                 self.bind(sink, waits)
@@ -177,6 +181,17 @@ class LeaseMachine(RuleBasedStateMachine):
         assert request not in self.held
         assert not any(key.request == request for _, key in self.waiting), "a sink waits for what has been withdrawn"
 
+    @rule(request=requests)
+    def supersede(self, request: RequestId) -> None:
+        """A newer Prefill ends what there is; a sink that has attached for a newer attempt waits for it."""
+        held = self.held.get(request)
+        keeps = held is not None and held.sink is not None and held.key.attempt > held.opened_attempt
+        kept = {(held.sink, held.key)} if held is not None and keeps else set()
+        parked = {(sink, key) for sink, key in self.waiting if key.request == request} if held is None else kept
+        self.check(self.table.withdraw(request, Cause.SUPERSEDED, "a newer attempt arrived", now=self.now))
+        assert request not in self.held
+        assert {(sink, key) for sink, key in self.waiting if key.request == request} == parked
+
     @rule(num=st.integers(0, 6), age_s=st.sampled_from([0.0, 1.0, 5.0]))
     def reclaim(self, num: int, age_s: float) -> None:
         before = dict(self.held)
@@ -225,18 +240,23 @@ class LeaseMachine(RuleBasedStateMachine):
     def stray_detach(self, request: RequestId, attempt: int, sink: Incarnation) -> None:
         key = RequestKey(request, attempt)
         self.waiting.discard((sink, key))
+        self.reading.discard((sink, key))
         held = self.held.get(request)
         if held is not None and (held.sink, held.key) == (sink, key):
             held.sink, held.unattached_since = None, self.now
         self.check(self.table.detach(Detach(request=request, attempt=attempt), sink, self.now))
 
-    @rule(sink=sinks)
-    def lose(self, sink: Incarnation) -> None:
-        self.waiting = {(other, key) for other, key in self.waiting if other != sink}
+    @rule(sink=sinks, data=st.data())
+    def say_hello(self, sink: Incarnation, data: st.DataObject) -> None:
+        """A session opens, again after a loss or for the last time: what is not named has been given up."""
+        known = sorted({key for other, key in self.waiting | self.reading if other == sink})
+        named = set(data.draw(st.lists(st.sampled_from(known), unique=True))) if known else set()
+        self.waiting = {(other, key) for other, key in self.waiting if other != sink or key in named}
+        self.reading = {(other, key) for other, key in self.reading if other != sink or key in named}
         for held in self.held.values():
-            if held.sink == sink:
+            if held.sink == sink and held.key not in named:
                 held.sink, held.unattached_since = None, self.now
-        self.check(self.table.sink_lost(sink, self.now))
+        self.check(self.table.sink_said_hello(sink, named, self.now))
 
     @precondition(lambda self: self.seen)
     @rule(data=st.data(), asker=st.none() | sinks, attempt=st.none() | attempts, epoch=st.none() | st.integers(0, 9))
@@ -275,6 +295,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if ends:
             self.granted.add(name)
             self.waiting.remove((sink, key))
+            self.reading.remove((sink, key))
 
     # --- time ----------------------------------------------------------------------------------------------------
 
@@ -297,14 +318,15 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table.check_invariants()
         assert len(self.table) == len(self.held)
         assert self.table.num_blocks == sum(len(held.blocks) for held in self.held.values())
-        assert self.table.num_attached == sum(held.sink is not None for held in self.held.values())
+        assert self.table.num_readers == len(self.reading)
         if self.table.num_parked == 0:
             assert self.table.next_expiry() == min((held.expiry for held in self.held.values()), default=math.inf)
 
     @invariant()
     def no_sink_waits_in_vain(self) -> None:
         """Every attach that has had no final word is attached, or parked, of which there is one a request."""
-        assert self.table.num_attached + self.table.num_parked == len(self.waiting), sorted(self.waiting)
+        num_attached = sum(held.sink is not None for held in self.held.values())
+        assert num_attached + self.table.num_parked == len(self.waiting), sorted(self.waiting)
 
     @invariant()
     def epochs_only_grow(self) -> None:
@@ -316,7 +338,9 @@ class LeaseMachine(RuleBasedStateMachine):
         self.check(self.table.expire(self.now))
         assert not self.held, "pinned for ever"
         assert not self.waiting, "waits for ever"
-        assert (len(self.table), self.table.num_parked) == (0, 0)
+        for sink, (request, attempt) in sorted(self.reading):
+            self.check(self.table.detach(Detach(request=request, attempt=attempt), sink, self.now))
+        assert (len(self.table), self.table.num_parked, self.table.num_readers) == (0, 0, 0)
 
 
 TestLeases = LeaseMachine.TestCase

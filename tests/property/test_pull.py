@@ -55,6 +55,7 @@ class Worker:
         self.asked = False
         self.told_valid = False
         self.told_tokens = False
+        self.attached = self.detached = False
         self.over: Action | None = None
 
     # --- what the pull decides -----------------------------------------------------------------------------------
@@ -62,10 +63,18 @@ class Worker:
     def check(self, actions: list[Action]) -> None:
         for action in actions:
             assert not isinstance(self.over, Admit), "something happens after the pull is settled"
-            assert self.over is None or isinstance(action, Release), "more than a release after the end"
+            late = isinstance(action, Release) or action == SendToSource(Detach(**ABOUT))
+            assert self.over is None or late, "more than a release, and a word to the source, after the end"
             match action:
-                case SendToSource(Attach() | Detach() as message):
+                case SendToSource(Attach() as message):
                     assert message.key == KEY
+                    self.attached = True
+                case SendToSource(Detach() as message):
+                    assert message.key == KEY
+                    assert not self.reading, "the source is told before the reads have ended"
+                    assert self.attached, "the source is told by a pull that it does not know"
+                    assert not self.detached, "the source is told twice"
+                    self.detached = True
                 case SendToSource(Settle() as message):
                     assert not self.reading, "settles while a read is open"
                     assert self.arrived == set(self.sink_blocks), "settles before everything was read"
@@ -119,6 +128,8 @@ class Worker:
             held = set(self.sink_blocks) - set(self.ends)
             assert held == (set(self.sink_blocks) if self.over is None else self.under_read), "a block is lost"
         if self.over is not None:
+            gave_up = isinstance(self.over, GaveUp)
+            assert self.detached == (gave_up and self.attached and not self.reading)
             assert set(self.pull.quarantined) == self.under_read
             assert self.pull.over == (not self.under_read)
             expected = PullState.SETTLED if isinstance(self.over, Admit) else PullState.ABANDONED
@@ -198,7 +209,7 @@ class Worker:
         self.check(self.pull.read_done(start, "the peer is gone" if failed else None))
 
     def abandon(self) -> None:
-        self.check(self.pull.abandon(Cause.DEADLINE, "the time is up", detach=self.data.draw(st.booleans())))
+        self.check(self.pull.abandon(Cause.DEADLINE, "the time is up"))
         assert self.over is not None
 
     def steps(self) -> list[Callable[[], None]]:
@@ -213,7 +224,7 @@ class Worker:
         return steps if self.calm else [*steps, self.withdrawn, self.abandon]
 
     def tear_down(self) -> None:
-        self.check(self.pull.abandon(Cause.CANCELLED, "teardown", detach=True))
+        self.check(self.pull.abandon(Cause.CANCELLED, "teardown"))
         for start in list(self.reading):
             del self.reading[start]
             self.check(self.pull.read_done(start, "fenced"))
@@ -222,7 +233,7 @@ class Worker:
         assert set(self.ends) == (set(self.sink_blocks) if self.reserved else set())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_each_reserved_block_is_admitted_or_released_once(data: st.DataObject) -> None:
     worker = Worker(data)

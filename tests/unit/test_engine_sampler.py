@@ -59,6 +59,15 @@ def test_nothing_to_sample() -> None:
     assert sample(torch.empty(0, VOCAB), [], EOS) == []
 
 
+@pytest.mark.parametrize("name", ["top_p", "min_p", "temperature"])
+@pytest.mark.parametrize("tiny", [5e-324, 1e-300, 1e-46, 1e-30])
+def test_a_number_that_float32_cannot_hold_leaves_the_most_likely_token(name: str, tiny: float) -> None:
+    logits = random_logits(3)
+    drawn = tokens_of(logits, [ask(**{name: tiny}), ask(), ask(temperature=0.0)])
+    if name != "min_p":
+        assert drawn[0] == logits[0].argmax().item()
+
+
 def test_greedy_takes_the_most_likely_token_and_leaves_the_logits() -> None:
     logits = random_logits(4)
     before = logits.clone()

@@ -244,7 +244,6 @@ def test_another_lease_voids_what_was_read(pull: Pull, kind: type, prepare, chan
         actions = pull.blocks_ready(ready(1, 99, **changes))
     else:
         actions = pull.prefill_done(done(None, **changes))
-    assert sent(actions) == [Detach]
     assert gave_up(actions) is Cause.LEASE_LOST
 
 
@@ -276,15 +275,6 @@ def test_checksums_that_begin_in_the_middle_are_not_taken_for_those_of_the_first
         assert gave_up(actions) is Cause.TRANSFER
 
 
-def test_no_first_token_at_all_is_not_taken_for_the_end_of_the_request(pull: Pull) -> None:
-    """Nobody would be told: the gateway waits for the decode worker, and the decode worker has let go."""
-    pulling(pull)
-    pull.blocks_ready(ready(1, 11, 12))
-    actions = pull.prefill_done(done())
-    assert pull.state is not PullState.SETTLING
-    assert gave_up(actions) is not None
-
-
 @pytest.mark.parametrize("changes", [{"lease": LeaseId("l2")}, {"epoch": 8}, {"epoch": 6}])
 def test_a_verdict_on_something_else_is_no_verdict(pull: Pull, changes: dict[str, object]) -> None:
     settling(pull)
@@ -306,7 +296,7 @@ def test_a_pull_is_admitted_once(pull: Pull) -> None:
     assert pull.settled(settled()) == []
     assert pull.settled(settled(valid=False)) == []
     assert pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.DEADLINE, message="late")) == []
-    assert pull.abandon(Cause.DEADLINE, "late", detach=True) == []
+    assert pull.abandon(Cause.DEADLINE, "late") == []
     assert pull.state is PullState.SETTLED
 
 
@@ -327,7 +317,6 @@ def test_a_request_that_ends_with_its_first_token_is_dropped_silently(pull: Pull
     pull.read_done(0, None)
     actions = pull.prefill_done(done("stop", "length"))
     assert gave_up(actions) is None
-    assert sent(actions) == [], "the source has ended the lease by itself"
     assert released(actions) == list(SINK_BLOCKS)
 
 
@@ -338,19 +327,17 @@ def test_one_choice_that_goes_on_keeps_the_pull(pull: Pull) -> None:
 
 
 @states
-@pytest.mark.parametrize("detach", [True, False])
-def test_a_pull_is_abandoned_in_any_state(pull: Pull, state: PullState, detach: bool) -> None:
+def test_a_pull_is_abandoned_in_any_state(pull: Pull, state: PullState) -> None:
     IN_STATE[state](pull)
     reads = 1 if state is PullState.PULLING else 0
-    actions = pull.abandon(Cause.DEADLINE, "late", detach=detach)
+    actions = pull.abandon(Cause.DEADLINE, "late")
     assert pull.state is PullState.ABANDONED
-    assert sent(actions) == ([Detach] if detach else [])
     assert gave_up(actions) is Cause.DEADLINE
     expected = {PullState.PULLING: [51, 52], PullState.SETTLING: [50, 51, 52]}.get(state, [])
     assert released(actions) == expected
     assert pull.quarantined == SINK_BLOCKS[:reads]
     assert pull.over is (reads == 0)
-    assert pull.abandon(Cause.DEADLINE, "again", detach=True) == []
+    assert pull.abandon(Cause.DEADLINE, "again") == []
 
 
 @states
@@ -359,13 +346,31 @@ def test_a_withdrawn_offer_ends_the_pull(pull: Pull, state: PullState) -> None:
     actions = pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.LEASE_LOST, message="reclaimed"))
     assert gave_up(actions) is Cause.LEASE_LOST
     assert "reclaimed" in actions[-1].message
-    assert sent(actions) == []
+
+
+@pytest.mark.parametrize("prepare", [offered, settling], ids=["offered", "settling"])
+def test_the_source_is_told_at_once_when_no_read_is_open(pull: Pull, prepare) -> None:
+    prepare(pull)
+    assert sent(pull.abandon(None, "aborted")) == [Detach]
+
+
+def test_the_source_is_told_once_the_last_read_has_ended(pull: Pull) -> None:
+    """Until then the read needs the source's progress."""
+    pulling(pull)
+    pull.blocks_ready(ready(1, 11))
+    assert sent(pull.abandon(None, "aborted")) == []
+    assert sent(pull.read_done(1, None)) == []
+    assert sent(pull.read_done(0, "the peer is gone")) == [Detach]
+
+
+def test_the_source_is_told_nothing_by_a_pull_that_never_attached(pull: Pull) -> None:
+    assert sent(pull.abandon(None, "aborted")) == []
 
 
 @states
 def test_an_abandoned_pull_is_deaf(pull: Pull, state: PullState) -> None:
     IN_STATE[state](pull)
-    pull.abandon(None, "aborted", detach=True)
+    pull.abandon(None, "aborted")
     assert pull.attach() == []
     assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
     assert pull.prefill_done(done(None)) == []
@@ -379,13 +384,13 @@ def test_an_abandoned_pull_is_deaf(pull: Pull, state: PullState) -> None:
 def test_a_block_under_read_is_released_when_its_read_ends_and_not_before(pull: Pull) -> None:
     pulling(pull)
     pull.blocks_ready(ready(1, 11))
-    actions = pull.abandon(None, "aborted", detach=True)
+    actions = pull.abandon(None, "aborted")
     assert released(actions) == [52]
     assert set(pull.quarantined) == {50, 51}
     assert pull.read_done(1, None) == [Release((51,))]
     assert not pull.over
     assert pull.quarantined == (50,)
-    assert pull.read_done(0, "the peer is gone") == [Release((50,))]
+    assert released(pull.read_done(0, "the peer is gone")) == [50]
     assert pull.over
     assert pull.quarantined == ()
 
@@ -394,17 +399,16 @@ def test_a_failed_read_ends_the_pull_and_frees_what_no_read_writes_to(pull: Pull
     pulling(pull)
     pull.blocks_ready(ready(1, 11))
     actions = pull.read_done(0, "the peer is gone")
-    assert sent(actions) == [Detach]
     assert gave_up(actions) is Cause.TRANSFER
     assert released(actions) == [50, 52], "a read that has failed writes no more"
     assert pull.quarantined == (51,)
-    assert pull.read_done(1, "the peer is gone") == [Release((51,))]
+    assert released(pull.read_done(1, "the peer is gone")) == [51]
     assert pull.over
 
 
 def test_a_pull_that_has_no_blocks_quarantines_nothing(pull: Pull) -> None:
     offered(pull)
-    actions = pull.abandon(Cause.DEADLINE, "no room", detach=True)
+    actions = pull.abandon(Cause.DEADLINE, "no room")
     assert released(actions) == []
     assert pull.over
 

@@ -118,7 +118,7 @@ def test_an_offer_is_told_block_by_block(table: LeaseTable) -> None:
     assert done == PrefillDone(
         request=R1, attempt=1, lease=offer.lease, epoch=offer.epoch, first_tokens=(first_token(),)
     )
-    assert (table.num_attached, table.num_blocks) == (1, 3)
+    assert (table.num_readers, table.num_blocks) == (1, 3)
 
 
 def test_a_chunk_that_completes_no_block_is_not_announced(table: LeaseTable) -> None:
@@ -132,7 +132,7 @@ def test_an_attach_before_the_prefill_is_parked_and_answered(table: LeaseTable) 
     assert (table.num_parked, len(table)) == (1, 0)
     [(to, offer)] = sent(table.open(key(), BLOCKS, 600.0, now=1.0))
     assert (to, offer.block_ids, offer.num_blocks) == (D1, (), 3)
-    assert (table.num_parked, table.num_attached) == (0, 1)
+    assert (table.num_parked, table.num_readers) == (0, 1)
 
 
 def test_a_late_attach_is_told_everything(table: LeaseTable) -> None:
@@ -147,7 +147,7 @@ def test_a_repeated_attach_is_told_everything_again(table: LeaseTable) -> None:
     table.blocks_ready(R1, 2, now=1.0)
     [(to, again)] = sent(table.attach(attach(), D1, 2.0))
     assert (to, again.lease, again.epoch, again.start, again.block_ids) == (D1, offer.lease, offer.epoch, 0, (10, 11))
-    assert table.num_attached == 1
+    assert table.num_readers == 1
 
 
 def test_checksums_travel_with_their_blocks() -> None:
@@ -342,7 +342,7 @@ def test_a_detached_sink_is_told_nothing_and_settles_nothing(table: LeaseTable) 
     assert table.blocks_ready(R1, 3, now=2.0) == []
     assert table.complete(R1, [first_token()]) == []
     assert not verdict(table.settle(settle(offer), D1))
-    assert table.num_attached == 0
+    assert table.num_readers == 0
     assert len(table) == 1, "the lease waits for another sink"
     assert told(table.attach(attach(), D2, 3.0)) == [(D2, BlocksReady), (D2, PrefillDone)]
 
@@ -375,10 +375,68 @@ def test_a_lost_sink_is_detached_from_everything(table: LeaseTable) -> None:
     table.attach(attach(request=R2), D1, 0.0)
     table.open(key(request=RequestId("r3")), (20,), 600.0, 0.0)
     table.attach(attach(request=RequestId("r3")), D2, 0.0)
-    assert table.sink_lost(D1, 5.0) == []
-    assert (table.num_parked, table.num_attached, len(table)) == (0, 1, 2)
+    assert table.sink_said_hello(D1, (), 5.0) == []
+    assert (table.num_parked, table.num_readers, len(table)) == (0, 1, 2)
     assert not verdict(table.settle(settle(offer), D1))
     assert table.next_expiry() == 5.0 + TTL_S
+
+
+def test_a_sink_that_says_hello_keeps_what_it_names(table: LeaseTable) -> None:
+    offer = completed(table)
+    table.attach(attach(request=R2), D1, 0.0)
+    assert table.sink_said_hello(D1, {key(), key(request=R2)}, 5.0) == []
+    assert (table.num_parked, table.num_readers) == (1, 1)
+    assert verdict(table.settle(settle(offer), D1))
+
+
+def test_a_sink_that_says_hello_gives_up_what_it_does_not_name(table: LeaseTable) -> None:
+    """Its Detach was lost: the lease must not be held for a sink that has forgotten it."""
+    offer = completed(table, attempt=2)
+    table.attach(attach(request=R2), D1, 0.0)
+    assert table.sink_said_hello(D1, {key(1)}, 5.0) == [], "an older attempt is not what holds the lease"
+    assert (table.num_parked, table.num_readers) == (0, 0)
+    assert table.next_expiry() == 5.0 + TTL_S
+    assert not verdict(table.settle(settle(offer), D1))
+
+
+def test_another_sink_that_says_hello_changes_nothing(table: LeaseTable) -> None:
+    offer = completed(table)
+    table.sink_said_hello(D2, (), 5.0)
+    assert verdict(table.settle(settle(offer), D1))
+
+
+# --- readers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_sink_reads_until_it_has_settled(table: LeaseTable) -> None:
+    assert table.attach(attach(), D1, 0.0) == []
+    assert table.num_readers == 0, "there is nothing to read yet"
+    table.detach(Detach(request=R1, attempt=1), D1, 0.0)
+    offer = completed(table)
+    assert table.num_readers == 1
+    table.settle(settle(offer), D1)
+    assert table.num_readers == 0
+
+
+@pytest.mark.parametrize("end", ["withdrawn", "superseded", "expired", "ended by the first token"])
+def test_a_sink_reads_until_it_says_that_it_does_not(table: LeaseTable, end: str) -> None:
+    """Whatever becomes of the lease: a read under way needs this worker's progress to come to its end."""
+    opened(table)
+    if end == "withdrawn":
+        table.withdraw(R1, Cause.CANCELLED, "aborted")
+    elif end == "superseded":
+        table.attach(attach(), D2, 1.0)
+        table.detach(Detach(request=R1, attempt=1), D2, 1.0)
+    elif end == "expired":
+        table.expire(600.0)
+    else:
+        table.blocks_ready(R1, 3, now=0.0)
+        table.complete(R1, [first_token("stop")])
+    assert table.num_readers == 1
+    table.detach(Detach(request=R1, attempt=1), D2, 2.0)
+    assert table.num_readers == 1, "another sink's detach"
+    table.detach(Detach(request=R1, attempt=1), D1, 2.0)
+    assert table.num_readers == 0
 
 
 # --- parked attaches ---------------------------------------------------------------------------------------------
@@ -451,8 +509,16 @@ def test_a_newer_attempt_outlives_the_end_of_the_older_one(table: LeaseTable) ->
     """Attempt 2 sends Prefill to the source that still has attempt 1, and the sink's attach overtakes that Prefill."""
     opened(table, attempt=1)
     table.attach(attach(2), D2, 1.0)
-    ended = table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived")
+    ended = table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=1.5)
     assert (D2, 2, Cause.SUPERSEDED) not in withdrawals(ended), "the newest attempt is superseded by itself"
+    assert unpinned(ended) == [BLOCKS]
+    assert table.next_expiry() == 1.5 + TTL_S
+    assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
+
+
+def test_a_parked_attach_waits_for_the_prefill_that_supersedes_nothing(table: LeaseTable) -> None:
+    table.attach(attach(2), D2, 0.0)
+    assert table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=1.0) == []
     assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
 
 

@@ -1,0 +1,875 @@
+"""The control channel over real ZeroMQ on loopback; raw sockets stand in for peers that lose, lie or fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import zmq.asyncio
+
+from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, decode, encode
+from common.contract.errors import Cause, OperatorError
+from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
+from common.contract.kv_layout import Fingerprint, KVLayout
+from common.contract.messages import (
+    Abort,
+    Failed,
+    Goodbye,
+    Heartbeat,
+    HeartbeatEcho,
+    Hello,
+    HelloRefused,
+    HelloRequired,
+    Message,
+    Role,
+    Tokens,
+    Welcome,
+)
+from common.runtime import channel
+from common.runtime.channel import ControlClient, ControlServer, LinkState
+from common.runtime.clock import Pulse, monotonic
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
+FINGERPRINT = Fingerprint(config_hash="c", weights_hash="weights-a", layout=LAYOUT)
+OTHER = replace(FINGERPRINT, weights_hash="weights-b")
+PATIENT = Pulse(interval_s=0.03, timeout_s=20)
+BRISK = Pulse(interval_s=0.03, timeout_s=0.4)
+MARGIN_S = 2.0
+"""What a loaded machine may add to a timeout."""
+WAIT_S = 5
+KEY = RequestKey(RequestId("r"), 1)
+
+
+def heartbeat(number: int, sent: int) -> Heartbeat:
+    load = {"steps": 0, "running": 0, "waiting": 0, "waiting_tokens": 0, "blocks_used": 0, "blocks_total": 1}
+    return Heartbeat(number=number, sent=sent, draining=False, **load)
+
+
+def welcome(number: int = 0, fingerprint: Fingerprint = FINGERPRINT) -> Welcome:
+    return Welcome(
+        number=number,
+        role=Role.DECODE,
+        fingerprint=fingerprint,
+        max_sequence_tokens=1,
+        transport="zmq",
+        transport_metadata=b"",
+        open_requests=(),
+    )
+
+
+def abort(attempt: int) -> Abort:
+    return Abort(request=RequestId("r"), attempt=attempt)
+
+
+def tokens(position: int) -> Tokens:
+    return Tokens(request=RequestId("r"), attempt=1, choice=0, position=position, token_ids=(position,))
+
+
+class Events(list[str]):
+    """What happened, in order; wakes whoever waits for it."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def add(self, event: str) -> None:
+        self.append(event)
+        self._changed.set()
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not reached():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class Worker:
+    """A real server; what its handler saw."""
+
+    def __init__(self, pulse: Pulse, fingerprint: Fingerprint, port: int) -> None:
+        self.fingerprint = fingerprint
+        self.events = Events()
+        self.received: list[tuple[Incarnation, Message]] = []
+        self.hellos: list[Hello] = []
+        self.me = new_incarnation()
+        self.server = ControlServer(self.me, monotonic, pulse)
+        self.port = self.server.bind("127.0.0.1", port)
+        self.address = f"127.0.0.1:{self.port}"
+        self._serving = asyncio.create_task(self.server.run(self))
+        self._open = True
+
+    def welcome(self) -> Welcome:
+        return welcome(fingerprint=self.fingerprint)
+
+    def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
+        self.hellos.append(hello)
+        self.events.add("hello")
+        return (KEY,)
+
+    def on_message(self, peer: Incarnation, message: Message) -> None:
+        self.received.append((peer, message))
+        self.events.add(type(message).__name__)
+
+    def on_peer_lost(self, peer: Incarnation) -> None:
+        self.events.add(f"lost {peer}")
+
+    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+        return heartbeat(number, sent)
+
+    async def stop(self, *, goodbye: bool = True) -> None:
+        if not self._open:
+            return
+        self._open = False
+        self._serving.cancel()
+        await asyncio.wait([self._serving])
+        if not goodbye:
+            self.server._sessions.clear()  # as if killed: nobody is told
+        self.server.close()
+        if not self._serving.cancelled():
+            self._serving.result()
+
+
+class Client:
+    """A real link; what its handler saw."""
+
+    def __init__(self, address: str, pulse: Pulse, fingerprint: Fingerprint | None) -> None:
+        self.fingerprint = fingerprint
+        self.events = Events()
+        self.received: list[Message] = []
+        self.num_heartbeats = 0
+        self.welcomes: list[Welcome] = []
+        self.refusals: list[HelloRefused] = []
+        self.workers: list[Incarnation | None] = []
+        self.me = new_incarnation()
+        self.context = zmq.asyncio.Context()
+        self.link = ControlClient(self.context, address, self.me, self, monotonic, pulse)
+        self._linking = asyncio.create_task(self.link.run())
+        self._open = True
+
+    def hello(self, link: ControlClient) -> Hello:
+        role = Role.GATEWAY if self.fingerprint is None else Role.DECODE
+        return Hello(role=role, fingerprint=self.fingerprint, open_requests=(KEY,))
+
+    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
+        self.welcomes.append(welcome)
+        self.workers.append(link.worker)
+        self.events.add("open")
+
+    def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
+        self.welcomes.append(welcome)
+        self.events.add("resync")
+
+    def on_message(self, link: ControlClient, message: Message) -> None:
+        if isinstance(message, Heartbeat):
+            self.num_heartbeats += 1
+            self.events._changed.set()
+        else:
+            self.received.append(message)
+            self.events.add(type(message).__name__)
+
+    def on_lost(self, link: ControlClient, why: str) -> None:
+        self.events.add(f"lost: {why}")
+
+    def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
+        self.refusals.append(refused)
+        self.events.add("refused")
+
+    @property
+    def num_lost(self) -> int:
+        return sum(event.startswith("lost") for event in self.events)
+
+    async def opened(self, times: int = 1) -> Client:
+        await self.events.until(lambda: self.events.count("open") >= times)
+        return self
+
+    async def beats(self, more: int) -> None:
+        """Wait until `more` heartbeats have been accepted: with that, everything before them was."""
+        wanted = self.num_heartbeats + more
+        await self.events.until(lambda: self.num_heartbeats >= wanted)
+
+    async def stop(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        self._linking.cancel()
+        await asyncio.wait([self._linking])
+        self.context.destroy(linger=100)
+        if not self._linking.cancelled():
+            self._linking.result()
+
+
+class RawWorker:
+    """A ROUTER whose every frame the test decides."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self.me = new_incarnation()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.address = f"127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    async def receive(self) -> tuple[Incarnation, list[Message]]:
+        async with asyncio.timeout(WAIT_S):
+            _, frame = await self._socket.recv_multipart()
+        return decode(frame)
+
+    async def expect(self, kind: type[Message]) -> tuple[Incarnation, Message]:
+        """The next message of this kind; others are skipped."""
+        while True:
+            peer, messages = await self.receive()
+            for message in messages:
+                if isinstance(message, kind):
+                    return peer, message
+
+    async def nothing(self, kind: type[Message], within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                _, message = await self.expect(kind)
+        except TimeoutError:
+            return
+        raise AssertionError(f"{message} was sent")
+
+    async def send(self, peer: Incarnation, *messages: Message, me: Incarnation | None = None) -> None:
+        await self._socket.send_multipart([peer.encode(), encode(me or self.me, messages)])
+
+    async def send_bytes(self, peer: Incarnation, frame: bytes) -> None:
+        await self._socket.send_multipart([peer.encode(), frame])
+
+
+class RawClient:
+    """A DEALER whose every frame the test decides."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, *, receive_hwm: int = 1000) -> None:
+        self.me = new_incarnation()
+        self._hellos = 0
+        self._unread: deque[Message] = deque()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self.me.encode())
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, receive_hwm)
+        self._socket.connect(f"tcp://{address}")
+
+    async def send(self, *messages: Message, me: Incarnation | None = None) -> None:
+        await self._socket.send(encode(me or self.me, messages))
+
+    async def send_parts(self, parts: Sequence[bytes]) -> None:
+        await self._socket.send_multipart(parts)
+
+    async def expect(self, kind: type[Message]) -> Message:
+        """The next message of this kind; others are skipped."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                while self._unread:
+                    message = self._unread.popleft()
+                    if isinstance(message, kind):
+                        return message
+                self._unread.extend(decode(await self._socket.recv())[1])
+
+    async def greet(self, fingerprint: Fingerprint | None = None) -> Welcome:
+        self._hellos += 1
+        await self.send(Hello(number=self._hellos, role=Role.GATEWAY, fingerprint=fingerprint, open_requests=()))
+        answer = await self.expect(Welcome)
+        assert isinstance(answer, Welcome)
+        return answer
+
+
+class Net:
+    """Everything that a test has open."""
+
+    def __init__(self) -> None:
+        self.context = zmq.asyncio.Context()
+        self._open: list[Worker | Client] = []
+
+    def worker(self, pulse: Pulse = PATIENT, fingerprint: Fingerprint = FINGERPRINT, port: int = 0) -> Worker:
+        self._open.append(worker := Worker(pulse, fingerprint, port))
+        return worker
+
+    def client(self, address: str, pulse: Pulse = PATIENT, fingerprint: Fingerprint | None = None) -> Client:
+        self._open.append(client := Client(address, pulse, fingerprint))
+        return client
+
+    def raw_worker(self) -> RawWorker:
+        return RawWorker(self.context)
+
+    def raw_client(self, address: str, *, receive_hwm: int = 1000) -> RawClient:
+        return RawClient(self.context, address, receive_hwm=receive_hwm)
+
+    async def close(self) -> None:
+        for each in reversed(self._open):
+            await each.stop()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+async def net() -> AsyncIterator[Net]:
+    net = Net()
+    yield net
+    await net.close()
+
+
+# --- greeting --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_welcome_carries_the_number_of_its_hello(net: Net) -> None:
+    worker = net.worker()
+    raw = net.raw_client(worker.address)
+    for number in (7, 8, 3):
+        await raw.send(Hello(number=number, role=Role.GATEWAY, fingerprint=None, open_requests=(KEY,)))
+        answer = await raw.expect(Welcome)
+        assert isinstance(answer, Welcome)
+        assert (answer.number, answer.open_requests) == (number, (KEY,))
+    assert [hello.open_requests for hello in worker.hellos] == [(KEY,)] * 3
+    assert worker.server.peers == (raw.me,), "a second Hello of the same life opens no second session"
+
+
+async def test_the_link_takes_only_the_answer_to_its_last_hello(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address)
+    peer, first = await raw.expect(Hello)
+    _, second = await raw.expect(Hello)
+    assert isinstance(first, Hello)
+    assert isinstance(second, Hello)
+    assert second.number == first.number + 1
+    await raw.send(peer, welcome(first.number), tokens(1))
+    await raw.send(peer, welcome(second.number + 100))
+    await raw.send(peer, welcome(second.number), tokens(2))
+    await client.opened()
+    await client.events.until(lambda: bool(client.received))
+    assert client.welcomes[0].number == second.number
+    assert client.received == [tokens(2)]
+    assert client.events.count("open") == 1
+
+
+async def test_an_answer_that_takes_longer_than_the_next_hello_still_opens_the_session(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address)
+    answers: list[asyncio.Task[None]] = []
+
+    async def answer_late(peer: Incarnation, number: int) -> None:
+        await asyncio.sleep(channel._HELLO_RETRY_S * 1.4)
+        await raw.send(peer, welcome(number))
+
+    async def answer_all() -> None:
+        while True:
+            peer, hello = await raw.expect(Hello)
+            assert isinstance(hello, Hello)
+            answers.append(asyncio.create_task(answer_late(peer, hello.number)))
+
+    answering = asyncio.create_task(answer_all())
+    try:
+        async with asyncio.timeout(1.5):
+            await client.opened()
+    except TimeoutError:
+        pytest.fail(f"{len(answers)} Hellos were answered, each a little late, and the session never opened")
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, *answers, return_exceptions=True)
+
+
+async def test_a_fingerprint_mismatch_is_refused_with_both_values(net: Net) -> None:
+    worker = net.worker()
+    client = net.client(worker.address, fingerprint=OTHER)
+    await client.events.until(lambda: bool(client.refusals))
+    assert client.refusals[0].cause is Cause.FINGERPRINT
+    for value in ("weights_hash", "weights-a", "weights-b"):
+        assert value in client.refusals[0].message
+    assert client.link.state is LinkState.REFUSED
+    assert worker.server.peers == ()
+    assert worker.hellos == [], "the handler heard of a client that was refused"
+
+
+async def test_a_refused_client_asks_again_and_opens_at_a_fitting_successor(net: Net) -> None:
+    misfit = net.worker(BRISK, OTHER)
+    client = net.client(misfit.address, BRISK, FINGERPRINT)
+    await client.events.until(lambda: bool(client.refusals))
+    await misfit.stop()
+    fitting = net.worker(BRISK, FINGERPRINT, misfit.port)
+    await client.opened()
+    assert client.workers == [fitting.me]
+    assert client.events == ["refused", "open"], "a client that never had a session cannot lose one"
+
+
+async def test_a_refused_client_keeps_asking_but_hears_of_it_once(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address, BRISK)
+    refused = HelloRefused(cause=Cause.CAPACITY, message="full")
+    for _ in range(3):
+        peer, _ = await raw.expect(Hello)
+        await raw.send(peer, refused)
+    peer, last = await raw.expect(Hello)
+    assert isinstance(last, Hello)
+    assert client.events == ["refused"]
+    await raw.send(peer, welcome(last.number))
+    await client.opened()
+    assert client.link.state is LinkState.OPEN
+
+
+async def test_a_session_that_opened_after_a_refusal_is_not_greeted_again(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address, BRISK)
+    await raw.expect(Hello)
+    peer, second = await raw.expect(Hello)
+    assert isinstance(second, Hello)
+    await raw.send(peer, HelloRefused(cause=Cause.CAPACITY, message="full"))  # the answer to the first
+    await client.events.until(lambda: client.events == ["refused"])
+    await raw.send(peer, welcome(second.number))
+    await client.opened()
+    pulsing = asyncio.create_task(_pulse_at(raw, peer))
+    try:
+        await raw.nothing(Hello, BRISK.timeout_s * 1.5)
+    finally:
+        pulsing.cancel()
+    assert client.events == ["refused", "open"]
+
+
+async def _pulse_at(raw: RawWorker, peer: Incarnation) -> None:
+    number = 0
+    while True:
+        number += 1
+        await raw.send(peer, heartbeat(number, 0))
+        await asyncio.sleep(BRISK.interval_s)
+
+
+async def test_a_refusal_in_a_session_ends_it(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address)
+    peer, hello = await raw.expect(Hello)
+    assert isinstance(hello, Hello)
+    await raw.send(peer, welcome(hello.number))
+    await client.opened()
+    await raw.send(peer, heartbeat(1, 5))  # five were lost: the link greets again, and another worker answers
+    await raw.expect(Hello)
+    await raw.send(peer, HelloRefused(cause=Cause.FINGERPRINT, message="another"), me=new_incarnation())
+    await client.events.until(lambda: bool(client.refusals))
+    assert client.num_lost == 1, f"what was open at the worker is never given up: {client.events}"
+
+
+async def test_a_message_before_hello_is_answered_by_hello_required(net: Net) -> None:
+    worker = net.worker()
+    raw = net.raw_client(worker.address)
+    await raw.send(abort(1))
+    await raw.expect(HelloRequired)
+    assert worker.received == []
+    assert worker.server.traffic.frames_refused == 1
+    await raw.greet()
+    await raw.send(abort(2))
+    await worker.events.until(lambda: bool(worker.received))
+    assert worker.received == [(raw.me, abort(2))]
+
+
+async def test_a_link_that_is_told_to_greet_greets_and_goes_on(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address)
+    peer, hello = await raw.expect(Hello)
+    assert isinstance(hello, Hello)
+    await raw.send(peer, welcome(hello.number))
+    await client.opened()
+    await raw.send(peer, HelloRequired(), HelloRequired(), HelloRequired())
+    _, again = await raw.expect(Hello)
+    assert isinstance(again, Hello)
+    await raw.send(peer, welcome(again.number))
+    await client.events.until(lambda: "resync" in client.events)
+    assert client.events == ["open", "resync"]
+
+
+async def test_one_client_too_many_is_refused_and_comes_in_when_another_leaves(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "MAX_SESSIONS", 2)
+    worker = net.worker(BRISK)
+    first, second = net.client(worker.address, BRISK), net.client(worker.address, BRISK)
+    await first.opened()
+    await second.opened()
+    third = net.client(worker.address, BRISK)
+    await third.events.until(lambda: bool(third.refusals))
+    assert third.refusals[0].cause is Cause.CAPACITY
+    assert set(worker.server.peers) == {first.me, second.me}
+    await first.stop()
+    await third.opened()
+    assert set(worker.server.peers) == {second.me, third.me}
+    assert second.events == ["open"]
+
+
+# --- losses that only counting shows -----------------------------------------------------------------------------
+
+
+async def test_a_client_that_received_fewer_than_were_sent_opens_again_exactly_once(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address)
+    peer, hello = await raw.expect(Hello)
+    assert isinstance(hello, Hello)
+    await raw.send(peer, welcome(hello.number), tokens(0), tokens(1))
+    for number in range(1, 6):
+        await raw.send(peer, heartbeat(number, 3))  # the third never came
+    _, again = await raw.expect(Hello)
+    assert isinstance(again, Hello)
+    await raw.send(peer, tokens(2), heartbeat(6, 99))  # sent before the worker had read that Hello
+    while True:  # the link repeats itself until it is answered; only the last number counts
+        await raw.send(peer, welcome(again.number))
+        try:
+            async with asyncio.timeout(0.1):
+                _, again = await raw.expect(Hello)
+        except TimeoutError:
+            break
+    await raw.send(peer, tokens(2))
+    for number in range(7, 10):
+        await raw.send(peer, heartbeat(number, 1))
+        await raw.expect(HeartbeatEcho)
+    assert client.events.count("resync") == 1
+    assert client.link.traffic.resyncs == 1
+    assert client.num_lost == 0
+
+
+async def test_heartbeats_that_agree_are_echoed_with_the_number_sent(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address)
+    peer, hello = await raw.expect(Hello)
+    assert isinstance(hello, Hello)
+    await raw.send(peer, welcome(hello.number))
+    await client.opened()
+    client.link.send(abort(1))
+    client.link.send(abort(2))
+    await raw.expect(Abort)
+    await raw.send(peer, heartbeat(41, 0))
+    _, echo = await raw.expect(HeartbeatEcho)
+    assert echo == HeartbeatEcho(number=41, sent=2)
+
+
+async def test_a_worker_that_received_fewer_than_were_sent_asks_for_a_hello(net: Net) -> None:
+    worker = net.worker()
+    raw = net.raw_client(worker.address)
+    await raw.greet()
+    await raw.send(abort(1))
+    await raw.send(HeartbeatEcho(number=1, sent=3))
+    await raw.expect(HelloRequired)
+    await raw.greet()
+    await raw.send(abort(2), HeartbeatEcho(number=2, sent=1))
+    await raw.send(HeartbeatEcho(number=3, sent=1), abort(3))
+    await worker.events.until(lambda: len(worker.received) == 3)
+    assert worker.events == ["hello", "Abort", "hello", "Abort", "Abort"], "a session that is opened again is not lost"
+    assert worker.server.traffic.sessions_lost == 0
+
+
+async def test_a_message_that_the_worker_never_got_leads_to_one_resync(net: Net) -> None:
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    client.link._sent += 1  # one that ZeroMQ dropped
+    await client.events.until(lambda: "resync" in client.events)
+    await client.beats(5)
+    assert client.events == ["open", "resync"]
+    assert worker.events == ["hello", "hello"]
+    assert client.welcomes[1].open_requests == (KEY,)
+
+
+async def test_a_message_that_the_client_never_got_leads_to_one_resync_and_what_waited_still_arrives(net: Net) -> None:
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    worker.server._sessions[client.me].sent += 1
+    worker.server.send(client.me, tokens(1))
+    client.link.send(abort(1))
+    await client.events.until(lambda: "resync" in client.events)
+    worker.server.send(client.me, tokens(2))
+    client.link.send(abort(2))
+    await client.beats(5)
+    await worker.events.until(lambda: len(worker.received) == 2)
+    assert client.events.count("resync") == 1
+    assert client.received == [tokens(1), tokens(2)]
+
+
+# --- ends ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speaks", [True, False], ids=["found out by speaking", "found out by silence"])
+async def test_a_restart_under_the_same_address_is_a_loss_and_then_another_worker(net: Net, speaks: bool) -> None:
+    old = net.worker(BRISK)
+    client = await net.client(old.address, BRISK).opened()
+    await old.stop(goodbye=False)
+    new = net.worker(BRISK, port=old.port)
+    if speaks:
+        client.link.send(abort(1))
+    await client.opened(2)
+    assert client.workers == [old.me, new.me]
+    assert client.num_lost == 1
+    assert client.events[0] == client.events[-1] == "open"
+    assert new.received == [], "a message to the old life reached the new one"
+
+
+async def test_a_silent_worker_is_lost_within_the_timeout(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address, BRISK)
+    peer, hello = await raw.expect(Hello)
+    assert isinstance(hello, Hello)
+    await raw.send(peer, welcome(hello.number))
+    await client.opened()
+    start = time.monotonic()
+    await client.events.until(lambda: client.num_lost > 0)
+    assert BRISK.timeout_s * 0.9 <= time.monotonic() - start <= BRISK.timeout_s + MARGIN_S
+    client.link.send(abort(1))
+    await raw.nothing(Abort, 0.1)
+    assert client.link.traffic.sessions_lost == 1
+
+
+async def test_a_silent_client_is_lost_within_the_timeout_and_a_talking_one_is_not(net: Net) -> None:
+    worker = net.worker(BRISK)
+    talking = await net.client(worker.address, BRISK).opened()
+    raw = net.raw_client(worker.address)
+    await raw.greet()
+    start = time.monotonic()
+    await worker.events.until(lambda: f"lost {raw.me}" in worker.events)
+    assert BRISK.timeout_s * 0.9 <= time.monotonic() - start <= BRISK.timeout_s + MARGIN_S
+    assert worker.server.peers == (talking.me,)
+    assert worker.server.traffic.sessions_lost == 1
+    worker.server.send(raw.me, tokens(1))  # inert
+    await raw.send(abort(1))
+    await raw.expect(HelloRequired)
+    assert talking.events == ["open"]
+
+
+async def test_a_client_that_leaves_says_goodbye(net: Net) -> None:
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    await client.stop()
+    await worker.events.until(lambda: f"lost {client.me}" in worker.events)
+    assert worker.server.peers == ()
+    assert worker.server.traffic.sessions_lost == 0
+    assert client.link.state is LinkState.CLOSED
+    client.link.send(abort(1))
+
+
+async def test_a_worker_that_leaves_says_goodbye(net: Net) -> None:
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    await worker.stop()
+    try:
+        async with asyncio.timeout(1):
+            await client.events.until(lambda: client.num_lost > 0)
+    except TimeoutError:
+        pytest.fail("the goodbye never arrived; the client finds out by silence, seconds later")
+    assert client.events == ["open", "lost: said goodbye"]
+
+
+async def test_a_goodbye_is_not_counted_as_a_loss(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address)
+    peer, hello = await raw.expect(Hello)
+    assert isinstance(hello, Hello)
+    await raw.send(peer, welcome(hello.number), tokens(1), Goodbye(), tokens(2))
+    await client.events.until(lambda: client.num_lost > 0)
+    assert client.events == ["open", "Tokens", "lost: said goodbye"]
+    await raw.expect(Hello)
+    assert client.link.traffic.sessions_lost == 0
+
+
+async def test_a_worker_can_leave_while_more_than_a_frame_is_unsent(net: Net) -> None:
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    worker._serving.cancel()
+    await asyncio.wait([worker._serving])
+    for position in range(MAX_MESSAGES_PER_FRAME + 5):
+        worker.server.send(client.me, tokens(position))
+    await worker.stop()
+    assert worker.server.peers == ()
+
+
+# --- frames that should not be -----------------------------------------------------------------------------------
+
+
+async def test_a_worker_counts_and_survives_frames_that_are_not_frames(net: Net) -> None:
+    worker = net.worker()
+    bystander = await net.client(worker.address).opened()
+    raw = net.raw_client(worker.address)
+    await raw.greet()
+    good = encode(raw.me, [abort(1)])
+    bad = [
+        [b""],
+        [b"\xc1"],
+        [good[:-1]],
+        [good + b"\0"],
+        [b"\x81" * 5000],
+        [b"\x91" * 100_000],
+        [b"", good],
+        [good, good],
+        [encode(raw.me, [abort(1)]).replace(b"Abort", b"Abwrt")],
+        [encode(new_incarnation(), [abort(1)])],
+        [encode(bystander.me, [Goodbye()])],
+        [encode(Incarnation(raw.me + "x"), [abort(1)])],
+        [encode(Incarnation(""), [abort(1)])],
+    ]
+    for parts in bad:
+        await raw.send_parts(parts)
+    await raw.send(abort(2))
+    await worker.events.until(lambda: bool(worker.received))
+    assert worker.received == [(raw.me, abort(2))]
+    assert worker.server.traffic.frames_refused == len(bad)
+    assert set(worker.server.peers) == {bystander.me, raw.me}
+    assert bystander.events == ["open"]
+
+
+async def test_a_frame_beyond_the_bound_harms_nobody_else(net: Net) -> None:
+    worker = net.worker()
+    bystander = await net.client(worker.address).opened()
+    raw = net.raw_client(worker.address)
+    await raw.greet()
+    await raw.send_parts([b"\0" * (MAX_FRAME_BYTES + 1)])
+    await bystander.beats(3)
+    await raw.greet()
+    await raw.send(abort(2))
+    await worker.events.until(lambda: bool(worker.received))
+    assert worker.received == [(raw.me, abort(2))]
+    assert bystander.events == ["open"]
+
+
+async def test_a_link_counts_and_survives_frames_that_are_not_frames(net: Net) -> None:
+    raw = net.raw_worker()
+    client = net.client(raw.address)
+    peer, hello = await raw.expect(Hello)
+    assert isinstance(hello, Hello)
+    await raw.send(peer, welcome(hello.number))
+    await client.opened()
+    for frame in (b"", b"\xc1", encode(raw.me, [tokens(0)])[:-1]):
+        await raw.send_bytes(peer, frame)
+    await raw.send(peer, tokens(0), me=new_incarnation())
+    await raw.send(peer, Goodbye(), me=new_incarnation())
+    await raw.send(peer, tokens(1))
+    await client.events.until(lambda: bool(client.received))
+    assert client.received == [tokens(1)]
+    assert client.link.traffic.frames_refused == 5
+    assert client.events == ["open", "Tokens"]
+
+
+async def test_a_peer_that_never_stops_sending_does_not_silence_the_worker(net: Net) -> None:
+    worker = net.worker()
+    bystander = await net.client(worker.address).opened()
+    flooder, sent = new_incarnation(), 0
+    stop = threading.Event()
+
+    def flood() -> None:
+        nonlocal sent
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, flooder.encode())
+        socket.connect(f"tcp://{worker.address}")
+        socket.send(encode(flooder, [Hello(number=1, role=Role.GATEWAY, fingerprint=None, open_requests=())]))
+        frame = encode(flooder, [abort(1)] * 100)
+        while not stop.is_set():
+            try:
+                socket.send(frame, zmq.NOBLOCK)
+                sent += 1
+            except zmq.Again:
+                stop.wait(0.0005)
+        context.destroy(linger=0)
+
+    async def watch() -> float:
+        """The longest that the event loop was away."""
+        worst, last = 0.0, time.monotonic()
+        while not stop.is_set():
+            await asyncio.sleep(0.01)
+            worst, last = max(worst, time.monotonic() - last), time.monotonic()
+        return worst
+
+    thread = threading.Thread(target=flood)
+    watching = asyncio.create_task(watch())
+    timer = threading.Timer(0.8, stop.set)
+    timer.start()
+    thread.start()
+    worst_s = await watching
+    await asyncio.to_thread(thread.join)
+    assert sent > 100, "too little was sent to show anything"
+    assert worst_s < 0.4, f"the event loop did nothing else for {worst_s:.2f} s while {sent} frames came in"
+    assert bystander.events == ["open"]
+
+
+# --- order, bursts, backpressure ---------------------------------------------------------------------------------
+
+
+async def test_thousands_of_messages_in_one_tick_arrive_in_order_both_ways(net: Net) -> None:
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    count = 2 * MAX_MESSAGES_PER_FRAME + 17
+    for number in range(1, count + 1):
+        client.link.send(abort(number))
+        worker.server.send(client.me, tokens(number))
+    await worker.events.until(lambda: len(worker.received) >= count)
+    await client.events.until(lambda: len(client.received) >= count)
+    assert [message for _, message in worker.received] == [abort(number) for number in range(1, count + 1)]
+    assert client.received == [tokens(number) for number in range(1, count + 1)]
+    await client.beats(3)
+    assert "resync" not in client.events, "the counts went wrong when the burst was cut into frames"
+
+
+async def test_messages_over_many_ticks_keep_their_order(net: Net) -> None:
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    for number in range(1, 301):
+        client.link.send(abort(number))
+        if number % 7 == 0:
+            await asyncio.sleep(0)
+        if number % 100 == 0:
+            client.link._resync(worker.me)  # a Hello in between
+    await worker.events.until(lambda: len(worker.received) >= 300)
+    assert [message for _, message in worker.received] == [abort(number) for number in range(1, 301)]
+
+
+async def test_a_peer_that_stops_reading_is_lost_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_OUTBOX_MESSAGES", 100)
+    worker = net.worker()
+    reader = await net.client(worker.address).opened()
+    raw = net.raw_client(worker.address, receive_hwm=1)
+    await raw.greet()
+    message = Failed(request=RequestId("r"), attempt=1, cause=Cause.INTERNAL, message="x" * 4000)
+    sent = 0
+    while raw.me in worker.server.peers:
+        worker.server.send(raw.me, message)
+        if sent % 100 == 0:
+            worker.server.send(reader.me, tokens(sent))
+        sent += 1
+        assert sent < 50_000, "a peer that reads nothing is sent everything"
+        await asyncio.sleep(0)
+    assert sent > 200, "it was lost before it could have stopped reading"
+    assert f"lost {raw.me}" in worker.events
+    assert worker.server.traffic.sessions_lost == 1
+    await reader.beats(2)
+    assert reader.received == [tokens(number) for number in range(0, sent, 100)]
+    assert reader.events.count("open") == 1
+    assert reader.num_lost == 0
+
+
+async def test_a_burst_that_waits_for_a_slow_reader_is_delivered_whole(net: Net) -> None:
+    worker = net.worker()
+    raw = net.raw_client(worker.address, receive_hwm=1)
+    await raw.greet()
+    count = 4000
+    for position in range(count):
+        text = f"{position:04d}" + "x" * 4000
+        worker.server.send(raw.me, Failed(request=RequestId("r"), attempt=1, cause=Cause.INTERNAL, message=text))
+        await asyncio.sleep(0)
+    assert worker.server._sessions[raw.me].outbox, "the reader was not slow: the test shows nothing"
+    for position in range(count):
+        message = await raw.expect(Failed)
+        assert isinstance(message, Failed)
+        assert message.message.startswith(f"{position:04d}")
+
+
+# --- binding -------------------------------------------------------------------------------------------------------
+
+
+async def test_an_occupied_port_is_the_operators_to_change(net: Net) -> None:
+    worker = net.worker()
+    second = ControlServer(new_incarnation(), monotonic, PATIENT)
+    try:
+        with pytest.raises(OperatorError, match=str(worker.port)):
+            second.bind("127.0.0.1", worker.port)
+    finally:
+        second.close()
+
+
+async def test_a_host_that_is_not_here_is_the_operators_to_change() -> None:
+    server = ControlServer(new_incarnation(), monotonic, PATIENT)
+    try:
+        with pytest.raises(OperatorError, match=r"203\.0\.113\.7"):
+            server.bind("203.0.113.7", 0)
+    finally:
+        server.close()

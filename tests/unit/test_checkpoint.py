@@ -1,0 +1,249 @@
+"""Finding a model, and knowing it again by its hashes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from common.contract.errors import OperatorError
+from common.runtime.checkpoint import DEMO_FOLDER, config_hash, read_config, resolve_model, weights_hash
+
+CONFIG = {"model_type": "llama", "vocab_size": 7, "rope_scaling": {"factor": 2.0}}
+_HASHED_WHOLE_BYTES = 4 * 2**20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_config(folder, CONFIG)
+    return folder
+
+
+def write_config(folder: Path, config: object) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_weights(path: Path, *, elements: int = 1000) -> Path:
+    ramp = np.arange(elements, dtype=np.float32)
+    save_file({"first": ramp, "middle": ramp * 2, "zlast": ramp * 3}, path)
+    return path
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def data_start(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+# --- resolving -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_demo_is_the_bundled_model(weights: bool) -> None:
+    assert resolve_model("demo", weights=weights) == DEMO_FOLDER
+    assert read_config(DEMO_FOLDER)["vocab_size"] > 0
+
+
+def test_a_folder_is_taken_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model(str(folder), weights=True) == folder
+    assert resolve_model(f"{folder}/", weights=True) == folder
+    monkeypatch.chdir(folder.parent)
+    assert resolve_model("model", weights=True) == folder
+    assert resolve_model("./model", weights=True) == folder
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert resolve_model("~/model", weights=True) == folder
+
+
+def test_a_folder_goes_before_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent.parent)
+    name = f"{folder.parent.name}/{folder.name}"
+    assert resolve_model(name, weights=True) == folder
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match=r"config\.json"):
+        resolve_model(str(tmp_path), weights=True)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(OperatorError, match=r"config\.json"):
+        resolve_model(str(tmp_path), weights=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "no-such-model", "/no/such/folder", "./nothing", "../nothing", "~/nothing-here", "a/b/c", "~nobody-here/model"]
+    + ["x" * 5000, "a\0b"],
+    ids=lambda name: repr(name[:20]),
+)
+def test_what_can_be_neither_folder_nor_hub_id_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OperatorError):
+        resolve_model(name, weights=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["owner/name", "owner/", "own er/name", "owner/na--me", "owner/name.git", "öwner/name"]
+)
+def test_a_hub_id_that_cannot_be_had_is_one_line_that_names_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OperatorError) as refusal:
+        resolve_model(name, weights=False)
+    assert repr(name) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+# --- the configuration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"{'a': 1}"], ids=repr)
+def test_a_configuration_that_is_no_object_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    for read in (read_config, config_hash):
+        with pytest.raises(OperatorError, match=r"config\.json"):
+            read(folder)
+
+
+def test_a_missing_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match=r"config\.json"):
+        config_hash(tmp_path)
+
+
+def test_the_hash_ignores_what_changes_without_changing_the_model(folder: Path) -> None:
+    before = config_hash(folder)
+    write_config(folder, {"transformers_version": "9.9", "_name_or_path": "/elsewhere", **CONFIG})
+    assert config_hash(folder) == before
+    write_config(folder, dict(reversed(CONFIG.items())))
+    assert config_hash(folder) == before, "the order of keys"
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=4) + "\n")
+    assert config_hash(folder) == before, "spaces"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": 8},
+        {"vocab_size": "7"},
+        {"added": None},
+        {"rope_scaling": {"factor": 2.5}},
+        {"rope_scaling": None},
+    ],
+    ids=str,
+)
+def test_the_hash_sees_what_changes_the_model(folder: Path, change: dict[str, object]) -> None:
+    before = config_hash(folder)
+    write_config(folder, CONFIG | change)
+    assert config_hash(folder) != before
+    assert len(config_hash(folder)) == 64
+
+
+# --- the weights -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / "model.bin").write_bytes(b"x")
+    with pytest.raises(OperatorError, match="safetensors"):
+        weights_hash(folder)
+
+
+def test_the_same_weights_elsewhere_have_the_same_hash(folder: Path, tmp_path: Path) -> None:
+    write_weights(folder / "model.safetensors")
+    other = tmp_path / "other"
+    other.mkdir()
+    write_weights(other / "model.safetensors")
+    assert weights_hash(folder) == weights_hash(other)
+
+
+@pytest.mark.parametrize("elements", [1, 1000, 16_384, 100_000], ids=lambda n: f"{n} elements")
+def test_a_changed_byte_anywhere_in_a_small_file_shows(folder: Path, elements: int) -> None:
+    path = write_weights(folder / "model.safetensors", elements=elements)
+    start, size = data_start(path), path.stat().st_size
+    assert size < _HASHED_WHOLE_BYTES
+    before = weights_hash(folder)
+    for offset in (9, start - 1, start, start + 1, start + (size - start) // 2, size - 1):
+        flip(path, offset)
+        assert weights_hash(folder) != before, f"byte {offset} of {size}"
+        flip(path, offset)
+    assert weights_hash(folder) == before
+
+
+def test_a_small_file_is_hashed_whole_up_to_its_documented_size(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({"w": np.zeros(_HASHED_WHOLE_BYTES - 4096, dtype=np.uint8)}, path)
+    before = weights_hash(folder)
+    for offset in range(data_start(path), path.stat().st_size, 131_071):
+        flip(path, offset)
+        assert weights_hash(folder) != before, f"byte {offset}"
+        flip(path, offset)
+
+
+def test_another_size_or_shape_shows(folder: Path) -> None:
+    hashes = set()
+    for elements in (1000, 1001):
+        write_weights(folder / "model.safetensors", elements=elements)
+        hashes.add(weights_hash(folder))
+    ramp = np.arange(3000, dtype=np.float32)
+    for tensors in ({"w": ramp}, {"w": ramp.reshape(30, 100)}, {"v": ramp}):
+        save_file(tensors, folder / "model.safetensors")
+        hashes.add(weights_hash(folder))
+    assert len(hashes) == 5
+
+
+def test_the_names_of_files_and_their_number_show(folder: Path) -> None:
+    path = write_weights(folder / "model.safetensors")
+    hashes = {weights_hash(folder)}
+    path = path.rename(folder / "renamed.safetensors")
+    hashes.add(weights_hash(folder))
+    write_weights(folder / "second.safetensors")
+    hashes.add(weights_hash(folder))
+    path.write_bytes(path.read_bytes() + b"\0")
+    hashes.add(weights_hash(folder))
+    assert len(hashes) == 4
+
+
+def test_shards_that_swap_their_contents_show(folder: Path) -> None:
+    a, b = folder / "a.safetensors", folder / "b.safetensors"
+    save_file({"w": np.zeros(8, dtype=np.float32)}, a)
+    save_file({"w": np.ones(8, dtype=np.float32)}, b)
+    before = weights_hash(folder)
+    content = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(content)
+    assert weights_hash(folder) != before
+
+
+@pytest.mark.parametrize("content", [b"", b"\x01", b"\xff" * 8, b"\xff" * 100], ids=len)
+def test_a_broken_file_has_a_hash_of_its_own(folder: Path, content: bytes) -> None:
+    path = write_weights(folder / "model.safetensors")
+    whole = weights_hash(folder)
+    path.write_bytes(content)
+    assert weights_hash(folder) != whole
+
+
+def test_a_link_to_weights_that_are_gone_is_the_operators_to_mend(folder: Path) -> None:
+    (folder / "model.safetensors").symlink_to(folder / "blobs" / "gone")
+    with pytest.raises(OperatorError, match="model"):
+        weights_hash(folder)
+
+
+def test_a_large_file_is_sampled_from_its_first_byte_on(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({"w": np.zeros(3 * _HASHED_WHOLE_BYTES, dtype=np.uint8)}, path)
+    before = weights_hash(folder)
+    flip(path, data_start(path))
+    assert weights_hash(folder) != before

@@ -1,0 +1,260 @@
+"""Settings: defaults, precedence, and one line for the operator about whatever is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from common.contract.errors import OperatorError
+from common.runtime.config import (
+    DecodeSettings,
+    GatewaySettings,
+    PrefillSettings,
+    ProcessSettings,
+    ServeSettings,
+    load,
+)
+
+ROLES: dict[str, type[ProcessSettings]] = {
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "gateway": GatewaySettings,
+    "serve": ServeSettings,
+}
+every_role = pytest.mark.parametrize("role", ROLES)
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.upper().startswith("BATON_"):
+            monkeypatch.delenv(name)
+
+
+@every_role
+def test_defaults_load_and_are_valid(role: str) -> None:
+    settings = load(ROLES[role], f"baton {role}", [])
+    assert settings == ROLES[role].model_validate(settings.model_dump())
+    assert settings.model == "demo"
+    assert (settings.pulse.interval_s, settings.pulse.timeout_s) == (0.5, 5.0)
+
+
+@every_role
+def test_every_option_says_what_it_is_for(role: str) -> None:
+    assert [name for name, field in ROLES[role].model_fields.items() if not field.description] == []
+
+
+@every_role
+def test_every_default_can_be_given_on_the_command_line_and_as_a_variable(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = load(ROLES[role], "baton", [])
+    given = {n: v for n, v in defaults.model_dump().items() if v not in (None, ()) and not isinstance(v, bool)}
+    arguments = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    assert load(ROLES[role], "baton", arguments) == defaults
+    for name, value in given.items():
+        monkeypatch.setenv(f"BATON_{name.upper()}", str(value))
+    assert load(ROLES[role], "baton", []) == defaults
+
+
+@every_role
+@pytest.mark.parametrize("arguments", [["--no-such-option", "1"], ["--no-such-option=1"], ["--no-such-option"]])
+def test_an_unknown_option_is_named(role: str, arguments: list[str]) -> None:
+    with pytest.raises(OperatorError, match="no-such-option"):
+        load(ROLES[role], "baton", arguments)
+
+
+@every_role
+def test_a_stray_word_is_named(role: str) -> None:
+    with pytest.raises(OperatorError, match="stray"):
+        load(ROLES[role], "baton", ["stray"])
+
+
+def test_an_option_without_its_value_is_named() -> None:
+    with pytest.raises(OperatorError, match="log-level"):
+        load(GatewaySettings, "baton", ["--log-level"])
+
+
+@every_role
+def test_an_option_of_another_role_is_unknown(role: str) -> None:
+    option = "--max-num-seqs" if role != "decode" else "--chunk-size"
+    with pytest.raises(OperatorError, match=option[2:]):
+        load(ROLES[role], "baton", [option, "1"])
+
+
+@every_role
+def test_options_cannot_be_abbreviated(role: str) -> None:
+    with pytest.raises(OperatorError, match="log-lev"):
+        load(ROLES[role], "baton", ["--log-lev", "debug"])
+
+
+@every_role
+def test_an_unknown_variable_is_named(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_NO_SUCH_OPTION", "1")
+    with pytest.raises(OperatorError, match="BATON_NO_SUCH_OPTION"):
+        load(ROLES[role], "baton", [])
+
+
+@every_role
+def test_a_variable_of_another_role_is_no_error(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CHUNK_SIZE", "7")
+    monkeypatch.setenv("BATON_MAX_NUM_SEQS", "7")
+    monkeypatch.setenv("BATON_PREFILL_WORKERS", "a:1")
+    load(ROLES[role], "baton", [])
+
+
+def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "BATON_GATEWAY_SERVICE_HOST": "10.0.0.1",
+        "BATON_GATEWAY_SERVICE_PORT": "8000",
+        "BATON_GATEWAY_PORT": "tcp://10.0.0.1:8000",
+        "BATON_GATEWAY_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    load(DecodeSettings, "baton decode", [])
+
+
+BAD = [
+    ("prefill", "log-level", "loud"),
+    ("prefill", "heartbeat-interval-s", "0"),
+    ("prefill", "heartbeat-interval-s", "nan"),
+    ("prefill", "heartbeat-timeout-s", "-1"),
+    ("prefill", "heartbeat-timeout-s", "inf"),
+    ("prefill", "control-port", "65536"),
+    ("prefill", "control-port", "-1"),
+    ("prefill", "control-port", "many"),
+    ("prefill", "device", "tpu"),
+    ("prefill", "dtype", "float8"),
+    ("prefill", "block-size", "0"),
+    ("prefill", "block-size", "257"),
+    ("prefill", "block-size", "1.5"),
+    ("prefill", "kv-cache-bytes", "0"),
+    ("prefill", "transport", "pigeon"),
+    ("prefill", "max-waiting", "0"),
+    ("prefill", "chunk-size", "0"),
+    ("prefill", "token-budget", ""),
+    ("prefill", "unattached-ttl-s", "0"),
+    ("decode", "max-num-seqs", "0"),
+    ("decode", "quarantine-bound-s", "nan"),
+    ("gateway", "port", "65536"),
+    ("gateway", "max-body-bytes", "1023"),
+    ("gateway", "request-budget-s", "0"),
+    ("gateway", "request-budget-s", "86401"),
+    ("gateway", "shutdown-grace-s", "-1"),
+    ("serve", "prefill", "0"),
+    ("serve", "decode", "65"),
+    ("serve", "grace-s", "0"),
+]
+
+
+@pytest.mark.parametrize(("role", "option", "value"), BAD, ids=[f"{option}={value}" for _, option, value in BAD])
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_a_bad_value_is_named(role: str, option: str, value: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = []
+    if by == "option":
+        arguments = [f"--{option}={value}"]
+    else:
+        monkeypatch.setenv("BATON_" + option.replace("-", "_").upper(), value)
+    with pytest.raises(OperatorError, match=option):
+        load(ROLES[role], f"baton {role}", arguments)
+
+
+def test_every_bad_value_is_named_at_once() -> None:
+    with pytest.raises(OperatorError) as refusal:
+        load(PrefillSettings, "baton prefill", ["--block-size=0", "--chunk-size=x"])
+    for part in ("baton prefill", "--block-size", "--chunk-size"):
+        assert part in str(refusal.value)
+
+
+def test_a_timeout_shorter_than_the_heartbeat_is_refused() -> None:
+    with pytest.raises(OperatorError, match="heartbeat"):
+        load(DecodeSettings, "baton decode", ["--heartbeat-interval-s=10", "--heartbeat-timeout-s=5"])
+
+
+def test_the_command_line_goes_before_variables_and_these_before_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_PORT", "1111")
+    monkeypatch.setenv("BATON_HOST", "0.0.0.0")
+    settings = load(GatewaySettings, "baton gateway", ["--port", "2222"])
+    assert (settings.port, settings.host) == (2222, "0.0.0.0")
+    assert settings.log_level == "info"
+    assert load(GatewaySettings, "baton gateway", []).port == 1111
+
+
+def test_the_process_arguments_are_not_read_behind_the_callers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton", "--port", "3333"])
+    assert load(GatewaySettings, "baton gateway", []).port == 8000
+
+
+def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not load(PrefillSettings, "baton", []).checksums
+    assert load(PrefillSettings, "baton", ["--checksums"]).checksums
+    monkeypatch.setenv("BATON_CHECKSUMS", "true")
+    assert load(PrefillSettings, "baton", []).checksums
+    assert not load(PrefillSettings, "baton", ["--no-checksums"]).checksums
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("", ()),
+        ("a:1", ("a:1",)),
+        ("a:1,b:65535", ("a:1", "b:65535")),
+        (" a:1 , b:2 ,", ("a:1", "b:2")),
+        ("[::1]:80", ("[::1]:80",)),
+        ("worker-0.workers.default.svc:7000", ("worker-0.workers.default.svc:7000",)),
+    ],
+)
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_addresses(text: str, addresses: tuple[str, ...], by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = []
+    if by == "option":
+        arguments = [f"--prefill-workers={text}"]
+    else:
+        monkeypatch.setenv("BATON_PREFILL_WORKERS", text)
+    assert load(GatewaySettings, "baton gateway", arguments).prefill_workers == addresses
+
+
+@pytest.mark.parametrize(
+    "text", ["a", ":1", "a:", "a:0", "a:65536", "a:-1", "a:x", "a:1,b", "a:1;b:2", "a:²", "a:٣", "tcp://a:1", "a b:1"]
+)
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_what_is_no_address_is_named(text: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = []
+    if by == "option":
+        arguments = [f"--decode-workers={text}"]
+    else:
+        monkeypatch.setenv("BATON_DECODE_WORKERS", text)
+    with pytest.raises(OperatorError, match="decode-workers"):
+        load(GatewaySettings, "baton gateway", arguments)
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+@every_role
+def test_help_names_every_option_and_exits_0(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        load(ROLES[role], f"baton {role}", ["--help"])
+    assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    assert f"baton {role}" in text
+    for name in ROLES[role].model_fields:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["-h"], 0), ([], 2), (["no-such-role"], 2)], ids=str)
+def test_the_command_itself(arguments: list[str], code: int) -> None:
+    command = [sys.executable, "-m", "common.runtime.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    if arguments == ["no-such-role"]:
+        assert "no-such-role" in done.stderr

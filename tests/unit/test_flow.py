@@ -1,0 +1,426 @@
+"""One request's flow at the gateway: every token once and in order, and exactly one end, whatever comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    Abort,
+    Ack,
+    Cancelled,
+    Decode,
+    Failed,
+    Finished,
+    FinishReason,
+    Message,
+    Prefill,
+    Resend,
+    Role,
+    TokenLogprobs,
+    Tokens,
+)
+from common.contract.sampling import SamplingParams
+from gateway.flow import Action, Deliver, Done, Fail, Flow, FlowState, Place, Send
+from gateway.generation import Delta, Generation
+
+P, D = Role.PREFILL, Role.DECODE
+REQUEST = RequestId("r")
+KEY = RequestKey(REQUEST, 1)
+PROMPT = (7, 8, 9)
+START = len(PROMPT)
+ABORT = Abort(request=REQUEST, attempt=1)
+ACK = Ack(request=REQUEST, attempt=1)
+
+
+def tokens(position: int, *token_ids: int, choice: int = 0, end: FinishReason | None = None) -> Tokens:
+    return Tokens(request=REQUEST, attempt=1, choice=choice, position=position, token_ids=token_ids, finish_reason=end)
+
+
+def resend(position: int, choice: int = 0) -> Resend:
+    return Resend(request=REQUEST, attempt=1, choice=choice, position=position)
+
+
+def failed(cause: Cause = Cause.CAPACITY, message: str = "full") -> Failed:
+    return Failed(request=REQUEST, attempt=1, cause=cause, message=message)
+
+
+FINISHED = Finished(request=REQUEST, attempt=1)
+CANCELLED = Cancelled(request=REQUEST, attempt=1)
+
+
+class Run:
+    """A flow, and everything that it ever asked for."""
+
+    def __init__(self, num_choices: int = 1) -> None:
+        generation = Generation(
+            token_ids=PROMPT, num_choices=num_choices, sampling=SamplingParams(max_tokens=50), budget_s=9
+        )
+        self.flow = Flow(KEY, generation, Place("p:1", Incarnation("P")), Place("d:1", Incarnation("D")))
+        self.actions: list[Action] = []
+        self.do(self.flow.start(9))
+
+    def do(self, actions: Iterable[Action]) -> list[Action]:
+        actions = list(actions)
+        self.actions += actions
+        self.flow.check_invariants()
+        return actions
+
+    def on(self, role: Role, *messages: Message) -> list[Action]:
+        return [action for message in messages for action in self.do(self.flow.on_message(role, message))]
+
+    def text(self, choice: int = 0) -> list[int]:
+        return [token for delta in self.deltas() if delta.choice == choice for token in delta.token_ids]
+
+    def deltas(self) -> list[Delta]:
+        return [action.delta for action in self.actions if isinstance(action, Deliver)]
+
+    def sent(self, kind: type[Message]) -> list[tuple[Role, Message]]:
+        return [(a.role, a.message) for a in self.actions if isinstance(a, Send) and isinstance(a.message, kind)]
+
+    @property
+    def terminals(self) -> list[Action]:
+        return [action for action in self.actions if isinstance(action, Done | Fail)]
+
+    def check_end(self) -> None:
+        """What holds after any end: at most one terminal, each worker let go exactly once, and nothing more after."""
+        ended = {FlowState.DONE: 1, FlowState.FAILED: 1, FlowState.CANCELLED: 0}[self.flow.state]
+        assert len(self.terminals) == ended, self.flow.story
+        if self.flow.state is FlowState.DONE:
+            assert len(self.sent(Ack)) + len(self.sent(Abort)) == 1
+        else:
+            assert self.sent(Abort) == [(P, ABORT), (D, ABORT)]
+            assert self.sent(Ack) == []
+        state, story = self.flow.state, list(self.flow.story)
+        for event in EVERY_EVENT:
+            assert event(self.flow) == []
+        assert (self.flow.state, self.flow.story) == (state, story)
+
+
+EVERY_EVENT: tuple[Callable[[Flow], list[Action]], ...] = (
+    *(
+        lambda flow, role=role, message=message: flow.on_message(role, message)
+        for role in (P, D)
+        for message in (tokens(START, 1), tokens(99, 1), tokens(0, 1, choice=9), FINISHED, failed(), CANCELLED)
+    ),
+    *(lambda flow, role=role: flow.worker_lost(role, "dead") for role in (P, D)),
+    *(lambda flow, role=role: flow.on_resync(role, frozenset()) for role in (P, D)),
+    *(lambda flow, role=role: flow.on_resync(role, frozenset([KEY])) for role in (P, D)),
+    lambda flow: flow.fail(Cause.DEADLINE, "late"),
+    lambda flow: flow.cancel(),
+)
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    run = Run()
+    yield run
+    if run.flow.state is not FlowState.RUNNING:
+        run.check_end()
+
+
+# --- the start -------------------------------------------------------------------------------------------------------
+
+
+def test_both_workers_are_given_their_part_at_once() -> None:
+    run = Run(num_choices=3)
+    assert [(type(a.message), a.role) for a in run.actions if isinstance(a, Send)] == [(Prefill, P), (Decode, D)]
+    (_, prefill), (_, decode) = run.sent(Prefill)[0], run.sent(Decode)[0]
+    assert isinstance(prefill, Prefill)
+    assert isinstance(decode, Decode)
+    for work in (prefill, decode):
+        assert (work.key, work.token_ids, work.prompt_len) == (KEY, PROMPT, START)
+        assert (work.choices, work.budget_s) == ((0, 1, 2), 9)
+        assert work.sampling == SamplingParams(max_tokens=50)
+    assert (decode.source.address, decode.source.incarnation) == ("p:1", "P")
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_token_comes_from_prefill_and_its_repeat_is_dropped(run: Run) -> None:
+    assert run.on(P, tokens(START, 1)) == [Deliver(Delta(choice=0, token_ids=(1,), logprobs=None, finish_reason=None))]
+    assert run.on(D, tokens(START, 1)) == []
+    assert run.flow.num_duplicates == 1
+    run.on(D, tokens(START, 1, 2, 3), tokens(START + 3, 4, end="stop"), FINISHED)
+    assert run.text() == [1, 2, 3, 4]
+    assert run.flow.state is FlowState.DONE
+    assert run.sent(Ack) == [(D, ACK)]
+    assert run.sent(Abort) == []
+    assert run.deltas()[-1].finish_reason == "stop"
+
+
+def test_decode_may_be_heard_before_prefill(run: Run) -> None:
+    run.on(D, tokens(START, 1, 2))
+    assert run.on(P, tokens(START, 1)) == []
+    run.on(D, tokens(START + 2, 3, end="length"))
+    assert run.text() == [1, 2, 3]
+    assert run.flow.state is FlowState.DONE
+
+
+def test_all_of_a_request_may_come_from_decode_before_prefill_is_heard(run: Run) -> None:
+    run.on(D, tokens(START, 1, 2, end="stop"))
+    assert run.sent(Ack) == [(D, ACK)]
+
+
+def test_log_probabilities_are_cut_with_their_tokens(run: Run) -> None:
+    one, two, three = (TokenLogprobs(logprob=-float(n), top=((n, -float(n)),)) for n in (1, 2, 3))
+    message = Tokens(request=REQUEST, attempt=1, choice=0, position=START, token_ids=(1,), logprobs=(one,))
+    run.on(P, message)
+    message = Tokens(
+        request=REQUEST, attempt=1, choice=0, position=START, token_ids=(1, 2, 3), logprobs=(one, two, three)
+    )
+    run.on(D, message)
+    assert [delta.logprobs for delta in run.deltas()] == [(one,), (two, three)]
+
+
+def test_a_frame_that_begins_within_the_prompt_gives_only_what_is_new(run: Run) -> None:
+    run.on(D, tokens(0, *PROMPT, 1, 2))
+    assert run.text() == [1, 2]
+    assert run.on(D, tokens(0, *PROMPT)) == []
+
+
+def test_a_gap_is_asked_for_once(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    assert run.on(D, tokens(START + 2, 3)) == [Send(D, resend(START + 1))]
+    assert run.on(D, tokens(START + 3, 4), tokens(START + 4, 5)) == []
+    assert run.flow.num_gaps == 3
+    run.on(D, tokens(START + 1, 2, 3, 4, 5))
+    assert run.text() == [1, 2, 3, 4, 5]
+    assert run.on(D, tokens(START + 7, 8)) == [Send(D, resend(START + 5))], "another gap is asked for anew"
+
+
+def test_a_gap_that_is_filled_only_in_part_is_asked_for_again(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    run.on(D, tokens(START + 3, 4))
+    run.on(D, tokens(START + 1, 2))
+    assert run.on(D, tokens(START + 3, 4)) == [Send(D, resend(START + 2))]
+
+
+def test_an_end_beyond_a_gap_does_not_end_the_choice(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    run.on(D, tokens(START + 2, 3, end="stop"))
+    assert run.flow.state is FlowState.RUNNING
+    run.on(D, tokens(START + 1, 2, 3, end="stop"))
+    assert run.text() == [1, 2, 3]
+    assert run.flow.state is FlowState.DONE
+
+
+def test_finished_before_its_tokens_asks_for_what_is_missing() -> None:
+    run = Run(num_choices=3)
+    run.on(D, tokens(START, 1, choice=0, end="stop"), tokens(START, 1, 2, choice=2))
+    assert run.on(D, FINISHED) == [Send(D, resend(START, 1)), Send(D, resend(START + 2, 2))]
+    assert run.flow.state is FlowState.RUNNING
+
+
+def test_finished_from_prefill_ends_nothing(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    assert run.on(P, FINISHED) == []
+    assert run.flow.state is FlowState.RUNNING
+
+
+def test_choices_go_each_at_its_own_pace() -> None:
+    run = Run(num_choices=3)
+    run.on(P, *(tokens(START, 10 * choice, choice=choice) for choice in (0, 1)))
+    run.on(P, tokens(START, 20, choice=2, end="stop"))
+    run.on(
+        D, tokens(START, 0, 1, choice=0), tokens(START + 3, 13, choice=1), tokens(START + 2, 2, choice=0, end="stop")
+    )
+    assert run.sent(Resend) == [(D, resend(START + 1, 1))]
+    assert run.flow.state is FlowState.RUNNING
+    assert run.on(D, tokens(START, 20, choice=2, end="stop")) == []
+    run.on(D, tokens(START + 1, 11, 12, 13, choice=1, end="length"))
+    assert [run.text(choice) for choice in range(3)] == [[0, 1, 2], [10, 11, 12, 13], [20]]
+    assert run.flow.state is FlowState.DONE
+    run.check_end()
+
+
+def test_a_request_that_ends_with_its_first_token_frees_decode_by_an_abort(run: Run) -> None:
+    assert run.on(P, tokens(START, 1, end="stop"))[1:] == [Send(D, ABORT), Done()]
+    assert run.sent(Ack) == []
+
+
+def test_all_choices_may_end_with_their_first_tokens() -> None:
+    run = Run(num_choices=2)
+    run.on(P, tokens(START, 1, choice=0, end="stop"))
+    assert run.flow.state is FlowState.RUNNING
+    run.on(P, tokens(START, 1, choice=1, end="length"))
+    assert run.sent(Abort) == [(D, ABORT)]
+    run.check_end()
+
+
+def test_tokens_after_the_end_of_a_choice_are_dropped() -> None:
+    run = Run(num_choices=2)
+    run.on(P, tokens(START, 1, choice=0, end="stop"))
+    assert run.on(D, tokens(START + 1, 2, choice=0)) == []
+    assert run.on(D, tokens(START + 5, 2, choice=0)) == []
+    assert run.text() == [1]
+    assert run.sent(Resend) == []
+
+
+@pytest.mark.parametrize("role", [P, D])
+def test_a_choice_that_was_not_asked_for_fails_the_request(run: Run, role: Role) -> None:
+    run.on(role, tokens(START, 1, choice=1))
+    assert [terminal.cause for terminal in run.terminals if isinstance(terminal, Fail)] == [Cause.INTERNAL]
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+STATES: dict[str, tuple[tuple[Role, Message], ...]] = {
+    "nothing heard": (),
+    "first token": ((P, tokens(START, 1)),),
+    "decoding": ((P, tokens(START, 1)), (D, tokens(START, 1, 2))),
+    "gap": ((P, tokens(START, 1)), (D, tokens(START + 2, 3))),
+    "finished with a gap": ((P, tokens(START, 1)), (D, tokens(START + 2, 3, end="stop")), (D, FINISHED)),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("role", [P, D])
+@pytest.mark.parametrize("end", ["failed", "cancelled by worker", "time", "client"])
+def test_every_end_in_every_state_aborts_both_once(run: Run, state: str, role: Role, end: str) -> None:
+    for sender, message in STATES[state]:
+        run.on(sender, message)
+    match end:
+        case "failed":
+            assert run.on(role, failed())[-1] == Fail(Cause.CAPACITY, "full")
+        case "cancelled by worker":
+            assert run.on(role, CANCELLED)[-1] == Fail(Cause.INTERNAL, run.terminals[0].message)  # type: ignore[union-attr]
+        case "time":
+            assert run.do(run.flow.fail(Cause.DEADLINE, "late"))[-1] == Fail(Cause.DEADLINE, "late")
+        case "client":
+            assert run.do(run.flow.cancel()) == [Send(P, ABORT), Send(D, ABORT)]
+            assert run.flow.state is FlowState.CANCELLED
+    assert run.flow.state is not FlowState.RUNNING
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_lost_decode_worker_fails_the_request_in_every_state(run: Run, state: str) -> None:
+    for sender, message in STATES[state]:
+        run.on(sender, message)
+    run.do(run.flow.worker_lost(D, "restarted"))
+    (terminal,) = run.terminals
+    assert isinstance(terminal, Fail)
+    assert terminal.cause is Cause.WORKER_LOST
+    assert "decode" in terminal.message
+    assert "restarted" in terminal.message
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_lost_prefill_worker_matters_only_until_its_first_tokens(run: Run, state: str) -> None:
+    for sender, message in STATES[state]:
+        run.on(sender, message)
+    actions = run.do(run.flow.worker_lost(P, "dead"))
+    if state == "nothing heard":
+        assert isinstance(actions[-1], Fail)
+        assert actions[-1].cause is Cause.WORKER_LOST
+    else:
+        assert actions == []
+        run.on(D, tokens(START, 1, 2, 3, end="stop"))
+        assert run.text() == [1, 2, 3]
+        assert run.flow.state is FlowState.DONE
+
+
+def test_a_prefill_worker_that_is_lost_before_the_last_of_its_first_tokens_fails_the_request() -> None:
+    run = Run(num_choices=2)
+    run.on(P, tokens(START, 1, choice=0))
+    run.do(run.flow.worker_lost(P, "dead"))
+    assert run.flow.state is FlowState.FAILED
+    run.check_end()
+
+
+def test_after_decode_has_spoken_of_each_choice_prefill_may_go_though_it_was_never_heard(run: Run) -> None:
+    run.on(D, tokens(START, 1))
+    assert run.do(run.flow.worker_lost(P, "dead")) == []
+
+
+# --- losses on the way -----------------------------------------------------------------------------------------------
+
+
+def test_a_decode_worker_that_knows_the_request_is_asked_for_what_may_be_missing() -> None:
+    run = Run(num_choices=2)
+    run.on(P, tokens(START, 1, choice=0, end="stop"), tokens(START, 1, choice=1))
+    assert run.do(run.flow.on_resync(D, frozenset([KEY]))) == [Send(D, resend(START + 1, 1))]
+    assert run.do(run.flow.on_resync(D, frozenset([KEY]))) == [Send(D, resend(START + 1, 1))], "this too may be lost"
+
+
+def test_a_lost_resend_is_asked_for_again_after_a_resync(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    run.on(D, tokens(START + 2, 3))
+    assert run.do(run.flow.on_resync(D, frozenset([KEY]))) == [Send(D, resend(START + 1))]
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("listed", [frozenset(), frozenset([RequestKey(REQUEST, 2)]), frozenset([("other", 1)])])
+def test_a_decode_worker_that_does_not_know_the_request_has_lost_it(
+    run: Run, state: str, listed: frozenset[RequestKey]
+) -> None:
+    for sender, message in STATES[state]:
+        run.on(sender, message)
+    actions = run.do(run.flow.on_resync(D, listed))
+    assert isinstance(actions[-1], Fail)
+    assert actions[-1].cause is Cause.WORKER_LOST
+
+
+def test_a_prefill_worker_must_know_the_request_until_its_first_tokens(run: Run) -> None:
+    assert run.do(run.flow.on_resync(P, frozenset([KEY]))) == []
+    run.on(P, tokens(START, 1))
+    assert run.do(run.flow.on_resync(P, frozenset())) == []
+    assert run.do(run.flow.on_resync(P, frozenset([KEY]))) == []
+    assert run.flow.state is FlowState.RUNNING
+
+
+def test_a_prefill_worker_that_never_got_the_request_fails_it(run: Run) -> None:
+    run.do(run.flow.on_resync(P, frozenset()))
+    assert run.flow.state is FlowState.FAILED
+
+
+# --- any interleaving ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_client_sees_every_token_once_whatever_is_lost_or_repeated(data: st.DataObject) -> None:
+    num_choices = data.draw(st.integers(1, 3), label="choices")
+    lengths = [data.draw(st.integers(1, 9), label=f"tokens of {choice}") for choice in range(num_choices)]
+    truth = [[100 * choice + index for index in range(length)] for choice, length in enumerate(lengths)]
+    run = Run(num_choices)
+
+    def frame(choice: int, start: int, stop: int) -> Tokens:
+        end: FinishReason | None = "stop" if stop == lengths[choice] else None
+        return tokens(START + start, *truth[choice][start:stop], choice=choice, end=end)
+
+    def answers() -> list[Tokens]:
+        asked = [message for _, message in run.sent(Resend)][num_answered:]
+        return [frame(m.choice, m.position - START, lengths[m.choice]) for m in asked if isinstance(m, Resend)]
+
+    first = [(P, frame(choice, 0, 1)) for choice in range(num_choices)]
+    rest = []
+    for choice, length in enumerate(lengths):
+        cuts = sorted(data.draw(st.sets(st.integers(1, length)), label=f"cuts of {choice}") | {0, length})
+        rest += [(D, frame(choice, a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    num_answered = 0
+    for role, message in data.draw(st.permutations(first + rest), label="order"):
+        for _ in range(data.draw(st.sampled_from((0, 1, 1, 2)), label="copies")):
+            run.on(role, message)
+        if data.draw(st.booleans(), label="answered at once"):
+            pending, num_answered = answers(), len(run.sent(Resend))
+            for answer in pending:
+                if data.draw(st.booleans(), label="answer arrives"):
+                    run.on(D, answer)
+    num_answered = len(run.sent(Resend))
+    run.do(run.flow.on_resync(D, frozenset([KEY])))  # the channel has noticed whatever was lost
+    for answer in answers():
+        run.on(D, answer)
+    run.on(D, FINISHED)
+    assert [run.text(choice) for choice in range(num_choices)] == truth
+    for choice in range(num_choices):
+        reasons = [delta.finish_reason for delta in run.deltas() if delta.choice == choice]
+        assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+    assert run.flow.state is FlowState.DONE
+    run.check_end()
