@@ -95,10 +95,13 @@ class Process:
         lines = [line for line in self.get("/metrics").splitlines() if line.startswith((name + " ", name + "{"))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    def end(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
-        """Signal the process and wait; its exit code."""
+    def signal(self) -> None:
+        """Ask the process to end."""
         if self.popen.poll() is None:
-            self.popen.send_signal(number)
+            self.popen.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """Its exit code, once it has ended."""
         try:
             code = self.popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -168,9 +171,14 @@ class Workers:
             assert time.monotonic() < deadline, f"left behind after {timeout_s} s: {left}"
             time.sleep(0.02)
 
-    def stop(self) -> None:
-        """End every process; each must end cleanly."""
-        codes = [process.end() for process in self.all]
+    def signal(self) -> None:
+        """Ask every process to end."""
+        for process in self.all:
+            process.signal()
+
+    def wait(self) -> None:
+        """Wait for every process; each must end cleanly."""
+        codes = [process.wait() for process in self.all]
         logs = "\n".join(line for process in self.all for line in process.log[-15:])
         assert codes == [0] * len(codes), f"exit codes {codes}\n{logs}"
 

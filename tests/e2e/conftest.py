@@ -29,7 +29,9 @@ def pools() -> Iterator[dict[str, Workers]]:
     started: dict[str, Workers] = {}
     yield started
     for workers in started.values():
-        workers.stop()
+        workers.signal()
+    for workers in started.values():
+        workers.wait()
 
 
 @pytest.fixture

@@ -79,8 +79,18 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "no-such-model", "/no/such/folder", "./nothing", "../nothing", "~/nothing-here", "a/b/c", "~nobody-here/model"]
-    + ["x" * 5000, "a\0b"],
+    [
+        "",
+        "no-such-model",
+        "/no/such/folder",
+        "./nothing",
+        "../nothing",
+        "~/nothing-here",
+        "~nobody-here/model",
+        "a/b/c",
+        "a\0b",
+        "x" * 300,
+    ],
     ids=lambda name: repr(name[:20]),
 )
 def test_what_can_be_neither_folder_nor_hub_id_is_refused(
@@ -186,7 +196,7 @@ def test_a_small_file_is_hashed_whole_up_to_its_documented_size(folder: Path) ->
     path = folder / "model.safetensors"
     save_file({"w": np.zeros(_HASHED_WHOLE_BYTES - 4096, dtype=np.uint8)}, path)
     before = weights_hash(folder)
-    for offset in range(data_start(path), path.stat().st_size, 131_071):
+    for offset in range(data_start(path), path.stat().st_size, 499_979):
         flip(path, offset)
         assert weights_hash(folder) != before, f"byte {offset}"
         flip(path, offset)
