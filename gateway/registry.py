@@ -19,6 +19,8 @@ class WorkerView:
     role: Role
     incarnation: Incarnation | None = None
     """Set while its session is open."""
+    life: Incarnation | None = None
+    """The last one whose session was open: requests are counted for each."""
     welcome: Welcome | None = None
     load: Heartbeat | None = None
     """The last heartbeat of this session."""
@@ -49,7 +51,9 @@ class Registry:
         """A session is open. Raises `FingerprintMismatchError` when the worker must not be used."""
         worker = self.workers[address]
         worker.incarnation, worker.welcome, worker.load = incarnation, welcome, None
-        worker.in_flight = worker.in_flight_tokens = 0
+        if worker.life != incarnation:
+            worker.life = incarnation
+            worker.in_flight = worker.in_flight_tokens = 0
         worker.refused = None
         try:
             self._require_fit(worker, welcome)
@@ -81,7 +85,7 @@ class Registry:
     def left(self, address: str, incarnation: Incarnation, num_tokens: int) -> None:
         """A request's part there is over; inert if that life of the worker is, too."""
         worker = self.workers[address]
-        if worker.incarnation == incarnation:
+        if worker.life == incarnation:
             worker.in_flight -= 1
             worker.in_flight_tokens -= num_tokens
 

@@ -44,6 +44,8 @@ MAX_OUTBOX_MESSAGES = 65_536
 MAX_SESSIONS = 1024
 """Clients of one worker."""
 _BACKPRESSURE_RETRY_S = 0.01
+_GOODBYE_S = 0.05
+"""Time for the last frames to be read before the connections go: what is unread then may be dropped."""
 _HELLO_RETRY_S = 0.25
 _HELLO_RETRY_MAX_S = 1.0
 """Hellos are repeated ever more slowly: an answer counts only until the next one is said."""
@@ -86,6 +88,10 @@ class _Session:
     received: int = 0
     sent: int = 0
     outbox: deque[Message] = field(default_factory=deque)
+
+    def next_messages(self) -> list[Message]:
+        """As many unsent messages as one frame may hold."""
+        return list(itertools.islice(self.outbox, MAX_MESSAGES_PER_FRAME))
 
 
 class ControlServer:
@@ -138,12 +144,18 @@ class ControlServer:
         """The clients with a session."""
         return tuple(self._sessions)
 
-    def close(self) -> None:
-        """Say goodbye and close the socket."""
+    async def close(self) -> None:
+        """Send what is unsent, say goodbye, and close the socket."""
         for peer, session in self._sessions.items():
-            with contextlib.suppress(zmq.Again):
-                self._send_now(peer, encode(self._me, [*session.outbox, Goodbye()]))
+            with contextlib.suppress(zmq.Again, ProtocolError):
+                while session.outbox:
+                    frame, count = encode_some(self._me, session.next_messages())
+                    self._send_now(peer, frame)
+                    for _ in range(count):
+                        session.outbox.popleft()
+                self._send_now(peer, encode(self._me, [Goodbye()]))
         self._sessions.clear()
+        await asyncio.sleep(_GOODBYE_S)
         self._context.destroy(linger=100)
 
     async def _receive(self) -> None:
@@ -163,6 +175,7 @@ class ControlServer:
                 continue
             for message in messages:
                 self._accept(sender, message)
+            await asyncio.sleep(0)  # while frames are queued, nothing else here waits
 
     def _accept(self, peer: Incarnation, message: Message) -> None:
         session = self._sessions.get(peer)
@@ -220,7 +233,7 @@ class ControlServer:
         session = self._sessions[peer]
         while session.outbox:
             try:
-                frame, count = encode_some(self._me, list(itertools.islice(session.outbox, MAX_MESSAGES_PER_FRAME)))
+                frame, count = encode_some(self._me, session.next_messages())
             except ProtocolError as error:
                 log.error("to a client: %s", error)
                 self._lose(peer, "a message that cannot travel")
@@ -337,7 +350,6 @@ class ControlClient:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, me.encode())
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -372,7 +384,8 @@ class ControlClient:
                 await asyncio.sleep(self._hello_wait_s)
             elif self.state is LinkState.REFUSED:
                 await asyncio.sleep(self._pulse.timeout_s)
-                self._greet()
+                if self.state is LinkState.REFUSED:  # it may have opened meanwhile
+                    self._greet()
             else:
                 await asyncio.sleep(self._pulse.interval_s)
             silent_s = self._clock() - self._heard_at
@@ -405,11 +418,14 @@ class ControlClient:
             self._heard_at = self._clock()
             for message in messages:
                 self._accept(sender, message)
+            await asyncio.sleep(0)  # while frames are queued, nothing else here waits
 
     def _accept(self, sender: Incarnation, message: Message) -> None:
         if isinstance(message, Welcome):
             self._open(sender, message)
         elif isinstance(message, HelloRefused):
+            if self.state is LinkState.OPEN:
+                self._end(f"refused: {message.message}")
             if self.state is not LinkState.REFUSED:
                 self.state = LinkState.REFUSED
                 self._handler.on_refused(self, message)
@@ -419,7 +435,7 @@ class ControlClient:
         elif self.state is not LinkState.OPEN or sender != self.worker:
             self.traffic.frames_refused += 1
         elif isinstance(message, Goodbye):
-            self._lose("said goodbye")
+            self._end("said goodbye")
         elif isinstance(message, Heartbeat):
             if message.sent != self._received:
                 self._resync(sender)
@@ -457,11 +473,14 @@ class ControlClient:
             self._greet()
 
     def _lose(self, why: str) -> None:
+        self.traffic.sessions_lost += 1
+        self._end(why)
+
+    def _end(self, why: str) -> None:
         self.state = LinkState.GREETING
         self._outbox.clear()
         self._resyncing = False
-        self.traffic.sessions_lost += 1
-        log.warning("worker at %s lost: %s", self.address, why)
+        log.warning("worker at %s is gone: %s", self.address, why)
         self._handler.on_lost(self, why)
 
     def _flush(self) -> None:

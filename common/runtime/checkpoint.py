@@ -29,8 +29,12 @@ def resolve_model(name: str, *, weights: bool) -> Path:
     """
     if name == DEMO_MODEL:
         return DEMO_FOLDER
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        found = folder.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise OperatorError(f"model {name[:100]!r} is no usable path: {error}") from error
+    if found:
         if not (folder / "config.json").is_file():
             raise OperatorError(f"model folder {name} has no config.json")
         return folder.resolve()
@@ -79,16 +83,23 @@ def weights_hash(folder: Path) -> str:
     if not files:
         raise OperatorError(f"model folder {folder} has no *.safetensors weights")
     digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(path.name.encode() + struct.pack("<Q", size))
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            header_bytes = min(struct.unpack("<Q", prefix)[0], size) if len(prefix) == 8 else 0
-            digest.update(file.read(header_bytes))
-            start = 8 + header_bytes
-            step = max(_SAMPLE_BYTES, (size - start) // _SAMPLES_PER_FILE)
-            for offset in range(start, size, step):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE_BYTES))
+    try:
+        for path in files:
+            _hash_file(path, digest)
+    except OSError as error:
+        raise OperatorError(f"cannot read the weights in {folder}: {error}") from error
     return digest.hexdigest()
+
+
+def _hash_file(path: Path, digest: hashlib._Hash) -> None:
+    size = path.stat().st_size
+    digest.update(path.name.encode() + struct.pack("<Q", size))
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        header_bytes = min(struct.unpack("<Q", prefix)[0], size) if len(prefix) == 8 else 0
+        digest.update(file.read(header_bytes))
+        start = 8 + header_bytes
+        step = max(_SAMPLE_BYTES, (size - start) // _SAMPLES_PER_FILE)
+        for offset in range(start, size, step):
+            file.seek(offset)
+            digest.update(file.read(_SAMPLE_BYTES))

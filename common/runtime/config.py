@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
 from common.contract.errors import OperatorError
@@ -16,6 +16,8 @@ from common.runtime.checkpoint import DEMO_MODEL
 from common.runtime.clock import Pulse
 
 ENV_PREFIX = "BATON_"
+_SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)")
+"""What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -52,6 +54,12 @@ class ProcessSettings(BaseSettings):
     heartbeat_timeout_s: float = Field(5.0, gt=0, le=600, description="seconds of silence after which a peer is lost")
     announce_fd: int | None = Field(None, description="pipe on which to report start-up to a supervisor")
     end_with_parent: int | None = Field(None, description="process id of the parent to end with")
+
+    @model_validator(mode="after")
+    def _timeout_outlasts_heartbeats(self) -> Self:
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ValueError("heartbeat_timeout_s must be at least twice heartbeat_interval_s")
+        return self
 
     @property
     def pulse(self) -> Pulse:
@@ -133,14 +141,14 @@ def load(cls: type[Settings], program: str, arguments: Sequence[str]) -> Setting
         source = CliSettingsSource[Any](cls, cli_prog_name=program, cli_exit_on_error=False)
         return CliApp.run(cls, cli_args=list(arguments), cli_settings_source=source)
     except ValidationError as error:
-        problems = "; ".join(f"--{_option(e['loc'])}: {e['msg']}" for e in error.errors())
+        problems = "; ".join(f"{_option(e['loc'])}{e['msg']}" for e in error.errors())
         raise OperatorError(f"{program}: {problems}") from error
     except SettingsError as error:
         raise OperatorError(f"{program}: {error}") from error
 
 
 def _option(location: tuple[int | str, ...]) -> str:
-    return str(location[0] if location else "").replace("_", "-")
+    return f"--{str(location[0]).replace('_', '-')}: " if location else ""
 
 
 def _refuse_unknown_variables() -> None:
@@ -149,6 +157,10 @@ def _refuse_unknown_variables() -> None:
         for settings in (PrefillSettings, DecodeSettings, GatewaySettings, ServeSettings)
         for name in settings.model_fields
     }
-    unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+    unknown = sorted(
+        name
+        for name in os.environ
+        if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE_VARIABLE.fullmatch(name)
+    )
     if unknown:
         raise OperatorError(f"unknown environment variable {', '.join(unknown)}")

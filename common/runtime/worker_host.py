@@ -68,7 +68,7 @@ class WorkerHost:
 
     async def close(self) -> None:
         """Close both ports."""
-        self.server.close()
+        await self.server.close()
         await self._probes.close()
 
 

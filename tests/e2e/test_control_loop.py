@@ -123,7 +123,7 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
-        server.close()
+        await server.close()
 
 
 @asynccontextmanager

@@ -51,7 +51,8 @@ SENDER = Incarnation("0123456789ab")
 # --- messages ----------------------------------------------------------------------------------------------------
 
 handles = st.text(st.characters(codec="utf-8"), min_size=1, max_size=64)
-addresses = st.text(st.characters(codec="utf-8"), min_size=1, max_size=256)
+words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=64)
+addresses = st.builds("{}:{}".format, st.sampled_from(["127.0.0.1", "[::1]", "pod-0.pool"]), st.integers(1, 65535))
 texts = st.text(st.characters(codec="utf-8"), max_size=300)
 counts = st.integers(0, 2**62) | st.integers(0, 300)
 attempts = st.integers(1, 2**31)
@@ -83,7 +84,7 @@ samplings = st.builds(
     top_k=st.integers(0, 2**20),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
-    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 100),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     seed=st.integers(0, MAX_SEED),
@@ -144,7 +145,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
         role=roles,
         fingerprint=fingerprints,
         max_sequence_tokens=counts,
-        transport=addresses,
+        transport=words,
         transport_metadata=st.binary(max_size=200),
         open_requests=open_requests,
     ),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from random import Random
 from typing import Any
 
 from hypothesis import HealthCheck, event, given, settings
@@ -25,6 +27,7 @@ from kv_transfer.sink import Pull
 BLOCK_SIZE = 2
 NUM_BLOCKS = 12
 MAX_SEQUENCE_TOKENS = 9
+Choose = Callable[[Seq[Any]], Any]
 AT = Source(address="p:1", incarnation=Incarnation("p"))
 
 
@@ -49,9 +52,9 @@ class Step:
 class Traffic:
     """A decode worker's scheduler, pulls that take their time, and an engine that does, too."""
 
-    def __init__(self, data: st.DataObject) -> None:
-        self.data = data
-        self.max_num_seqs = data.draw(st.integers(1, 4), label="batch")
+    def __init__(self, choose: Choose) -> None:
+        self.pick = choose
+        self.max_num_seqs = self.pick([1, 2, 4])
         self.pool = BlockPool(NUM_BLOCKS)
         self.scheduler = DecodeScheduler(
             self.pool, block_size=BLOCK_SIZE, max_num_seqs=self.max_num_seqs, max_sequence_tokens=MAX_SEQUENCE_TOKENS
@@ -74,11 +77,8 @@ class Traffic:
         steps += [self.give_up] if self.waiting or self.pulling or self.decoding else []
         return steps
 
-    def pick(self, options: Any) -> Any:
-        return self.data.draw(st.sampled_from(list(options)))
-
     def arrive(self) -> None:
-        num_tokens = self.data.draw(st.integers(1, MAX_SEQUENCE_TOKENS - 1))
+        num_tokens = self.pick(range(1, MAX_SEQUENCE_TOKENS))
         num_output = self.pick([0, 0, min(2, num_tokens - 1)])
         self.num_requests += 1
         work = Decode(
@@ -87,7 +87,7 @@ class Traffic:
             token_ids=tuple(1000 * self.num_requests + position for position in range(num_tokens)),
             prompt_len=num_tokens - num_output,
             choices=tuple(range(self.pick([1, 1, 2, 3] if num_output == 0 else [1]))),
-            sampling=SamplingParams(max_tokens=num_output + self.data.draw(st.integers(1, 6))),
+            sampling=SamplingParams(max_tokens=num_output + self.pick(range(1, 7))),
             budget_s=1.0,
             source=AT,
         )
@@ -110,7 +110,7 @@ class Traffic:
             self.memory[blocks[position // BLOCK_SIZE], position % BLOCK_SIZE] = token
 
     def settle(self) -> None:
-        request = self.pick(self.pulling)
+        request = self.pick(list(self.pulling))
         work = request.work
         first_tokens = []
         for choice in work.choices:
@@ -216,6 +216,11 @@ class Traffic:
         pending = {block for copy in self.scheduler._copies for block in copy}
         assert set(extra) <= pending, "a block is held by nobody, or not held by who names it"
 
+    def run(self, num_events: int) -> None:
+        for _ in range(num_events):
+            self.pick(self.steps())()
+            self.check()
+
     def drain(self) -> None:
         """Nobody gives up any more: whoever is here gets to the end in a bounded number of steps."""
         for _ in range(40 * (self.num_requests + 1)):
@@ -237,12 +242,24 @@ class Traffic:
         assert (self.pool.num_free, self.scheduler.num_promised) == (NUM_BLOCKS, 0), "a block was lost"
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(5, 60))
 def test_every_token_is_where_the_block_table_says(data: st.DataObject, num_events: int) -> None:
-    traffic = Traffic(data)
-    for _ in range(num_events):
-        data.draw(st.sampled_from(traffic.steps()))()
-        traffic.check()
+    traffic = Traffic(lambda options: data.draw(st.sampled_from(options)))
+    traffic.run(num_events)
     event(f"{min(3, traffic.num_finished)} or more finished before the drain")
     traffic.drain()
+
+
+def test_many_long_runs() -> None:
+    """Deeper than the runs that can be shrunk; a failure names the seed."""
+    num_finished = 0
+    for seed in range(500):
+        traffic = Traffic(Random(seed).choice)
+        try:
+            traffic.run(100)
+            traffic.drain()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        num_finished += traffic.num_finished
+    assert num_finished > 1000, f"only {num_finished} requests came to their end: the runs show nothing"

@@ -129,7 +129,7 @@ class Worker:
         await asyncio.wait([self._serving])
         if not goodbye:
             self.server._sessions.clear()  # as if killed: nobody is told
-        self.server.close()
+        await self.server.close()
         if not self._serving.cancelled():
             self._serving.result()
 
@@ -678,7 +678,7 @@ async def test_a_worker_can_leave_while_more_than_a_frame_is_unsent(net: Net) ->
     await asyncio.wait([worker._serving])
     for position in range(MAX_MESSAGES_PER_FRAME + 5):
         worker.server.send(client.me, tokens(position))
-    worker.server.close()
+    await worker.server.close()
     worker._open = False
 
 
@@ -868,7 +868,7 @@ async def test_an_occupied_port_is_the_operators_to_change(net: Net) -> None:
         with pytest.raises(OperatorError, match=str(worker.port)):
             second.bind("127.0.0.1", worker.port)
     finally:
-        second.close()
+        await second.close()
 
 
 async def test_a_host_that_is_not_here_is_the_operators_to_change() -> None:
@@ -877,4 +877,4 @@ async def test_a_host_that_is_not_here_is_the_operators_to_change() -> None:
         with pytest.raises(OperatorError, match=r"203\.0\.113\.7"):
             server.bind("203.0.113.7", 0)
     finally:
-        server.close()
+        await server.close()

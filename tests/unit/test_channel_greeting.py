@@ -104,7 +104,7 @@ async def test_answers_to_earlier_hellos_are_not_taken_for_a_loss() -> None:
         for task in (linking, serving):
             task.cancel()
         await asyncio.gather(linking, serving, return_exceptions=True)
-        server.close()
+        await server.close()
         context.destroy(linger=0)
     assert worker.hellos >= 2, "the client did not repeat its Hello: the test shows nothing"
     assert (client.opened, client.resyncs) == (1, 0)

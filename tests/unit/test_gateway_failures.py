@@ -46,7 +46,7 @@ async def test_a_failure_before_the_first_token_has_a_status(cause: Cause, strea
     generator = ScriptedGenerator(failure=GenerationFailed(cause, "what happened"))
     status, answer, headers = await post(CHAT_PATH, CHAT | {"stream": stream}, generator)
     assert status == STATUSES[cause]
-    assert_error(answer, None, cause.value)
+    assert_error(answer, "max_tokens" if cause is Cause.TOO_LARGE else None, cause.value)
     assert headers["Content-Type"].startswith("application/json")
     assert ("Retry-After" in headers) == (status in (429, 503))
     assert ("what happened" in answer["error"]["message"]) == (cause is not Cause.INTERNAL)
