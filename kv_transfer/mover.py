@@ -257,6 +257,7 @@ class _Worker:
                     stop_s = time.monotonic() + CLOSE_GRACE_S
                 else:
                     self._execute(command)
+            self._report_ended()  # a read on the same host ends as it starts
             self._transport.poll()
             self._report_ended()
 

@@ -104,6 +104,8 @@ class ControlServer:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._sessions: dict[Incarnation, _Session] = {}
+        self._unflushed: dict[Incarnation, None] = {}
+        """Peers with messages to send, in the order of their first."""
         self._flush_scheduled = False
         self._beat = 0
         self.traffic = Traffic()
@@ -135,14 +137,10 @@ class ControlServer:
         if session is None:
             return
         session.outbox.append(message)
+        self._unflushed[peer] = None
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
-
-    @property
-    def peers(self) -> tuple[Incarnation, ...]:
-        """The clients with a session."""
-        return tuple(self._sessions)
 
     async def close(self) -> None:
         """Send what is unsent, say goodbye, and close the socket."""
@@ -211,6 +209,8 @@ class ControlServer:
         old = self._sessions.get(peer)
         unsent = old.outbox if old else deque[Message]()
         self._sessions[peer] = _Session(role=hello.role, heard_at=self._clock(), outbox=unsent)
+        if unsent:
+            self._unflushed[peer] = None
         self._send_control(peer, replace(welcome, number=hello.number, open_requests=open_requests))
 
     async def _pulse_loop(self) -> None:
@@ -226,8 +226,10 @@ class ControlServer:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        for peer in tuple(self._sessions):
-            self._flush_peer(peer)
+        peers, self._unflushed = self._unflushed, {}
+        for peer in peers:
+            if peer in self._sessions:
+                self._flush_peer(peer)
 
     def _flush_peer(self, peer: Incarnation) -> None:
         session = self._sessions[peer]
@@ -253,7 +255,9 @@ class ControlServer:
     def _wait_for_reader(self, peer: Incarnation, session: _Session) -> None:
         if len(session.outbox) > MAX_OUTBOX_MESSAGES:
             self._lose(peer, f"{len(session.outbox)} messages unread")
-        elif not self._flush_scheduled:
+            return
+        self._unflushed[peer] = None
+        if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_later(_BACKPRESSURE_RETRY_S, self._flush)
 

@@ -13,8 +13,9 @@ from dataclasses import replace
 import pytest
 import zmq.asyncio
 
+from common.contract import codec
 from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, decode, encode
-from common.contract.errors import Cause, OperatorError
+from common.contract.errors import Cause, OperatorError, ProtocolError
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
@@ -856,6 +857,77 @@ async def test_a_burst_that_waits_for_a_slow_reader_is_delivered_whole(net: Net)
         message = await raw.expect(Failed)
         assert isinstance(message, Failed)
         assert message.message.startswith(f"{position:04d}")
+
+
+async def test_a_peer_that_stops_reading_delays_nobody(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the pause before it is tried again, what others are sent leaves at once."""
+    monkeypatch.setattr(channel, "_BACKPRESSURE_RETRY_S", 3600.0)
+    worker = net.worker(pulse=Pulse(interval_s=600, timeout_s=3600))
+    reader = await net.client(worker.address, pulse=Pulse(interval_s=600, timeout_s=3600)).opened()
+    raw = net.raw_client(worker.address, receive_hwm=1)
+    await raw.greet()
+    message = Failed(request=RequestId("r"), attempt=1, cause=Cause.INTERNAL, message="x" * 4000)
+    sent = 0
+    while not worker.server._sessions[raw.me].outbox:
+        worker.server.send(raw.me, message)
+        sent += 1
+        assert sent < 50_000, "a peer that reads nothing is sent everything"
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    worker.server.send(reader.me, tokens(1))
+    await reader.events.until(lambda: reader.received == [tokens(1)])
+
+
+# --- what is large, and what cannot travel ---------------------------------------------------------------------------
+
+BEYOND_64_BITS = abort(2**70)
+"""Not a valid message: a bug of the sender."""
+
+
+async def test_what_is_too_much_for_one_frame_goes_into_several(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 20_000)
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    many = [
+        Failed(request=RequestId("r"), attempt=1, cause=Cause.INTERNAL, message=f"{number:4000}")
+        for number in range(40)
+    ]
+    for message in many:
+        client.link.send(message)
+        worker.server.send(client.me, message)
+    await worker.events.until(lambda: len(worker.received) >= len(many))
+    await client.events.until(lambda: len(client.received) >= len(many))
+    assert [message for _, message in worker.received] == many
+    assert client.received == many
+    await client.beats(2)
+    assert "resync" not in client.events
+
+
+async def test_what_cannot_travel_to_one_client_keeps_no_other_waiting(net: Net) -> None:
+    worker = net.worker()
+    first, second = await net.client(worker.address).opened(), await net.client(worker.address).opened()
+    with contextlib.suppress(ProtocolError):
+        worker.server.send(first.me, BEYOND_64_BITS)
+    worker.server.send(first.me, tokens(1))
+    worker.server.send(second.me, tokens(2))
+    await second.events.until(lambda: second.received == [tokens(2)])
+    await worker.events.until(lambda: f"lost {first.me}" in worker.events or first.received == [tokens(1)])
+
+
+async def test_what_cannot_travel_to_the_worker_does_not_end_the_link_silently(net: Net) -> None:
+    """It is refused where it is sent, or left out, or ends the session; never are the next messages stuck behind it."""
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    with contextlib.suppress(ProtocolError):
+        client.link.send(BEYOND_64_BITS)
+    client.link.send(abort(1))
+    either = asyncio.Event()
+    for events in (worker.events, client.events):
+        events._changed = either
+    async with asyncio.timeout(WAIT_S):
+        while not client.num_lost and (client.me, abort(1)) not in worker.received:
+            either.clear()
+            await either.wait()
 
 
 # --- binding -------------------------------------------------------------------------------------------------------
