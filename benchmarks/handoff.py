@@ -1,6 +1,6 @@
 """What disaggregation costs one request: TTFT against an isolated engine, and the gap at the handoff.
 
-    python -m benchmarks.handoff [--requests 40] [--prompt 512] [--seed 0]
+    python -m benchmarks.handoff [--model demo|15m] [--requests 40] [--prompt 512] [--seed 0]
 
 One request at a time, turns taken: a run of the same prompt in an engine of this process (no server, no handoff), then
 the same prompt over HTTP through gateway and prefill worker (TTFT: from sending the request to the first chunk of the
@@ -18,10 +18,13 @@ import json
 import random
 import statistics
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from benchmarks.local import Local, local_stack
+from benchmarks.models import llama_15m
 from benchmarks.record import record, spread
 from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
@@ -40,9 +43,9 @@ WARM_UP = 5
 class Isolated:
     """An engine in this process, on one thread, as each worker of the stack has."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        self._runner: ModelRunner = load_runner(DEMO_FOLDER, kv_cache_bytes=64 * 2**20)
+        self._runner: ModelRunner = load_runner(folder, kv_cache_bytes=64 * 2**20)
 
     def run(self, prompt: list[int]) -> tuple[float, list[float]]:
         """Seconds to the first token, and of each decode step."""
@@ -85,15 +88,15 @@ async def gaps_of(dispatcher: Dispatcher, prompt: list[int]) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
 
 
-async def measure(args: argparse.Namespace, local: Local) -> dict[str, list[float]]:
+async def measure(args: argparse.Namespace, local: Local, folder: Path) -> dict[str, list[float]]:
     """Take turns, one request at a time."""
     draw = random.Random(args.seed)
-    engine = Isolated()
+    engine = Isolated(folder)
     connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
     connection.request("GET", "/ready")
     workers = json.loads(connection.getresponse().read())["details"]["workers"]
     at = {role: tuple(w["address"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
-    registry = Registry(at["prefill"], at["decode"], config_hash(DEMO_FOLDER))
+    registry = Registry(at["prefill"], at["decode"], config_hash(folder))
     dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse())
     running = asyncio.create_task(dispatcher.run())
     await dispatcher.wait_usable()
@@ -117,12 +120,15 @@ async def measure(args: argparse.Namespace, local: Local) -> dict[str, list[floa
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=["demo", "15m"], default="demo")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with local_stack() as local:
-        taken = asyncio.run(measure(args, local))
+    with TemporaryDirectory() as scratch:
+        folder = DEMO_FOLDER if args.model == "demo" else llama_15m(Path(scratch))
+        with local_stack(["--model", str(folder)]) as local:
+            taken = asyncio.run(measure(args, local, folder))
     p50 = {name: statistics.median(values) for name, values in taken.items()}
     figures = {f"{name}_ms": spread([1000 * value for value in values]) for name, values in taken.items()} | {
         "ttft_bound_ms": 1100 * p50["isolated_ttft"] + 5,
@@ -132,12 +138,12 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:<28}" + (f"{value:8.3f}" if isinstance(value, float) else f"{value['p50']:8.3f} (p50)"))
     workload = {
-        "model": "demo",
+        "model": args.model,
         "prompt_tokens": args.prompt,
         "decode_tokens": DECODE_TOKENS,
         "requests": args.requests,
     }
-    print(record("handoff", workload=workload, figures=figures, seed=args.seed))
+    print(record(f"handoff-{args.model}", workload=workload, figures=figures, seed=args.seed))
 
 
 if __name__ == "__main__":

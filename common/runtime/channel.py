@@ -44,6 +44,7 @@ MAX_OUTBOX_MESSAGES = 65_536
 MAX_SESSIONS = 1024
 """Clients of one worker."""
 _BACKPRESSURE_RETRY_S = 0.01
+_GOODBYE = "said goodbye"
 _GOODBYE_S = 0.05
 """Time for the last frames to be read before the connections go: what is unread then may be dropped."""
 _HELLO_RETRY_S = 0.25
@@ -188,7 +189,7 @@ class ControlServer:
                 if message.sent != session.received:
                     self._send_control(peer, HelloRequired())
             elif isinstance(message, Goodbye):
-                self._end(peer, "said goodbye")
+                self._end(peer, _GOODBYE)
             else:
                 session.received += 1
                 self._handler.on_message(peer, message)
@@ -439,7 +440,7 @@ class ControlClient:
         elif self.state is not LinkState.OPEN or sender != self.worker:
             self.traffic.frames_refused += 1
         elif isinstance(message, Goodbye):
-            self._end("said goodbye")
+            self._end(_GOODBYE)
         elif isinstance(message, Heartbeat):
             if message.sent != self._received:
                 self._resync(sender)
@@ -484,7 +485,7 @@ class ControlClient:
         self.state = LinkState.GREETING
         self._outbox.clear()
         self._resyncing = False
-        log.warning("worker at %s is gone: %s", self.address, why)
+        log.log(logging.INFO if why == _GOODBYE else logging.WARNING, "worker at %s is gone: %s", self.address, why)
         self._handler.on_lost(self, why)
 
     def _flush(self) -> None:

@@ -888,10 +888,8 @@ async def test_what_is_too_much_for_one_frame_goes_into_several(net: Net, monkey
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 20_000)
     worker = net.worker()
     client = await net.client(worker.address).opened()
-    many = [
-        Failed(request=RequestId("r"), attempt=1, cause=Cause.INTERNAL, message=f"{number:4000}")
-        for number in range(40)
-    ]
+    texts = [f"{number:4000}" for number in range(40)]
+    many = [Failed(request=RequestId("r"), attempt=1, cause=Cause.INTERNAL, message=text) for text in texts]
     for message in many:
         client.link.send(message)
         worker.server.send(client.me, message)

@@ -1,0 +1,30 @@
+"""Random-weight checkpoints of stated shapes, for measurements in which the words do not matter."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common.runtime.checkpoint import DEMO_FOLDER
+
+
+def llama_15m(folder: Path) -> Path:
+    """Write a Llama of 6 layers, width 288, vocabulary 32,000: 15 million weights. The tokenizer is the demo model's."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=288,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_FOLDER / name, folder / name)
+    return folder

@@ -1,0 +1,199 @@
+"""A decode worker's links to its sources, over real ZeroMQ, against a source that the test plays by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from common.contract.codec import decode, encode
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
+from common.contract.kv_layout import Fingerprint, KVLayout
+from common.contract.messages import (
+    Attach,
+    Detach,
+    Goodbye,
+    Hello,
+    HelloRefused,
+    HelloRequired,
+    Message,
+    Role,
+    Welcome,
+)
+from common.runtime.clock import Pulse
+from decode_worker.source_links import SourceLinks
+
+WAIT_S = 10.0
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
+FINGERPRINT = Fingerprint(config_hash="c", weights_hash="w", layout=LAYOUT)
+KEY = RequestKey(RequestId("r1"), 1)
+ATTACH = Attach(request=KEY.request, attempt=KEY.attempt)
+REFUSED = HelloRefused(cause=Cause.FINGERPRINT, message="other weights")
+
+
+class Events:
+    """What the worker was told."""
+
+    def __init__(self) -> None:
+        self._told: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
+        self.pulls: tuple[RequestKey, ...] = ()
+
+    def open_pulls(self, address: str) -> Collection[RequestKey]:
+        return self.pulls
+
+    def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
+        self._told.put_nowait(("open", address, source))
+
+    def on_source_message(self, source: Incarnation, message: Message) -> None:
+        self._told.put_nowait(("message", source, message))
+
+    def on_died(self, error: BaseException) -> None:
+        self._told.put_nowait(("died", repr(error)))
+
+    def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
+        self._told.put_nowait(("lost", address, source, cause))
+
+    async def next(self) -> tuple[object, ...]:
+        async with asyncio.timeout(WAIT_S):
+            return await self._told.get()
+
+    async def none(self) -> None:
+        await asyncio.sleep(0.2)
+        assert self._told.empty(), self._told.get_nowait()
+
+
+class Net:
+    """The links under test and the source at their other end."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.sink = new_incarnation()
+        self.source = new_incarnation()
+        self.events = Events()
+        pulse = Pulse(interval_s=0.05, timeout_s=20.0)
+        self.links = SourceLinks(self.sink, FINGERPRINT, self.events, lambda: self.now, pulse)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.address = f"127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    async def expect(self, kind: type[Message]) -> Message:
+        """The next message of this kind from the worker; others are skipped."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                _, frame = await self._socket.recv_multipart()
+                for message in decode(frame)[1]:
+                    if isinstance(message, kind):
+                        return message
+
+    async def send(self, *messages: Message) -> None:
+        await self._socket.send_multipart([self.sink.encode(), encode(self.source, messages)])
+
+    async def welcome(self) -> Hello:
+        """Answer the newest Hello."""
+        hello = await self.expect(Hello)
+        while await self._socket.poll(50):
+            hello = await self.expect(Hello)
+        assert isinstance(hello, Hello)
+        await self.send(
+            Welcome(
+                number=hello.number,
+                role=Role.PREFILL,
+                fingerprint=FINGERPRINT,
+                max_sequence_tokens=1,
+                transport="zmq",
+                transport_metadata=b"how to",
+                open_requests=(),
+            )
+        )
+        return hello
+
+    async def opened(self) -> Net:
+        assert self.links.need(self.address) is None
+        await self.welcome()
+        assert await self.events.next() == ("open", self.address, self.source)
+        return self
+
+    async def close(self) -> None:
+        await self.links.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+async def net() -> AsyncIterator[Net]:
+    subject = Net()
+    yield subject
+    await subject.close()
+
+
+async def test_a_link_opens_at_first_need_and_is_kept(net: Net) -> None:
+    net.events.pulls = (KEY,)
+    assert net.links.need(net.address) is None
+    assert net.links.need(net.address) is None, "it is on its way"
+    hello = await net.welcome()
+    assert (hello.role, hello.fingerprint, hello.open_requests) == (Role.DECODE, FINGERPRINT, (KEY,))
+    assert await net.events.next() == ("open", net.address, net.source)
+    assert net.links.need(net.address) == net.source
+    assert net.links.transport_metadata(net.address) == b"how to"
+    net.links.send(net.address, ATTACH)
+    assert await net.expect(Attach) == ATTACH
+    await net.send(Detach(request=KEY.request, attempt=KEY.attempt))
+    assert await net.events.next() == ("message", net.source, Detach(request=KEY.request, attempt=KEY.attempt))
+
+
+async def test_a_source_that_goes_is_lost_and_found_at_the_next_need(net: Net) -> None:
+    await net.opened()
+    await net.send(Goodbye())
+    assert await net.events.next() == ("lost", net.address, net.source, Cause.WORKER_LOST)
+    net.links.send(net.address, ATTACH)  # inert
+    await net.events.none()
+    net.source = new_incarnation()
+    await net.opened()
+    assert net.links.need(net.address) == net.source
+
+
+async def test_a_source_that_never_answers_is_lost(net: Net) -> None:
+    assert net.links.need(net.address) is None
+    await net.expect(Hello)
+    net.now += 21.0
+    assert await net.events.next() == ("lost", net.address, None, Cause.WORKER_LOST)
+    await net.opened()
+
+
+async def test_after_lost_messages_the_source_is_open_again(net: Net) -> None:
+    await net.opened()
+    await net.send(HelloRequired())
+    await net.welcome()
+    assert await net.events.next() == ("open", net.address, net.source)
+
+
+async def test_a_source_that_refuses_is_told_of_and_asked_again_at_the_next_need(net: Net) -> None:
+    assert net.links.need(net.address) is None
+    await net.expect(Hello)
+    await net.send(REFUSED)
+    assert await net.events.next() == ("lost", net.address, None, Cause.FINGERPRINT)
+    await net.opened()
+
+
+async def test_a_source_that_refuses_within_a_session_does_not_end_the_worker(net: Net) -> None:
+    """Another worker has taken its place, or its places are taken, while messages were lost."""
+    await net.opened()
+    await net.send(HelloRequired())
+    await net.expect(Hello)
+    await net.send(REFUSED)
+    assert (await net.events.next())[:3] == ("lost", net.address, net.source)
+    while (told := await net.events.next())[0] == "lost":
+        break
+    assert told[0] != "died", told
+    await net.opened()
+
+
+async def test_closing_says_goodbye(net: Net) -> None:
+    await net.opened()
+    await net.links.close()
+    assert await net.expect(Goodbye) == Goodbye()
