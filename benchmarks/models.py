@@ -12,7 +12,7 @@ from common.runtime.checkpoint import DEMO_FOLDER
 
 
 def llama_15m(folder: Path) -> Path:
-    """Write a Llama of 6 layers, width 288, vocabulary 32,000: 15 million weights. The tokenizer is the demo model's."""
+    """Write a Llama of 6 layers, width 288, vocabulary 32,000: 15 million weights; the demo model's tokenizer."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32000,

@@ -30,7 +30,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def record(name: str, *, workload: dict[str, Any], figures: dict[str, Any], seed: int | None = None) -> Path:
     """Write `benchmarks/results/NAME.json`."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout
+    status = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
+    dirty = subprocess.run(status, capture_output=True, text=True, check=False).stdout
     run = {
         "command": " ".join(["python", *(["-m"] if sys.argv[0].endswith(".py") else []), *_module(), *sys.argv[1:]]),
         "commit": commit + ("+changes" if dirty.strip() else ""),

@@ -659,6 +659,37 @@ def test_without_limbo_a_step_in_flight_would_write_to_the_blocks_of_others() ->
         step_of_a_prefill_that_is_aborted(Without(limbo=True))
 
 
+@pytest.mark.parametrize("read_before", [False, True], ids=["offered", "pulling"])
+def test_a_newer_attempt_that_met_the_older_lease_goes_on_under_its_own(read_before: bool) -> None:
+    """Its Attach has overtaken its Prefill: it was offered what the older attempt had, and that ends now.
+
+    What it has not read yet is no loss. What it has read is void, and the gateway must hear of it.
+    """
+    world = World()
+    older, newer = RequestKey(REQUESTS[2], 1), RequestKey(REQUESTS[2], 2)
+    sink = world.sinks[Incarnation("d1")]
+    world.source.start(older)
+    world.source.begin_step([(world.source.running[older.request], 1)])
+    world.source.end_step()
+    sink.start(newer)
+    world.deliver_all()
+    if read_before:
+        sink.give_room()
+        assert sink.reads
+    world.source.start(newer)
+    world.deliver_all()
+    world.source.begin_step([(world.source.running[newer.request], 3)])
+    world.source.end_step()
+    for _ in range(3):
+        world.deliver_all()
+        world.read_all()
+    if read_before:
+        assert newer.request not in sink.pulls
+    else:
+        assert newer in sink.admitted
+    world.end()
+
+
 @pytest.mark.parametrize("left_out", ["settle", "quarantine", "limbo"])
 def test_the_model_finds_out_by_itself_what_is_left_out(left_out: str) -> None:
     def search() -> None:
