@@ -222,9 +222,9 @@ class Dispatcher(Collector):
         try:
             self._registry.opened(link.address, link.worker, welcome)
         except FingerprintMismatchError as error:
-            if self._usable.is_set() or self._misfit.done():
+            if self._usable.is_set():
                 log.error("worker refused: %s", error)
-            else:
+            elif not self._misfit.done():  # the first of several says it all: the gateway ends with it
                 self._misfit.set_exception(error)
             return
         log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
