@@ -86,6 +86,8 @@ class SourceLinks:
             self._events.on_died(error)
 
     def _close(self, address: str) -> None:
+        if address not in self._links:
+            return
         _, task = self._links.pop(address)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -162,14 +162,14 @@ class Flow:
             return []
         if role is Role.DECODE and self.key in open_requests:
             return self._ask_for_missing()
-        if self.key in open_requests or (role is Role.PREFILL and self._has_first_tokens()):
+        if self.key in open_requests or (role is Role.PREFILL and self._prefill_may_go()):
             return []
         return self.fail(Cause.WORKER_LOST, f"the {role} worker does not know the request after lost messages")
 
     def worker_lost(self, role: Role, why: str) -> list[Action]:
         """The session with this worker is over. After its first tokens a prefill worker is the decode worker's concern:
         it goes on if it has settled, and says so if it has not."""
-        if role is Role.PREFILL and self._has_first_tokens():
+        if role is Role.PREFILL and self._prefill_may_go():
             return []
         return self.fail(Cause.WORKER_LOST, f"the {role} worker was lost: {why}")
 
@@ -237,8 +237,11 @@ class Flow:
             if not choice.ended
         ]
 
-    def _has_first_tokens(self) -> bool:
-        return all(choice.next_position > len(self.generation.token_ids) for choice in self._choices)
+    def _prefill_may_go(self) -> bool:
+        """Whether the first tokens are here, or sure to come: a decode worker speaks only after it has settled."""
+        return self._decode_has_spoken or all(
+            choice.next_position > len(self.generation.token_ids) for choice in self._choices
+        )
 
     def _acknowledge(self) -> list[Action]:
         """Every choice is complete. Had the first tokens ended them all, the decode worker still waits in vain."""

@@ -162,7 +162,11 @@ class Pull:
             self.num_blocks = message.num_blocks
             self._with_checksums = message.checksums is not None
         elif self._lease != (message.lease, message.epoch):
-            return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
+            if self.state is not PullState.OFFERED or (message.start, message.num_blocks) != (0, self.num_blocks):
+                return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
+            self._lease = (message.lease, message.epoch)  # nothing was read under the other one
+            self._with_checksums = message.checksums is not None
+            self._offered, self._checksums = [], []
         known = len(self._offered)
         end = message.start + len(message.block_ids)
         checksums = message.checksums if message.checksums is not None else ()

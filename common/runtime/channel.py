@@ -89,6 +89,8 @@ class _Session:
     received: int = 0
     sent: int = 0
     outbox: deque[Message] = field(default_factory=deque)
+    frame: tuple[bytes, int] | None = None
+    """The first messages of the outbox, encoded and counted, that the peer was not ready to take."""
 
     def next_messages(self) -> list[Message]:
         """As many unsent messages as one frame may hold."""
@@ -107,6 +109,8 @@ class ControlServer:
         self._sessions: dict[Incarnation, _Session] = {}
         self._unflushed: dict[Incarnation, None] = {}
         """Peers with messages to send, in the order of their first."""
+        self._stalled: dict[Incarnation, None] = {}
+        """Peers that do not read: they are tried again by a timer of their own, and delay nobody else."""
         self._flush_scheduled = False
         self._beat = 0
         self.traffic = Traffic()
@@ -138,10 +142,17 @@ class ControlServer:
         if session is None:
             return
         session.outbox.append(message)
+        if peer in self._stalled:
+            return
         self._unflushed[peer] = None
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
+
+    @property
+    def peers(self) -> tuple[Incarnation, ...]:
+        """The clients with a session."""
+        return tuple(self._sessions)
 
     async def close(self) -> None:
         """Send what is unsent, say goodbye, and close the socket."""
@@ -236,19 +247,21 @@ class ControlServer:
         session = self._sessions[peer]
         while session.outbox:
             try:
-                frame, count = encode_some(self._me, session.next_messages())
+                if session.frame is None:
+                    session.frame = encode_some(self._me, session.next_messages())
+                frame, count = session.frame
+                delivered = self._send_now(peer, frame)
             except ProtocolError as error:
                 log.error("to a client: %s", error)
                 self._lose(peer, "a message that cannot travel")
                 return
-            try:
-                delivered = self._send_now(peer, frame)
             except zmq.Again:
                 self._wait_for_reader(peer, session)
                 return
             if not delivered:
                 self._lose(peer, "unroutable")
                 return
+            session.frame = None
             session.sent += count
             for _ in range(count):
                 session.outbox.popleft()
@@ -257,10 +270,15 @@ class ControlServer:
         if len(session.outbox) > MAX_OUTBOX_MESSAGES:
             self._lose(peer, f"{len(session.outbox)} messages unread")
             return
-        self._unflushed[peer] = None
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            asyncio.get_running_loop().call_later(_BACKPRESSURE_RETRY_S, self._flush)
+        if not self._stalled:
+            asyncio.get_running_loop().call_later(_BACKPRESSURE_RETRY_S, self._retry_stalled)
+        self._stalled[peer] = None
+
+    def _retry_stalled(self) -> None:
+        peers, self._stalled = self._stalled, {}
+        for peer in peers:
+            if peer in self._sessions:
+                self._flush_peer(peer)
 
     def _send_control(self, peer: Incarnation, message: Message) -> None:
         """Send a message of the link itself, outside the count; one that cannot leave now is repeated by its cause."""
@@ -345,6 +363,8 @@ class ControlClient:
         self._clock = clock
         self._pulse = pulse
         self._outbox: deque[Message] = deque()
+        self._frame: tuple[bytes, int] | None = None
+        """The first messages of the outbox, encoded and counted, that could not leave yet."""
         self._flush_scheduled = False
         self._sent = 0
         self._received = 0
@@ -484,6 +504,7 @@ class ControlClient:
     def _end(self, why: str) -> None:
         self.state = LinkState.GREETING
         self._outbox.clear()
+        self._frame = None
         self._resyncing = False
         log.log(logging.INFO if why == _GOODBYE else logging.WARNING, "worker at %s is gone: %s", self.address, why)
         self._handler.on_lost(self, why)
@@ -491,7 +512,14 @@ class ControlClient:
     def _flush(self) -> None:
         self._flush_scheduled = False
         while self._outbox and self.state is LinkState.OPEN:
-            frame, count = encode_some(self._me, list(itertools.islice(self._outbox, MAX_MESSAGES_PER_FRAME)))
+            try:
+                if self._frame is None:
+                    messages = list(itertools.islice(self._outbox, MAX_MESSAGES_PER_FRAME))
+                    self._frame = encode_some(self._me, messages)
+            except ProtocolError as error:
+                self._lose(f"a message that cannot travel: {error}")
+                return
+            frame, count = self._frame
             if not self._try_send(frame):
                 if len(self._outbox) > MAX_OUTBOX_MESSAGES:
                     self._lose(f"{len(self._outbox)} messages unread")
@@ -499,6 +527,7 @@ class ControlClient:
                     self._flush_scheduled = True
                     asyncio.get_running_loop().call_later(_BACKPRESSURE_RETRY_S, self._flush)
                 return
+            self._frame = None
             self._sent += count
             for _ in range(count):
                 self._outbox.popleft()

@@ -27,13 +27,15 @@ KEY = RequestKey(RequestId("r1"), 1)
 ABOUT = {"request": KEY.request, "attempt": KEY.attempt}
 LEASE = (LeaseId("l1"), 3)
 OTHER_LEASES = [(LeaseId("l2"), 3), (LeaseId("l1"), 4)]
+BASE = {LEASE: 100, OTHER_LEASES[0]: 300, OTHER_LEASES[1]: 400}
+"""Source block `BASE[lease] + i` holds block `i` of the sequence."""
 
 
 class Worker:
     """The worker around a pull, and a source that sends anything.
 
-    Source block `100 + i` holds block `i` of the sequence; under another lease than the first the source would offer
-    others. Sink block `200 + i` is for block `i`.
+    Sink block `200 + i` is for block `i` of the sequence. A pull that has not begun to read may go over to another
+    lease; one that has may not.
     """
 
     def __init__(self, data: st.DataObject) -> None:
@@ -55,6 +57,8 @@ class Worker:
         self.asked = False
         self.told_valid = False
         self.told_tokens = False
+        self.current = LEASE
+        """The lease that the pull reads under."""
         self.attached = self.detached = False
         self.over: Action | None = None
 
@@ -79,7 +83,7 @@ class Worker:
                     assert not self.reading, "settles while a read is open"
                     assert self.arrived == set(self.sink_blocks), "settles before everything was read"
                     assert self.told_tokens
-                    assert (message.key, (message.lease, message.epoch)) == (KEY, LEASE)
+                    assert (message.key, (message.lease, message.epoch)) == (KEY, self.current)
                     self.asked = True
                 case WantBlocks(num_blocks):
                     assert not self.wanted
@@ -104,7 +108,8 @@ class Worker:
         start, end = read.start, read.start + len(read.source_blocks)
         assert self.reserved
         assert 0 <= start < end <= self.num_blocks
-        assert read.source_blocks == tuple(range(100 + start, 100 + end))
+        base = BASE[self.current]
+        assert read.source_blocks == tuple(range(base + start, base + end))
         assert read.sink_blocks == self.sink_blocks[start:end]
         assert read.checksums == (tuple(range(start, end)) if self.checksums else None)
         assert not set(read.sink_blocks) & (self.arrived | self.under_read), "a block is read into twice"
@@ -146,7 +151,9 @@ class Worker:
         start = self.data.draw(st.integers(0, self.num_blocks))
         end = self.data.draw(st.integers(start, self.num_blocks))
         lease, epoch = self.lease()
-        base = 100 if (lease, epoch) == LEASE else 300
+        if self.pull.state is PullState.ATTACHING and (lease, epoch) != LEASE:
+            return  # the first lease is the one that is told first
+        base = BASE[lease, epoch]
         message = BlocksReady(
             **ABOUT,
             lease=lease,
@@ -156,9 +163,14 @@ class Worker:
             num_blocks=self.num_blocks,
             checksums=tuple(range(start, end)) if self.checksums else None,
         )
-        if self.pull.state is PullState.ATTACHING and base != 100:
-            return  # the first lease is the one that is told first
-        self.check(self.pull.blocks_ready(message))
+        offered = self.pull.state is PullState.OFFERED
+        hears = offered or self.pull.state in (PullState.ATTACHING, PullState.PULLING)
+        actions = self.pull.blocks_ready(message)
+        if offered and self.pull.state is PullState.OFFERED:
+            self.current = (lease, epoch)
+        self.check(actions)
+        if hears and self.over is None:
+            assert (lease, epoch) == self.current, "blocks of two leases are taken for one sequence"
 
     def prefill_done(self) -> None:
         ended = self.data.draw(st.sampled_from([(False,), (False, False), (False, True), (True, False), (True,)]))
@@ -172,14 +184,14 @@ class Worker:
         self.told_tokens = True
         hears = self.pull.state in (PullState.OFFERED, PullState.PULLING)
         self.check(self.pull.prefill_done(PrefillDone(**ABOUT, lease=lease, epoch=epoch, first_tokens=first_tokens)))
-        if hears and ((lease, epoch) != LEASE or all(ended)):
+        if hears and ((lease, epoch) != self.current or all(ended)):
             assert isinstance(self.over, GaveUp)
 
     def settled(self) -> None:
         """What a source says: valid only to who has asked, and of the lease that was asked about."""
-        lease, epoch = self.data.draw(st.sampled_from([LEASE] * 4 + OTHER_LEASES))
-        valid = self.data.draw(st.sampled_from([True, True, False])) and (self.asked or (lease, epoch) != LEASE)
-        if (lease, epoch) == LEASE:
+        lease, epoch = self.data.draw(st.sampled_from([self.current] * 4 + OTHER_LEASES))
+        valid = self.data.draw(st.sampled_from([True, True, False])) and (self.asked or (lease, epoch) != self.current)
+        if (lease, epoch) == self.current:
             self.told_valid |= valid
         self.check(self.pull.settled(Settled(**ABOUT, lease=lease, epoch=epoch, valid=valid)))
 

@@ -104,6 +104,11 @@ class Worker:
         self._serving = asyncio.create_task(self.server.run(self))
         self._open = True
 
+    @property
+    def peers(self) -> tuple[Incarnation, ...]:
+        """The clients with a session."""
+        return tuple(self.server._sessions)
+
     def welcome(self) -> Welcome:
         return welcome(fingerprint=self.fingerprint)
 
@@ -358,7 +363,7 @@ async def test_the_welcome_carries_the_number_of_its_hello(net: Net) -> None:
         assert isinstance(answer, Welcome)
         assert (answer.number, answer.open_requests) == (number, (KEY,))
     assert [hello.open_requests for hello in worker.hellos] == [(KEY,)] * 3
-    assert worker.server.peers == (raw.me,), "a second Hello of the same life opens no second session"
+    assert worker.peers == (raw.me,), "a second Hello of the same life opens no second session"
 
 
 async def test_the_link_takes_only_the_answer_to_its_last_hello(net: Net) -> None:
@@ -412,7 +417,7 @@ async def test_a_fingerprint_mismatch_is_refused_with_both_values(net: Net) -> N
     for value in ("weights_hash", "weights-a", "weights-b"):
         assert value in client.refusals[0].message
     assert client.link.state is LinkState.REFUSED
-    assert worker.server.peers == ()
+    assert worker.peers == ()
     assert worker.hellos == [], "the handler heard of a client that was refused"
 
 
@@ -510,10 +515,10 @@ async def test_one_client_too_many_is_refused_and_comes_in_when_another_leaves(
     third = net.client(worker.address, BRISK)
     await third.events.until(lambda: bool(third.refusals))
     assert third.refusals[0].cause is Cause.CAPACITY
-    assert set(worker.server.peers) == {first.me, second.me}
+    assert set(worker.peers) == {first.me, second.me}
     await first.stop()
     await third.opened()
-    assert set(worker.server.peers) == {second.me, third.me}
+    assert set(worker.peers) == {second.me, third.me}
     assert second.events == ["open"]
 
 
@@ -630,7 +635,7 @@ async def test_a_silent_client_is_lost_within_the_timeout_and_a_talking_one_is_n
     start = time.monotonic()
     await worker.events.until(lambda: f"lost {raw.me}" in worker.events)
     assert BRISK.timeout_s * 0.9 <= time.monotonic() - start <= BRISK.timeout_s + MARGIN_S
-    assert worker.server.peers == (talking.me,)
+    assert worker.peers == (talking.me,)
     assert worker.server.traffic.sessions_lost == 1
     worker.server.send(raw.me, tokens(1))  # inert
     await raw.send(abort(1))
@@ -643,7 +648,7 @@ async def test_a_client_that_leaves_says_goodbye(net: Net) -> None:
     client = await net.client(worker.address).opened()
     await client.stop()
     await worker.events.until(lambda: f"lost {client.me}" in worker.events)
-    assert worker.server.peers == ()
+    assert worker.peers == ()
     assert worker.server.traffic.sessions_lost == 0
     assert client.link.state is LinkState.CLOSED
     client.link.send(abort(1))
@@ -713,7 +718,7 @@ async def test_a_worker_counts_and_survives_frames_that_are_not_frames(net: Net)
     await worker.events.until(lambda: bool(worker.received))
     assert worker.received == [(raw.me, abort(2))]
     assert worker.server.traffic.frames_refused == len(bad)
-    assert set(worker.server.peers) == {bystander.me, raw.me}
+    assert set(worker.peers) == {bystander.me, raw.me}
     assert bystander.events == ["open"]
 
 
@@ -827,7 +832,7 @@ async def test_a_peer_that_stops_reading_is_lost_alone(net: Net, monkeypatch: py
     await raw.greet()
     message = Failed(request=RequestId("r"), attempt=1, cause=Cause.INTERNAL, message="x" * 4000)
     sent = 0
-    while raw.me in worker.server.peers:
+    while raw.me in worker.peers:
         worker.server.send(raw.me, message)
         if sent % 100 == 0:
             worker.server.send(reader.me, tokens(sent))
@@ -876,6 +881,35 @@ async def test_a_peer_that_stops_reading_delays_nobody(net: Net, monkeypatch: py
         await asyncio.sleep(0)
     worker.server.send(reader.me, tokens(1))
     await reader.events.until(lambda: reader.received == [tokens(1)])
+
+
+async def test_a_peer_that_stops_reading_costs_nothing_while_it_is_waited_for(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for it is encoded once, not at every try: with thousands waiting, a try would hold up the loop."""
+    worker = net.worker()
+    raw = net.raw_client(worker.address, receive_hwm=1)
+    await raw.greet()
+    encoded = 0
+
+    def counting(sender: Incarnation, messages: Sequence[Message]) -> tuple[bytes, int]:
+        nonlocal encoded
+        encoded += len(messages)
+        return codec.encode_some(sender, messages)
+
+    monkeypatch.setattr(channel, "encode_some", counting)
+    message = Failed(request=RequestId("r"), attempt=1, cause=Cause.INTERNAL, message="x" * 4000)
+    outbox = worker.server._sessions[raw.me].outbox
+    sent = 0
+    while len(outbox) <= 1000:
+        worker.server.send(raw.me, message)
+        sent += 1
+        assert sent < 50_000, "a peer that reads nothing is sent everything"
+        await asyncio.sleep(0)
+    encoded = 0
+    await asyncio.sleep(30 * channel._BACKPRESSURE_RETRY_S)
+    assert len(outbox) > 1000, "the peer has read: the test shows nothing"
+    assert encoded <= 2 * len(outbox)
 
 
 # --- what is large, and what cannot travel ---------------------------------------------------------------------------

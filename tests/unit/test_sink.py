@@ -236,10 +236,9 @@ def test_after_a_loss_a_settling_pull_asks_again(pull: Pull) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"lease": LeaseId("l2")}, {"epoch": 8}], ids=["another lease", "another epoch"])
-@pytest.mark.parametrize("prepare", [offered, pulling], ids=["offered", "pulling"])
 @pytest.mark.parametrize("kind", [BlocksReady, PrefillDone])
-def test_another_lease_voids_what_was_read(pull: Pull, kind: type, prepare, changes: dict[str, object]) -> None:
-    prepare(pull)
+def test_another_lease_voids_what_was_read(pull: Pull, kind: type, changes: dict[str, object]) -> None:
+    pulling(pull)
     if kind is BlocksReady:
         actions = pull.blocks_ready(ready(1, 99, **changes))
     else:
