@@ -320,7 +320,7 @@ class _Server:
             (zmq.LINGER, 0),
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.MAXMSGSIZE, MAX_HEADER_BYTES),
-            (zmq.SNDHWM, 2 * MAX_PIECES_ASKED),
+            (zmq.SNDHWM, 8 * MAX_PIECES_ASKED),  # far above what is asked: ZeroMQ learns late of what has left
         ):
             self._socket.set(option, value)
         try:
