@@ -9,10 +9,10 @@ from pydantic import ConfigDict, Field
 
 from common.contract.errors import FingerprintMismatchError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of the wire protocol; two processes of different versions refuse each other.
 
-History: 1, the first.
+History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; prefixes that are pulled.
 """
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

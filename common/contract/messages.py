@@ -7,6 +7,11 @@ Who sends what to whom is told in docs/protocol.md; in short, for one request:
     D → P         Attach, Settle, Detach
     P → D         BlocksReady …, PrefillDone, Settled | OfferWithdrawn
 
+A prefill worker that lacks a prefix pulls it from whoever has it, as a sink, under a request id of its own:
+
+    P → any       AttachPrefix, Settle, Detach
+    any → P       BlocksReady, Settled | OfferWithdrawn
+
 A message about a request carries (request, attempt); its frame carries the sender's incarnation (see `codec`); tokens
 and blocks carry their position. Times never travel: a budget in seconds does.
 """
@@ -19,10 +24,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from common.contract.block_hashes import BlockHashes
 from common.contract.errors import Cause
 from common.contract.ids import ATTEMPT, HANDLE, Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
+from common.contract.tiers import Tier
 
 ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"
 """`host:port`, the host a name or an IP address."""
@@ -36,6 +43,7 @@ Address = Annotated[str, Field(strict=True, max_length=256, pattern=ADDRESS_PATT
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Flag = Annotated[bool, Field(strict=True)]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Name = Annotated[str, Field(strict=True, max_length=256)]
 TokenIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
 BlockIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
 Choice = Annotated[int, Field(strict=True, ge=0, lt=MAX_CHOICES)]
@@ -167,17 +175,17 @@ class _Work(RequestMessage):
     sampling: SamplingParams
     budget_s: Annotated[Real, Field(gt=0, le=10**6)]
     """Seconds that the request may still take, from receipt."""
+    tier: Tier = Tier.STANDARD
+    tenant: Name = ""
+    """Whose request it is: tenants of one tier share a worker evenly."""
+    cache_salt: Name = ""
+    """Requests share cached prefixes only under the same salt."""
 
     def __post_init__(self) -> None:
         if self.prompt_len > len(self.token_ids):
             raise ValueError(f"prompt_len {self.prompt_len} of a sequence of {len(self.token_ids)} tokens")
         if len(set(self.choices)) != len(self.choices):
             raise ValueError("choices names one twice")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefill(_Work):
-    """Compute the KV of `token_ids`, sample the next token of each choice, and offer the blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,10 +200,29 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decode(_Work):
-    """Pull the KV of `token_ids` from `source` and generate every choice to its end."""
+class PrefixHint:
+    """Where the KV of a prompt's beginning probably is. A hint: that worker says what it really holds."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     source: Source
+    num_tokens: Annotated[Count, Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill(_Work):
+    """Compute the KV of `token_ids`, sample the next token of each choice, and offer the blocks."""
+
+    prefix: PrefixHint | None = None
+    """A worker to pull the prompt's beginning from, should that be cheaper than computing it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode(_Work):
+    """Get the KV of `token_ids` and generate every choice to its end."""
+
+    source: Source | None
+    """Pull the KV from there; None: compute it, in chunks that ride with the decodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,12 +293,19 @@ class Cancelled(RequestMessage):
     """Terminal: the answer to an `Abort` of a known request; everything it held is free, or in quarantine."""
 
 
-# --- decode worker to prefill worker -----------------------------------------------------------------------------
+# --- sink to source ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach(RequestMessage):
     """Subscribe to the offer of a request, from its first block; parked, within a bound, if its Prefill is not here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachPrefix(RequestMessage):
+    """Offer me the leading blocks of these that you hold: all at once, and without a `PrefillDone`."""
+
+    block_hashes: Annotated[BlockHashes, Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +321,7 @@ class Detach(RequestMessage):
     """My pull is given up and its reads have ended; a lease that still stands stays for another sink."""
 
 
-# --- prefill worker to decode worker -----------------------------------------------------------------------------
+# --- source to sink ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +384,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Failed,
     Cancelled,
     Attach,
+    AttachPrefix,
     Settle,
     Detach,
     BlocksReady,

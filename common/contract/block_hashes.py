@@ -1,0 +1,59 @@
+"""The names of KV blocks: a full block is named by what it holds and everything before it.
+
+The name of block `i` is SHA-256 over (name of block `i - 1`, the block's token ids); the first parent is made of block
+size and salt. Equal names mean equal tokens in equal positions under an equal salt, on every worker of one fingerprint,
+so a chain of names says which prefix a cache holds. Different salts share nothing, which keeps one tenant from timing
+what another one has asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, NewType
+
+from pydantic import Field
+
+HASH_BYTES = 32
+BlockHash = NewType("BlockHash", bytes)
+"""The name of a full block, `HASH_BYTES` long."""
+HASH = Field(strict=True, min_length=HASH_BYTES, max_length=HASH_BYTES)
+"""Bounds of a name on the wire."""
+BlockHashes = Annotated[tuple[Annotated[bytes, HASH], ...], Field(max_length=2**20, fail_fast=True)]
+
+
+class BlockChain:
+    """The names of the leading full blocks of one sequence, computed once each, as the sequence grows."""
+
+    __slots__ = ("_block_size", "_root", "hashes")
+
+    def __init__(self, block_size: int, salt: str = "") -> None:
+        assert block_size >= 1, block_size
+        self._block_size = block_size
+        self._root = BlockHash(hashlib.sha256(f"baton block {block_size} {salt}".encode()).digest())
+        self.hashes: list[BlockHash] = []
+        """Of blocks `[0, len(hashes))`."""
+
+    def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Name every block that is full within `token_ids[:num_tokens]`, whose beginning is what was named before."""
+        size = self._block_size
+        parent = self.hashes[-1] if self.hashes else self._root
+        for start in range(len(self.hashes) * size, num_tokens - size + 1, size):
+            digest = hashlib.sha256(parent)
+            digest.update(array("Q", token_ids[start : start + size]).tobytes())
+            parent = BlockHash(digest.digest())
+            self.hashes.append(parent)
+
+    def fork(self) -> BlockChain:
+        """A chain that goes on by itself from here."""
+        other = BlockChain.__new__(BlockChain)
+        other._block_size, other._root, other.hashes = self._block_size, self._root, list(self.hashes)
+        return other
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[BlockHash]:
+    """The names of every full block of `token_ids`."""
+    chain = BlockChain(block_size, salt)
+    chain.extend(token_ids, len(token_ids))
+    return chain.hashes

@@ -1,0 +1,23 @@
+"""Service classes: whose turn comes first where work waits."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """A request's service class, the most urgent first."""
+
+    INTERACTIVE = "interactive"
+    """Somebody is watching the tokens appear."""
+    STANDARD = "standard"
+    BATCH = "batch"
+    """Throughput matters, no single answer is waited for."""
+
+    @property
+    def rank(self) -> int:
+        """0 for the most urgent."""
+        return _RANKS[self]
+
+
+_RANKS = {tier: rank for rank, tier in enumerate(Tier)}
