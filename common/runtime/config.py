@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode,
 
 from common.contract.errors import OperatorError
 from common.contract.messages import ADDRESS_PATTERN
+from common.contract.tiers import Tier
 from common.runtime.checkpoint import DEMO_MODEL
 from common.runtime.clock import Pulse
 
@@ -80,7 +81,23 @@ class WorkerSettings(ProcessSettings):
     num_threads: int = Field(0, ge=0, le=1024, description="threads of the engine on a CPU (0: one for each core)")
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
     checksums: bool = Field(False, description="verify every block that moves by CRC-32 (CPU only)")
-    max_waiting: int = Field(1024, ge=1, le=65536, description="requests waiting; one more is refused")
+    max_waiting: int = Field(1024, ge=1, le=2**20, description="requests waiting; one more is refused")
+    prefix_cache: bool = Field(True, description="keep the KV of prompts and answers for prompts that begin alike")
+    interactive_ttft_s: float = Field(0.5, gt=0, description="target of the tier interactive: seconds to first token")
+    standard_ttft_s: float = Field(2.0, gt=0, description="target of the tier standard: seconds to first token")
+    batch_ttft_s: float = Field(60.0, gt=0, description="target of the tier batch: seconds to first token")
+    quarantine_bound_s: float = Field(
+        10.0, gt=0, description="seconds after which the agent that holds quarantined blocks is replaced"
+    )
+    ageing_s: float = Field(30.0, gt=0, description="seconds of waiting that entitle a lower tier to a share")
+
+    def ttft_target_s(self, tier: Tier) -> float:
+        """Seconds from arrival to the first token that a tier aims at, for a short prompt."""
+        return {
+            Tier.INTERACTIVE: self.interactive_ttft_s,
+            Tier.STANDARD: self.standard_ttft_s,
+            Tier.BATCH: self.batch_ttft_s,
+        }[tier]
 
 
 class PrefillSettings(WorkerSettings):
@@ -95,9 +112,21 @@ class DecodeSettings(WorkerSettings):
     """Settings of a decode worker."""
 
     max_num_seqs: int = Field(64, ge=1, le=65536, description="most sequences in the running batch")
-    quarantine_bound_s: float = Field(
-        10.0, gt=0, description="seconds after which the agent that holds quarantined blocks is replaced"
+    token_budget: int = Field(1024, ge=1, le=2**20, description="most tokens in one step, prompts and decodes together")
+    prefill_tokens: int = Field(128, ge=1, le=65536, description="most prompt tokens that ride in a step with decodes")
+    prefill_priority: bool = Field(False, description="compute whole prompts before anything is decoded")
+    memory_reserve: float = Field(
+        0.05, ge=-1, le=0.9, description="share of the KV cache kept from new requests; below 0 commits more than all"
     )
+    swap_bytes: int = Field(256 * 2**20, ge=0, description="host memory for the KV of preempted sequences")
+    preempt_by: Literal["cost", "swap", "recompute"] = Field(
+        "cost", description="how a sequence gives up its blocks: cost takes the cheaper way"
+    )
+    @model_validator(mode="after")
+    def _budget_holds_the_batch(self) -> Self:
+        if self.max_num_seqs + self.prefill_tokens > self.token_budget:
+            raise ValueError("token_budget must be at least max_num_seqs and prefill_tokens together")
+        return self
 
 
 class GatewaySettings(ProcessSettings):
@@ -110,6 +139,11 @@ class GatewaySettings(ProcessSettings):
     served_model_name: str | None = Field(None, description="name in the API (default: the model's own)")
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="largest request body")
     max_in_flight: int = Field(1024, ge=1, le=65536, description="requests in flight; one more gets 429")
+    tenant_header: str | None = Field(None, description="request header, set by your ingress, that names the tenant")
+    local_prefill_tokens: int = Field(
+        64, ge=0, le=2**20, description="prompts with at most this many uncached tokens are computed by a decode worker"
+    )
+    prefix_index_blocks: int = Field(2**18, ge=0, description="block names remembered with the workers that hold them")
     request_budget_s: float = Field(600.0, gt=0, le=86400, description="seconds that a request may take")
     shutdown_grace_s: float = Field(5.0, ge=0, le=86400, description="seconds that open requests get after SIGTERM")
 
@@ -119,7 +153,7 @@ class ServeSettings(ProcessSettings):
 
     host: str = Field("127.0.0.1", description="address of the HTTP API")
     port: Port = Field(8000, description="port of the HTTP API")
-    prefill: int = Field(1, ge=1, le=64, description="prefill workers")
+    prefill: int = Field(1, ge=0, le=64, description="prefill workers; 0: decode workers compute the prompts too")
     decode: int = Field(1, ge=1, le=64, description="decode workers")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
