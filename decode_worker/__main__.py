@@ -17,7 +17,7 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
     from kv_transfer.regions import Region
     from kv_transfer.transports import transport_maker
 
-    engine = await Engine.load(settings, folder, host.progress)
+    engine = await Engine.load(settings, folder, host.progress, swap_bytes=settings.swap_bytes)
     cache = engine.runner.cache
     region = Region(
         address=cache.address,

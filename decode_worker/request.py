@@ -1,23 +1,44 @@
-"""A request in the decode worker: its pull, then its choices."""
+"""A request in the decode worker: the way its KV gets here, then its choices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
+from common.contract.block_hashes import BlockChain
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import Decode, FinishReason, TokenLogprobs, Tokens
 from common.engine.sequence import Sequence
 from kv_transfer.sink import Pull
 
 
+class Stage(StrEnum):
+    """Where a choice is."""
+
+    READY = "ready"
+    """Its blocks are here; it waits for a place in the batch."""
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """Its blocks were taken away; their contents are in host memory, or will be computed again."""
+    RECOMPUTING = "recomputing"
+    """It has blocks again, and rides along in chunks until they are filled."""
+    ENDED = "ended"
+
+
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One choice: a sequence, what of it has been sent, and the blocks it may still ask for."""
+    """One choice: a sequence, what of it has been sent, and what the scheduler knows of it."""
 
     request: DecodeRequest
     sequence: Sequence
-    promised: int = 0
-    """Blocks reserved for its growth and not allocated yet."""
+    chain: BlockChain
+    """Names of the sequence's full blocks."""
+    order: int
+    """When it was let in, as a number: the newest is preempted first, and comes back last."""
+    rank: float
+    """Its place in the distribution of output lengths, in [0, 1)."""
+    num_named: int = 0
+    """Leading blocks whose names the pool has been told."""
     num_sent: int = 0
     """Tokens of the sequence that the gateway has been sent."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -25,6 +46,19 @@ class Generation:
     first_position: int = 0
     """Position of the first token that this attempt generated."""
     finish_reason: FinishReason | None = None
+    stage: Stage = Stage.READY
+    due_step: int = 0
+    """The step before which a running sequence needs its next block."""
+    end_step: int = 0
+    """The step at which it is expected to end."""
+    host_slots: list[int] = field(default_factory=list)
+    """Slots of host memory that hold its leading blocks, from being swapped out to being swapped in."""
+    preempted_at: float = 0.0
+    """When it last lost its blocks, in monotonic seconds."""
+    gave_way: bool = False
+    """Whether it has lost them to a higher tier: it does so only once."""
+    num_kept: int = 0
+    """Leading blocks that were found in the prefix cache when it came back: they are not swapped in."""
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> None:
         """The next token."""
@@ -58,9 +92,22 @@ class DecodeRequest:
     gateway: Incarnation
     deadline: float
     """Monotonic seconds at which its budget ends."""
-    pull: Pull
+    arrived: float
+    """Monotonic seconds."""
+    chain: BlockChain
+    """Names of the full blocks of `work.token_ids`."""
+    pull: Pull | None = None
+    """None when the prompt is computed here."""
+    order: int = 0
+    """When it was let in, as a number."""
+    gave_way: bool = False
+    """Whether its prompt, while it was computed here, lost its blocks to a higher tier: it does so only once."""
+    num_passed: int = 0
+    """Later requests that came in while this one did not fit."""
+    fork_blocks: list[int] = field(default_factory=list)
+    """Blocks for the forks' copies of a partly filled last block, held from the reservation to the fork."""
     generations: list[Generation] = field(default_factory=list)
-    """One for each choice, once the pull is settled."""
+    """One for each choice, once the KV is here."""
 
     @property
     def key(self) -> RequestKey:
@@ -71,3 +118,31 @@ class DecodeRequest:
     def finished(self) -> bool:
         """Whether every choice has ended."""
         return bool(self.generations) and all(g.finish_reason is not None for g in self.generations)
+
+
+@dataclass(slots=True, eq=False)
+class LocalPrompt:
+    """Tokens whose KV this worker computes in chunks: a request's own, or those that a preempted choice has lost."""
+
+    request: DecodeRequest
+    generation: Generation | None
+    """The choice that is recomputed; None for the request's prompt."""
+    token_ids: list[int] | tuple[int, ...]
+    num_computed: int
+    block_table: list[int]
+    urgency: tuple[int, float, int]
+    """(tier's rank, deadline, order): what comes first."""
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to be computed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def gave_way(self) -> bool:
+        """Whether it has lost its blocks to a higher tier before."""
+        return (self.generation or self.request).gave_way
+
+    @gave_way.setter
+    def gave_way(self, value: bool) -> None:
+        (self.generation or self.request).gave_way = value

@@ -1,56 +1,115 @@
-"""Who is in the running batch, and who may come in: continuous batching with reservations.
+"""Who is in the running batch, who may come in, and who has to give way: continuous batching under memory pressure.
 
 Every step takes one token of every running sequence; sequences that end leave at once and settled ones join at the
-next step. A request is let in (its blocks reserved, its pull begun) only when everything it could ever need is free
-and promised to nobody else, so a running sequence never lacks a block.
+next step. What comes in is judged by a forecast of the blocks that all sequences will need, not by the worst case, so
+the cache is kept full; when the forecast was wrong, the newest sequence of the lowest tier gives its blocks up, by swap
+to host memory or by forgetting them, whichever costs less time, and comes back before anyone of its tier comes in.
 
-Pure state: requests and finished steps in, decisions out.
+Pure state: requests, finished steps and a time in, decisions out. A step costs what changed, not what runs.
 
 Life cycle of a request here:
 
-    waiting ──► reserved ──► ready ──► running ──► ended
-    (for room)  (pulling)    (for a place in the batch)
+    waiting ──► reserved (pulling) ──► ready ──► running ──► ended
+       └──────► computed here ───────────┘▲        │
+                                          └─ preempted (in host memory, or to be recomputed)
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
+from common.contract.block_hashes import BlockHash
 from common.contract.messages import Decode, Tokens
+from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
+from common.engine.chunked_prefill import Chunk, ChunkQueue
+from common.engine.costs import Costs
+from common.engine.fair_queue import FairQueue
+from common.engine.lazy_heap import LazyHeap
 from common.engine.sequence import Sequence
-from decode_worker.request import DecodeRequest, Generation
+from decode_worker.forecast import Forecast
+from decode_worker.output_profile import OutputProfile
+from decode_worker.policy import Policy
+from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
+from decode_worker.running_batch import RunningBatch, seniority
+from decode_worker.step import Step
+
+_LOOK_AHEAD = 16
+"""Waiting requests that are tried when the first of them does not fit."""
+_MAX_PASSED = 16
+"""Times that a waiting request that does not fit may see a later one come in; then nobody passes it."""
+_OUTPUT_CHARGE = 2.0
+"""Service of an output token, where a computed prompt token counts 1 (VTC, section 3)."""
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, are spread evenly, whatever their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for a pull: its blocks, of which the first `num_held` hold the right KV already."""
+
+    request: DecodeRequest
+    block_ids: list[int]
+    num_held: int
 
 
 class DecodeScheduler:
-    """First come, first served."""
+    """The policies of one decode worker."""
 
-    def __init__(self, pool: BlockPool, *, block_size: int, max_num_seqs: int, max_sequence_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, policy: Policy, costs: Costs) -> None:
         self._pool = pool
-        self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
-        self._max_sequence_tokens = max_sequence_tokens
-        self._waiting: deque[tuple[DecodeRequest, int]] = deque()
-        """Requests whose offer is open, with the blocks to pull, waiting for room."""
-        self._reserved: dict[DecodeRequest, int] = {}
-        """Requests that pull → blocks promised for their growth."""
-        self._ready: dict[Generation, None] = {}
-        self._running: dict[Generation, None] = {}
-        self._promised = 0
-        """Blocks promised and not yet allocated, of all requests."""
+        self._policy = policy
+        self._costs = costs
+        self._block_size = policy.block_size
+        self._waiting: FairQueue[DecodeRequest] = FairQueue(ageing_s=policy.ageing_s)
+        self._reserved: dict[DecodeRequest, None] = {}
+        """Requests with blocks, whose pull is not settled."""
+        self._prompts: dict[DecodeRequest, LocalPrompt] = {}
+        """Requests whose prompt is being computed here."""
+        self._recomputing: dict[Generation, LocalPrompt] = {}
+        self._chunks: ChunkQueue[LocalPrompt] = ChunkQueue(ageing_s=policy.ageing_s)
+        self._batch = RunningBatch(policy.max_num_seqs, policy.block_size)
+        self._preempted: LazyHeap[Generation] = LazyHeap()
+        self._newest_prompts: LazyHeap[LocalPrompt] = LazyHeap()
+        """What is computed here, the newest of the lowest tier first."""
+        self._profile = OutputProfile()
+        self._forecast = Forecast(policy.block_size)
+        self._outlived: dict[int, list[Generation]] = {}
+        """Step → sequences that were expected to have ended by then."""
+        self._num_admitted = [0] * len(Tier)
+        """Sequences that hold blocks, by the rank of their tier."""
+        self._num_orders = 0
         self._copies: list[tuple[int, int]] = []
         """Block copies, for forks, that the next step must make first."""
+        self._arriving: set[Generation] = set()
+        """Sequences whose blocks are being swapped in by the last step that was scheduled."""
+        self._host_free = list(range(policy.num_host_blocks))
+        self._pressure: tuple[int, int] | None = None
+        """(rank, blocks): what a request of that rank lacks, and lower tiers must give."""
+        self._look_again = True
+        self._free_when_refused = 0
+        self.num_swapped = 0
+        """Preemptions by swap."""
+        self.num_recomputed = 0
+        """Preemptions by recompute."""
+        self.num_prefix_queried = 0
+        """Tokens of prompts that were looked up in the prefix cache."""
+        self.num_prefix_hit = 0
+        """Tokens of prompts that were found there."""
+
+    # --- what others want to know --------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
         """Sequences in the batch."""
-        return len(self._running)
+        return self._batch.num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests waiting for room, and sequences waiting for a place in the batch."""
-        return len(self._waiting) + len(self._ready)
+        return len(self._waiting) + self._batch.num_ready
 
     @property
     def num_pulling(self) -> int:
@@ -58,137 +117,541 @@ class DecodeScheduler:
         return len(self._reserved)
 
     @property
-    def num_promised(self) -> int:
-        """Blocks promised for growth and not allocated yet."""
-        return self._promised
+    def num_computing(self) -> int:
+        """Prompts, and preempted sequences, that are being computed here."""
+        return len(self._chunks)
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences without blocks."""
+        return len(self._preempted)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to be computed here, of prompts that have blocks."""
+        return self._chunks.num_uncomputed
+
+    @property
+    def has_work(self) -> bool:
+        """Whether someone new waits for the next step."""
+        return self._batch.num_ready > 0 or len(self._chunks) > 0
+
+    @property
+    def num_host_used(self) -> int:
+        """Blocks of host memory in use."""
+        return self._policy.num_host_blocks - len(self._host_free)
+
+    @property
+    def num_expected(self) -> int:
+        """The most blocks in use from now on, as forecast."""
+        return self._forecast.peak(self._batch.step, self._pool.num_used)
 
     def blocks_needed(self, work: Decode) -> int:
         """The most blocks that a request can ever hold: shared full prompt blocks once, the rest for each choice."""
         shared = len(work.token_ids) // self._block_size
-        return shared + len(work.choices) * (self._blocks_at_end(work) - shared)
+        remaining = work.sampling.max_tokens - (len(work.token_ids) - work.prompt_len)
+        # The last token is never computed, hence never stored.
+        stored = min(len(work.token_ids) + remaining, self._policy.max_sequence_tokens) - 1
+        at_end = self._blocks_for(max(stored, len(work.token_ids)))
+        return shared + len(work.choices) * (at_end - shared)
 
     def fits(self, work: Decode) -> bool:
         """Whether the request could run if it were alone."""
         return self.blocks_needed(work) <= self._pool.num_blocks
 
+    def is_running(self, generation: Generation) -> bool:
+        """Whether the sequence is (still) in the batch."""
+        return generation in self._batch
+
     # --- the way in ----------------------------------------------------------------------------------------------
 
-    def want(self, request: DecodeRequest, num_blocks: int) -> None:
-        """The request's offer is open: it waits for room for `num_blocks` and its growth."""
-        self._waiting.append((request, num_blocks))
+    def want(self, request: DecodeRequest, now: float) -> None:
+        """The request waits for room: its offer is open, or its prompt is to be computed here."""
+        work = request.work
+        request.chain.extend(work.token_ids, len(work.token_ids))
+        allowance_s = 0.0 if request.pull is not None else len(work.token_ids) * self._costs.prefill_s_per_token
+        deadline = request.arrived + self._policy.ttft_target_s(work.tier) + allowance_s
+        self._waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
+        self._look_again = True
 
-    def reserve(self) -> list[tuple[DecodeRequest, list[int]]]:
-        """Let waiting requests in, in order, while there is room: (request, blocks to pull into)."""
-        admitted = []
-        while self._waiting:
-            request, num_blocks = self._waiting[0]
-            needed = max(self.blocks_needed(request.work), num_blocks)
-            if self._pool.num_free - self._promised < needed:
+    def reserve(self, now: float) -> list[Reservation]:
+        """Let in what fits: preempted sequences first, then waiting requests. Returns those that may pull."""
+        if not self._look_again and self._pool.num_free <= self._free_when_refused:
+            return []
+        granted: list[Reservation] = []
+        while self._let_one_in(now, granted):
+            pass
+        self._look_again = False
+        self._free_when_refused = self._pool.num_free
+        return granted
+
+    def lend(self, block_hashes: Seq[BlockHash]) -> list[int]:
+        """The leading ones of these blocks that are cached, each with a reference for the borrower; none if running
+        sequences might lack what that takes from the free blocks."""
+        blocks = self._pool.match(block_hashes)
+        headroom = self._batch.num_due_next + self._batch.num_ready
+        if self._pool.num_unreferenced(blocks) + headroom > self._pool.num_free:
+            return []
+        self._pool.share(blocks)
+        return blocks
+
+    def settled(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens]) -> None:
+        """The pulled blocks are valid: the request's choices go on after their first tokens."""
+        del self._reserved[request]
+        self._begin(request, list(block_ids), first_tokens)
+
+    def computed(self, request: DecodeRequest, first_tokens: Seq[Tokens]) -> None:
+        """The last chunk of the request's prompt is done: its choices go on after their first tokens."""
+        prompt = self._prompts.pop(request)
+        self._newest_prompts.discard(prompt)
+        self._begin(request, prompt.block_table, first_tokens)
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> Step:
+        """The next step. To be called after the pool's `step_started`: blocks that the step still reads, of copies and
+        of swapped sequences, are not used again before it has finished."""
+        step = Step(copies=self._copies)
+        self._copies = []
+        for copy in step.copies:
+            self._pool.release(copy)
+        if self._policy.prefill_priority and len(self._chunks):
+            step.chunks = self._chunks.schedule(self._policy.token_budget, self._policy.token_budget, now)
+            return step
+        joined = self._join()
+        self._relieve(step, now)
+        sitting_out = self._grow(step, now)
+        step.decodes = (
+            [g for g in self._batch.running() if g not in sitting_out] if sitting_out else self._batch.running()
+        )
+        self._swap_in(step, joined)
+        if len(self._chunks):
+            left = self._policy.token_budget - len(step.decodes)
+            budget = min(left, self._policy.prefill_tokens) if step.decodes else left
+            step.chunks = self._chunks.schedule(budget, budget, now)
+        return step
+
+    def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
+        """Account for the chunks of a finished step; returns those of prompts that are still computed here."""
+        live = self._chunks.step_done(chunks)
+        for chunk in live:
+            work = chunk.prompt.request.work
+            self._waiting.charge(work.tier, work.tenant, chunk.end - chunk.start)
+        return live
+
+    def recomputed(self, generation: Generation) -> None:
+        """The last chunk of a preempted sequence is done: it goes on as before."""
+        prompt = self._recomputing.pop(generation)
+        self._newest_prompts.discard(prompt)
+        generation.sequence.num_computed = len(prompt.token_ids)
+        self._batch.add(generation)
+
+    def remove(self, generation: Generation) -> None:
+        """A sequence has ended, or is given up: its blocks are free again."""
+        if generation.stage is Stage.ENDED:
+            return
+        if generation.finish_reason is not None:
+            self._profile.observe(generation.request.work.tier, generation.sequence.num_output)
+        if generation.stage is Stage.PREEMPTED:
+            self._preempted.discard(generation)
+        else:
+            self._take_blocks(generation)
+        self._host_free += generation.host_slots
+        generation.host_slots = []
+        generation.stage = Stage.ENDED
+        self._look_again = True
+
+    def forget(self, request: DecodeRequest) -> None:
+        """Give the request up, wherever it is; blocks that a pull holds are the pull's to release."""
+        self._waiting.discard(request)
+        if request in self._reserved or request in self._prompts:
+            self._reserved.pop(request, None)
+            prompt = self._prompts.pop(request, None)
+            if prompt is not None:
+                self._chunks.remove(prompt)
+                self._newest_prompts.discard(prompt)
+                self._pool.release(prompt.block_table)
+            self._unbook(request)
+        for generation in request.generations:
+            self.remove(generation)
+        self._look_again = True
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        self._batch.check_invariants()
+        self._waiting.check_invariants()
+        self._chunks.check_invariants()
+        booked = {(request, choice) for request in (*self._reserved, *self._prompts) for choice in request.work.choices}
+        holders = [*self._batch.running(), *self._batch.ready(), *self._recomputing]
+        assert booked | {_key(generation) for generation in holders} == set(self._forecast.keys())
+        assert sum(self._num_admitted) == len(self._forecast)
+        assert len(set(self._newest_prompts)) == len(self._chunks) == len(self._prompts) + len(self._recomputing)
+        for generation in holders:
+            assert generation.finish_reason is None, generation.sequence
+            table = generation.sequence.block_table
+            assert all(self._pool.ref_count(block) > 0 for block in table), generation.sequence
+            assert len(table) >= self._blocks_for(generation.sequence.num_computed), generation.sequence
+        for generation in self._preempted:
+            assert generation.stage is Stage.PREEMPTED, generation.sequence
+            assert not generation.sequence.block_table, generation.sequence
+        owned = [slot for g in (*holders, *self._preempted) for slot in g.host_slots]
+        assert sorted([*owned, *self._host_free]) == list(range(self._policy.num_host_blocks)), "a host slot is lost"
+
+    # --- letting in ----------------------------------------------------------------------------------------------
+
+    def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
+        """The next one that may come in, if there is one."""
+        back = self._preempted.first()
+        refused: list[DecodeRequest] = []
+        for request in self._candidates(now, len(Tier) if back is None else back.request.work.tier.rank):
+            if self._admit(request, now, granted):
+                for passed in refused:
+                    passed.num_passed += 1
+                return True
+            refused.append(request)
+            if request.num_passed >= _MAX_PASSED:
                 break
-            self._waiting.popleft()
-            self._reserved[request] = needed - num_blocks
-            self._promised += needed - num_blocks
-            admitted.append((request, self._pool.allocate(num_blocks)))
-        return admitted
+        if back is None or (refused and now - back.preempted_at <= self._policy.ageing_s):
+            return False  # what a higher tier waits for is not given to a lower one, for a while
+        return self._resume(back)
 
-    def admit(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens]) -> None:
-        """The request's blocks are settled: its choices go on after their first tokens, sharing the full blocks."""
+    def _candidates(self, now: float, least_rank: int) -> Iterator[DecodeRequest]:
+        """Waiting requests of tiers above that rank, the first one and, should it not fit, some more."""
+        first = self._waiting.first(now)
+        yield from (request for request in first if request.work.tier.rank < least_rank)
+        if len(self._waiting) < 2:
+            return
+        for request in self._waiting.first(now, _LOOK_AHEAD):
+            if request not in first and request.work.tier.rank < least_rank:
+                yield request
+
+    def _admit(self, request: DecodeRequest, now: float, granted: list[Reservation]) -> bool:
+        work = request.work
+        num_tokens, size = len(work.token_ids), self._block_size
+        # A prompt that is computed here needs the logits of its last token, hence computes that token.
+        usable = (num_tokens if request.pull is not None else num_tokens - 1) // size
+        held = self._pool.match(request.chain.hashes[:usable])
+        num_forks = len(work.choices) - 1 if num_tokens % size else 0
+        num_new = self._blocks_for(num_tokens) - len(held) + num_forks
+        order = self._num_orders
+        newcomers = [
+            (self._steps_left(work, num_tokens + 1, _rank(order + index)), num_new - num_forks if index == 0 else 1)
+            for index in range(len(work.choices))
+        ]
+        if not self._has_room(work.tier.rank, num_new, self._pool.num_unreferenced(held), newcomers):
+            return False
+        self._waiting.take(request, now)
+        self._num_orders += len(work.choices)
+        request.order = order
+        self._pool.share(held)
+        blocks = held + self._pool.allocate(num_new - num_forks)
+        request.fork_blocks = self._pool.allocate(num_forks)
+        for choice, (num_steps, num_private) in zip(work.choices, newcomers, strict=True):
+            step = self._batch.step
+            self._forecast.put((request, choice), step=step, end_step=step + num_steps, num_private=num_private)
+        self._num_admitted[work.tier.rank] += len(work.choices)
+        self.num_prefix_queried += num_tokens
+        self.num_prefix_hit += len(held) * size
+        if request.pull is not None:
+            self._reserved[request] = None
+            granted.append(Reservation(request, blocks, len(held)))
+        else:
+            self._prompts[request] = self._compute(request, None, work.token_ids, len(held) * size, blocks, now)
+        return True
+
+    def _resume(self, generation: Generation) -> bool:
+        """Give a preempted sequence blocks again."""
+        sequence, work = generation.sequence, generation.request.work
+        swapped = bool(generation.host_slots)
+        usable = sequence.num_computed if swapped else sequence.num_tokens - 1
+        held = self._pool.match(generation.chain.hashes[: usable // self._block_size])
+        num_new = self._blocks_for(sequence.num_tokens) - len(held)
+        num_steps = self._steps_left(work, sequence.num_tokens, generation.rank)
+        if not self._has_room(work.tier.rank, num_new, self._pool.num_unreferenced(held), [(num_steps, num_new)]):
+            return False
+        self._preempted.discard(generation)
+        self._pool.share(held)
+        sequence.block_table = held + self._pool.allocate(num_new)
+        self._num_admitted[work.tier.rank] += 1
+        end_step = self._batch.step + num_steps
+        self._forecast.put(_key(generation), step=self._batch.step, end_step=end_step, num_private=num_new)
+        self._await_end(generation, end_step)
+        if swapped:
+            generation.num_kept = len(held)
+            self._batch.add(generation)
+        else:
+            sequence.num_computed = len(held) * self._block_size
+            generation.stage = Stage.RECOMPUTING
+            self._recomputing[generation] = self._compute(
+                generation.request,
+                generation,
+                list(sequence.token_ids),
+                sequence.num_computed,
+                sequence.block_table,
+                generation.request.arrived,
+            )
+        return True
+
+    def _has_room(self, rank: int, num_new: int, num_revived: int, newcomers: Seq[tuple[int, int]]) -> bool:
+        """Whether `num_new` blocks, beside `num_revived` unreferenced cached ones, can be given away now, and nobody
+        will lack any for it later. If lower tiers stand in the way, they are told to give."""
+        admitted = sum(self._num_admitted[: rank + 1])
+        places = self._policy.max_num_seqs + max(2, self._policy.max_num_seqs // 4)
+        if admitted and admitted + len(newcomers) > places:
+            return False
+        if not len(self._forecast):
+            return num_new + num_revived <= self._pool.num_free
+        headroom = self._batch.num_due_next + self._batch.num_ready
+        lacking = num_new + num_revived + headroom - self._pool.num_free
+        limit = int(self._pool.num_blocks * (1 - self._policy.memory_reserve))
+        if lacking <= 0:
+            used = self._pool.num_used + num_revived + num_new
+            if self._forecast.most(self._batch.step, used, newcomers) <= limit:
+                return True
+            lacking = self._forecast.peak(self._batch.step, used, newcomers) - limit
+        if lacking <= 0:
+            return True
+        if any(self._num_admitted[rank + 1 :]) and (self._pressure is None or rank < self._pressure[0]):
+            self._pressure = rank, lacking
+        return False
+
+    def _compute(
+        self,
+        request: DecodeRequest,
+        generation: Generation | None,
+        token_ids: list[int] | tuple[int, ...],
+        num_computed: int,
+        block_table: list[int],
+        now: float,
+    ) -> LocalPrompt:
+        tier = request.work.tier
+        order = request.order if generation is None else generation.order
+        cost_s = (len(token_ids) - num_computed) * self._costs.prefill_s_per_token
+        urgency = (tier.rank, request.arrived + self._policy.ttft_target_s(tier) + cost_s, order)
+        prompt = LocalPrompt(request, generation, token_ids, num_computed, block_table, urgency)
+        self._chunks.add(prompt, now)
+        self._newest_prompts.add(prompt, (-tier.rank, -order))
+        return prompt
+
+    def _begin(self, request: DecodeRequest, block_ids: list[int], first_tokens: Seq[Tokens]) -> None:
+        """The KV of the request's tokens is here, for good: its choices begin, sharing the full blocks."""
         work = request.work
         num_tokens = len(work.token_ids)
-        spare = self._reserved.pop(request)
         full = num_tokens // self._block_size
-        growth = self._blocks_at_end(work) - len(block_ids)
+        for block, name in zip(block_ids[:full], request.chain.hashes, strict=True):
+            self._pool.name(block, name)
         for index, first in enumerate(first_tokens):
             table = list(block_ids)
             if index > 0:
                 self._pool.share(block_ids[:full])
-                copies = self._pool.allocate(len(block_ids) - full)
+                copies = [request.fork_blocks.pop() for _ in block_ids[full:]]
                 self._copies += zip(block_ids[full:], copies, strict=True)
                 self._pool.share([*block_ids[full:], *copies])
-                spare -= len(copies)
-                self._promised -= len(copies)
                 table[full:] = copies
             sequence = Sequence(
                 request.key, first.choice, list(work.token_ids), work.prompt_len, work.sampling, num_tokens, table
             )
-            generation = Generation(request, sequence, growth, num_tokens, first_position=num_tokens)
-            spare -= growth
-            generation.append(
-                first.token_ids[0], first.logprobs[0] if first.logprobs is not None else None, first.finish_reason
+            generation = Generation(
+                request,
+                sequence,
+                request.chain if len(first_tokens) == 1 else request.chain.fork(),
+                request.order + index,
+                _rank(request.order + index),
+                num_named=full,
+                first_position=num_tokens,
             )
+            logprobs = first.logprobs[0] if first.logprobs is not None else None
+            generation.append(first.token_ids[0], logprobs, first.finish_reason)
             request.generations.append(generation)
-            self._ready[generation] = None
-        self._promised -= spare
-        assert spare == 0, (spare, work)
+            self._await_end(generation, self._forecast.end_of(_key(generation)))
+            self._batch.add(generation)
+        assert not request.fork_blocks, request.work
         for generation in request.generations:
             if generation.finish_reason is not None:
                 self.remove(generation)
 
-    # --- a step --------------------------------------------------------------------------------------------------
+    # --- a step's parts ------------------------------------------------------------------------------------------
 
-    def schedule(self) -> tuple[list[Generation], list[tuple[int, int]]]:
-        """The next step: the sequences to advance by one token, each with room for it, and copies to make before.
+    def _join(self) -> list[Generation]:
+        """Begin a step: fill the batch, and look again at those that live longer than was expected."""
+        joined = self._batch.next_step()
+        for generation in joined:
+            self._flow(generation, _OUTPUT_CHARGE)
+        for generation in self._batch.left():
+            self._flow(generation, -_OUTPUT_CHARGE)
+        self._waiting.advance(self._batch.step)
+        for generation in self._outlived.pop(self._batch.step, ()):
+            if generation.end_step == self._batch.step and _key(generation) in self._forecast:
+                # Another place among the lengths that are left: the old one would be just above it, again and again.
+                generation.rank = (generation.rank + _GOLDEN) % 1.0
+                num_tokens = generation.sequence.num_tokens
+                num_steps = self._steps_left(generation.request.work, num_tokens, generation.rank)
+                end_step = self._batch.step + max(num_steps, self._block_size)  # finer would change no block
+                self._forecast.postpone(_key(generation), end_step)
+                self._await_end(generation, end_step)
+        return joined
 
-        To be called after the pool's `step_started`: the blocks of a copy are held until that step has finished, even
-        if both sequences end before it.
-        """
-        while self._ready and len(self._running) < self._max_num_seqs:
-            generation = next(iter(self._ready))
-            del self._ready[generation]
-            self._running[generation] = None
-        for generation in self._running:
-            self._grow(generation)
-        copies, self._copies = self._copies, []
-        for copy in copies:
-            self._pool.release(copy)
-        return list(self._running), copies
+    def _swap_in(self, step: Step, joined: Seq[Generation]) -> None:
+        """Bring back what those that have joined left in host memory, unless they were preempted at once."""
+        self._arriving.clear()
+        for generation in joined:
+            if generation in self._batch and generation.host_slots:
+                kept, slots = generation.num_kept, generation.host_slots
+                step.swap_ins += zip(slots[kept:], generation.sequence.block_table[kept : len(slots)], strict=True)
+                self._host_free += slots
+                generation.host_slots = []
+                self._arriving.add(generation)
 
-    def is_running(self, generation: Generation) -> bool:
-        """Whether the sequence is (still) in the batch."""
-        return generation in self._running
+    def _grow(self, step: Step, now: float) -> set[Generation]:
+        """Give each sequence that is due its next block; those for whom there is none sit this step out, and newer
+        ones of lower tiers lose theirs, so that there will be."""
+        due = self._batch.due()
+        blocks = self._pool.allocate(min(len(due), self._pool.num_free))
+        for generation, block in zip(due, blocks, strict=False):
+            generation.sequence.block_table.append(block)
+            self._batch.fed(generation)
+        lacking = due[len(blocks) :]
+        num_freed = 0
+        while num_freed < sum(generation in self._batch for generation in lacking):
+            newest = self._newest()
+            assert newest is not None, "those that lack a block are candidates themselves"
+            num_freed += self._preempt(newest, step, now)
+        sitting_out = {generation for generation in lacking if generation in self._batch}
+        for generation in sitting_out:
+            self._batch.sit_out(generation)
+        return sitting_out
 
-    def remove(self, generation: Generation) -> None:
-        """A sequence has ended, or is given up: its blocks and what was promised to it are free again."""
-        if generation not in self._ready and generation not in self._running:
+    def _relieve(self, step: Step, now: float) -> None:
+        """Take from lower tiers what a waiting request of a higher one lacks; from nobody more than once."""
+        if self._pressure is None:
             return
-        self._ready.pop(generation, None)
-        self._running.pop(generation, None)
-        self._promised -= generation.promised
-        generation.promised = 0
-        self._pool.release(generation.sequence.block_table)
-        generation.sequence.block_table = []
+        (rank, lacking), self._pressure = self._pressure, None
+        while lacking > 0:
+            victim = self._newest()
+            if victim is None or _rank_of(victim) <= rank or victim.gave_way:
+                break
+            victim.gave_way = True
+            lacking -= self._preempt(victim, step, now)
+        self._look_again = True
 
-    def forget(self, request: DecodeRequest) -> None:
-        """Give the request up, wherever it is; blocks that a pull holds are the pull's to release."""
-        self._waiting = deque(item for item in self._waiting if item[0] is not request)
-        self._promised -= self._reserved.pop(request, 0)
-        for generation in request.generations:
-            self.remove(generation)
+    def _newest(self) -> Generation | LocalPrompt | None:
+        """The newest of the lowest tier, of all that hold blocks but those that pull."""
+        generation, prompt = self._batch.newest(), self._newest_prompts.first()
+        if generation is None or prompt is None:
+            return generation or prompt
+        return prompt if prompt.urgency[::2] > seniority(generation) else generation
 
-    def check_invariants(self) -> None:
-        """Assert what must hold between any two events."""
-        assert len(self._running) <= self._max_num_seqs
-        assert not self._ready.keys() & self._running.keys()
-        assert self._promised == sum(self._reserved.values()) + sum(
-            generation.promised for group in (self._ready, self._running) for generation in group
-        ), "promises do not add up"
-        assert self._promised <= self._pool.num_free, "more is promised than is free"
-        for group in (self._ready, self._running):
-            for generation in group:
-                assert generation.promised >= 0, generation.sequence
-                assert generation.finish_reason is None, generation.sequence
-                assert all(self._pool.ref_count(block) > 0 for block in generation.sequence.block_table)
+    def _preempt(self, victim: Generation | LocalPrompt, step: Step, now: float) -> int:
+        """Take its blocks; how many come back with this step's end."""
+        if isinstance(victim, LocalPrompt):
+            if victim.generation is None:
+                return self._send_back(victim)
+            victim = victim.generation
+        table = victim.sequence.block_table
+        num_freed = self._num_private(table)
+        # Host memory that it holds already has not been swapped in yet; half of a recomputation is not worth keeping.
+        if victim.stage is not Stage.RECOMPUTING and not victim.host_slots:
+            num_content = self._blocks_for(victim.sequence.num_computed)
+            if self._swaps(victim, num_content):
+                victim.host_slots = [self._host_free.pop() for _ in range(num_content)]
+                step.swap_outs += zip(table[:num_content], victim.host_slots, strict=True)
+                self.num_swapped += 1
+        if not victim.host_slots:
+            self.num_recomputed += 1
+        self._take_blocks(victim)
+        if not victim.host_slots:
+            victim.sequence.num_computed = 0
+        victim.stage = Stage.PREEMPTED
+        victim.preempted_at = now
+        self._preempted.add(victim, seniority(victim))
+        return num_freed
 
-    def _blocks_at_end(self, work: Decode) -> int:
-        """Blocks of one choice at its longest. Its last token is never computed, hence never stored."""
-        remaining = work.sampling.max_tokens - (len(work.token_ids) - work.prompt_len)
-        stored = min(len(work.token_ids) + remaining, self._max_sequence_tokens) - 1
-        return -(-max(stored, len(work.token_ids)) // self._block_size)
+    def _send_back(self, prompt: LocalPrompt) -> int:
+        """A request that is computed here, and has said nothing yet, waits again."""
+        num_freed = self._num_private(prompt.block_table) + len(prompt.request.fork_blocks)
+        self.forget(prompt.request)
+        self.want(prompt.request, prompt.request.arrived)
+        self.num_recomputed += 1
+        return num_freed
 
-    def _grow(self, generation: Generation) -> None:
+    def _swaps(self, generation: Generation, num_content: int) -> bool:
+        """Whether a sequence goes to host memory, rather than being computed again."""
+        if self._policy.preempt_by == "recompute" or num_content > len(self._host_free) or num_content == 0:
+            return False
+        if self._policy.preempt_by == "swap":
+            return True
+        # What others hold too will still be cached when it comes back.
+        table = generation.sequence.block_table
+        num_shared = len(table) - self._num_private(table)
+        recompute_s = self._costs.recompute_s(generation.sequence.num_tokens - num_shared * self._block_size)
+        return self._costs.swap_s(num_content) <= recompute_s
+
+    def _take_blocks(self, generation: Generation) -> None:
+        """From a sequence that holds some, wherever it is. What it has filled stays known to the prefix cache."""
         sequence = generation.sequence
-        missing = -(-sequence.num_tokens // self._block_size) - len(sequence.block_table)
-        if missing > 0:
-            sequence.block_table += self._pool.allocate(missing)
-            generation.promised -= missing
-            self._promised -= missing
+        self._name(generation)
+        if generation in self._batch:
+            self._flow(generation, -_OUTPUT_CHARGE)
+        self._batch.discard(generation)
+        prompt = self._recomputing.pop(generation, None)
+        if prompt is not None:
+            self._chunks.remove(prompt)
+            self._newest_prompts.discard(prompt)
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        generation.num_named = 0
+        self._forecast.remove(_key(generation))
+        self._num_admitted[generation.request.work.tier.rank] -= 1
+
+    def _unbook(self, request: DecodeRequest) -> None:
+        """A request that had room, and no choices yet, has it no more."""
+        self._pool.release(request.fork_blocks)
+        request.fork_blocks = []
+        for choice in request.work.choices:
+            self._forecast.remove((request, choice))
+        self._num_admitted[request.work.tier.rank] -= len(request.work.choices)
+
+    def _name(self, generation: Generation) -> None:
+        """Tell the pool the names of the blocks that have become full."""
+        if generation.host_slots or generation in self._arriving:
+            return  # what is to be in its blocks may not be there yet
+        sequence, chain = generation.sequence, generation.chain
+        chain.extend(sequence.token_ids, sequence.num_computed)
+        full = sequence.num_computed // self._block_size
+        for index in range(generation.num_named, full):
+            self._pool.name(sequence.block_table[index], chain.hashes[index])
+        generation.num_named = max(generation.num_named, full)
+
+    def _await_end(self, generation: Generation, end_step: int) -> None:
+        """The sequence is expected to end with that step; it is looked at again then, if it has not."""
+        generation.end_step = end_step
+        self._outlived.setdefault(end_step, []).append(generation)
+
+    def _num_private(self, blocks: Seq[int]) -> int:
+        """How many of `blocks`, held by one sequence, nobody else holds."""
+        return sum(self._pool.ref_count(block) == 1 for block in blocks)
+
+    def _steps_left(self, work: Decode, num_tokens: int, rank: float) -> int:
+        """Steps that a sequence of `num_tokens` is expected to take still; at least one."""
+        num_output = num_tokens - work.prompt_len
+        most = min(work.sampling.max_tokens, self._policy.max_sequence_tokens - work.prompt_len)
+        return max(1, self._profile.predict(work.tier, num_output, rank, most) - num_output)
+
+    def _flow(self, generation: Generation, change: float) -> None:
+        work = generation.request.work
+        self._waiting.flow(work.tier, work.tenant, change, self._batch.step)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def _key(generation: Generation) -> tuple[DecodeRequest, int]:
+    return generation.request, generation.sequence.choice
+
+
+def _rank_of(victim: Generation | LocalPrompt) -> int:
+    return victim.request.work.tier.rank
+
+
+def _rank(order: int) -> float:
+    return (order + 1) * _GOLDEN % 1.0

@@ -42,6 +42,7 @@ def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
         model_vocab_size=vocab_size,
         limits=limits,
         sampling_defaults=SamplingDefaults.from_model(folder),
+        tenant_header=settings.tenant_header,
     )
 
 
@@ -49,7 +50,14 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
     """Bind, connect, serve until `stop`. Raises `OperatorError`."""
     announcer = Announcer(settings.announce_fd)
     registry = Registry(settings.prefill_workers, settings.decode_workers, config_hash(folder))
-    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, settings.pulse)
+    dispatcher = Dispatcher(
+        new_incarnation(),
+        registry,
+        monotonic,
+        settings.pulse,
+        local_prefill_tokens=settings.local_prefill_tokens,
+        prefix_index_blocks=settings.prefix_index_blocks,
+    )
     api_settings = _api_settings(settings, folder)
     metrics = GatewayMetrics(api_settings.model_name)
     metrics.registry.register(dispatcher)
@@ -87,8 +95,11 @@ def main() -> None:
         settings = load(GatewaySettings, "baton gateway", sys.argv[1:])
         configure_logging(settings.log_level, "baton gateway")
         end_with_parent(settings.end_with_parent)
-        if not settings.prefill_workers or not settings.decode_workers:
-            raise OperatorError("baton gateway: --prefill-workers and --decode-workers must name at least one each")
+        if not settings.decode_workers:
+            raise OperatorError(
+                "baton gateway: --decode-workers must name at least one; without --prefill-workers they compute the "
+                "prompts too"
+            )
         twice = set(settings.prefill_workers) & set(settings.decode_workers)
         if twice:
             raise OperatorError(f"baton gateway: {', '.join(sorted(twice))} is named as prefill and as decode worker")

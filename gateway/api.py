@@ -30,7 +30,7 @@ from gateway.choice_text import Piece
 from gateway.event_stream import EventStream
 from gateway.generation import GenerationFailed, Generator
 from gateway.http_errors import ApiError, invalid
-from gateway.http_guard import Guard, as_api_error, is_gone
+from gateway.http_guard import Guard, as_api_error, is_gone, tenant_of
 from gateway.metrics import GatewayMetrics, RequestStopwatch
 from gateway.request_intake import Intake, Job
 from gateway.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Usage, WholeChoice
@@ -105,13 +105,15 @@ class _Api:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._clock()
-        job = await self._intake.completion(await self._form(request, CompletionRequest))
+        tenant = tenant_of(request, self._settings.tenant_header)
+        job = await self._intake.completion(await self._form(request, CompletionRequest), tenant)
         answer = CompletionFormat(self._heading("cmpl"), self._tokenizer, job.with_logprobs)
         return await self._generate(request, job, answer, arrived_s)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._clock()
-        job = await self._intake.chat(await self._form(request, ChatRequest))
+        tenant = tenant_of(request, self._settings.tenant_header)
+        job = await self._intake.chat(await self._form(request, ChatRequest), tenant)
         answer = ChatFormat(self._heading("chatcmpl"), self._tokenizer, job.with_logprobs)
         return await self._generate(request, job, answer, arrived_s)
 

@@ -79,3 +79,6 @@ class ApiSettings:
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     api_keys: tuple[str, ...] = ()
     """Bearer tokens that are let in; empty lets everyone in."""
+    tenant_header: str | None = None
+    """Names the tenant of a request. It is believed, whoever wrote it: the operator named it, so the operator's ingress
+    sets it, or strips it from what clients send. None makes all requests one tenant's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 
@@ -22,19 +23,22 @@ from common.contract.messages import (
     Message,
     RequestMessage,
     Role,
+    Tokens,
     Welcome,
 )
 from common.runtime.channel import ControlClient
 from common.runtime.clock import Clock, Pulse
-from gateway.flow import Action, Deliver, Done, Fail, Flow, Place, Send
+from gateway.flow import Action, Deliver, Done, Fail, Flow, FlowState, Send
 from gateway.generation import Delta, Generation, GenerationFailed, Readiness
-from gateway.registry import Registry, WorkerView
-from gateway.router import least_loaded_decode, least_loaded_prefill
+from gateway.prefix_index import PrefixIndex, Trail
+from gateway.registry import Registry
+from gateway.router import Handoff, Local, LocalPrefill, choose
 
 log = logging.getLogger(__name__)
 
 _BUDGET_GRACE_S = 1.0
 """The workers' own deadlines come first, since they can name the state; after this the gateway gives up by itself."""
+_DEGRADED = "degraded: no prefill worker is usable, and decode workers compute the prompts"
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +48,8 @@ class _Client:
     flow: Flow
     busy: set[Role]
     """Roles whose part in the request is not over."""
+    trail: Trail | None
+    """Of the first choice; None where nothing is remembered."""
     queue: asyncio.Queue[Delta | Done | Fail] = field(default_factory=asyncio.Queue)
     """Bounded by the request: at most one delta for each token, and one end."""
 
@@ -51,11 +57,25 @@ class _Client:
 class Dispatcher(Collector):
     """Serves generations with the workers of the registry (`gateway.generation.Generator`)."""
 
-    def __init__(self, me: Incarnation, registry: Registry, clock: Clock, pulse: Pulse) -> None:
+    def __init__(
+        self,
+        me: Incarnation,
+        registry: Registry,
+        clock: Clock,
+        pulse: Pulse,
+        *,
+        local_prefill_tokens: int = 0,
+        prefix_index_blocks: int = 0,
+    ) -> None:
+        """A prompt of which a decode worker has at most `local_prefill_tokens` to compute is computed there; 0 has no
+        such prompt, since the last token is never cached. `prefix_index_blocks` bounds what is remembered of the
+        workers' caches; 0 remembers nothing."""
         self._me = me
         self._registry = registry
         self._clock = clock
         self._pulse = pulse
+        self._local_prefill_tokens = local_prefill_tokens
+        self._index = PrefixIndex(prefix_index_blocks) if prefix_index_blocks else None
         self._context = zmq.asyncio.Context()
         self._links: dict[str, ControlClient] = {}
         self._clients: dict[RequestId, _Client] = {}
@@ -63,19 +83,23 @@ class Dispatcher(Collector):
         """What the last Hello to each worker listed: its answer judges these alone."""
         self._usable = asyncio.Event()
         self._misfit: asyncio.Future[None]
-        """Fails, and `run` with it, when workers do not fit together before the gateway was ever ready."""
+        """Fails, and `run` with it, when workers do not fit together from the start."""
         self.num_stale_messages = 0
         """Messages about requests that had ended here."""
         self.num_duplicates = 0
         self.num_gaps = 0
+        self.num_prefix_hints = 0
+        self.num_local_prefills: Counter[LocalPrefill] = Counter()
+        self._degraded = False
+        """Whether a request has met the present lack of prefill workers."""
 
     # --- the loops -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keep links to every worker until cancelled.
 
-        Raises `FingerprintMismatchError` when, before the gateway was ever ready, workers turn out not to fit
-        together; a misfit that comes later is refused, and logged.
+        Raises `FingerprintMismatchError` when, before each role had a usable worker, workers turn out not to fit
+        together; a misfit that comes later, or while requests are served, is refused, and logged.
         """
         self._misfit = asyncio.get_running_loop().create_future()
         tasks = []
@@ -95,7 +119,7 @@ class Dispatcher(Collector):
             self._context.destroy(linger=100)
 
     async def wait_usable(self) -> None:
-        """Wait until a prefill and a decode worker are usable."""
+        """Wait until a worker of each role is usable."""
         await self._usable.wait()
 
     # --- the Generator -------------------------------------------------------------------------------------------
@@ -121,7 +145,7 @@ class Dispatcher(Collector):
 
     def ready(self) -> Readiness:
         """Whether a request that arrives now could be served."""
-        prefill, decode = self._registry.usable(Role.PREFILL), self._registry.usable(Role.DECODE)
+        missing = self._registry.missing()
         details = {
             "workers": [
                 {
@@ -136,11 +160,16 @@ class Dispatcher(Collector):
             ],
             "in_flight": len(self._clients),
         }
-        missing = " and no ".join(role for role, group in (("prefill", prefill), ("decode", decode)) if not group)
-        reason = f"no {missing} worker is usable" if missing else "ready"
-        takes = [w.welcome.max_sequence_tokens for w in (*prefill, *decode) if w.welcome is not None]
+        usable = [worker for worker in self._registry.workers.values() if worker.usable]
+        takes = [worker.welcome.max_sequence_tokens for worker in usable if worker.welcome is not None]
+        reason = "ready"
+        if missing:
+            reason = f"no {' and no '.join(missing)} worker is usable" if Role.DECODE in missing else _DEGRADED
         return Readiness(
-            ready=not missing, reason=reason, details=details, max_sequence_tokens=min(takes, default=None)
+            ready=Role.DECODE not in missing,
+            reason=reason,
+            details=details,
+            max_sequence_tokens=min(takes, default=None),
         )
 
     def collect(self) -> Iterable[Metric]:
@@ -154,8 +183,15 @@ class Dispatcher(Collector):
             ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),
             ("duplicates", "Token frames that repeated what was known.", self.num_duplicates),
             ("gaps", "Token frames that came before an earlier one.", self.num_gaps),
+            ("prefix_hints", "Prefills told of a worker that has the prompt's beginning.", self.num_prefix_hints),
         ):
             yield CounterMetricFamily(f"baton_gateway_{name}", text, value)
+        local = CounterMetricFamily(
+            "baton_gateway_local_prefills", "Requests whose prompt a decode worker computes.", labels=["reason"]
+        )
+        for reason in LocalPrefill:
+            local.add_metric([reason], self.num_local_prefills[reason])
+        yield local
 
     # --- a request's life ----------------------------------------------------------------------------------------
 
@@ -165,17 +201,43 @@ class Dispatcher(Collector):
             raise GenerationFailed(Cause.WORKER_LOST, readiness.reason)
         if len(self._clients) >= MAX_OPEN_REQUESTS:
             raise GenerationFailed(Cause.CAPACITY, f"{MAX_OPEN_REQUESTS} generations in flight already")
-        prefill = least_loaded_prefill(self._registry.usable(Role.PREFILL))
-        decode = least_loaded_decode(self._registry.usable(Role.DECODE))
+        trail = self._trail(generation)
+        route = self._route(generation, trail)
+        prefill = route.prefill.place if isinstance(route, Handoff) else None
+        prefix = route.prefix if isinstance(route, Handoff) else None
         key = RequestKey(new_request_id(), 1)
-        flow = Flow(key, generation, _place(prefill), _place(decode))
-        client = _Client(flow, set(flow.places))
+        flow = Flow(key, generation, prefill, route.decode.place)
+        client = _Client(flow, set(flow.places), trail)
         self._clients[key.request] = client
         for place in flow.places.values():
             self._registry.took(place.address, len(generation.token_ids))
-        self._do(client, flow.start(generation.budget_s))
+        self._do(client, flow.start(generation.budget_s, prefix))
         log.info("request %s: %s", key.request, flow.story[-1])
         return client
+
+    def _trail(self, generation: Generation) -> Trail | None:
+        if self._index is None:
+            return None
+        welcome = self._registry.usable(Role.DECODE)[0].welcome
+        assert welcome is not None
+        block_size = welcome.fingerprint.layout.block_size  # every usable worker's
+        return Trail(self._index, block_size, generation.cache_salt, generation.token_ids)
+
+    def _route(self, generation: Generation, trail: Trail | None) -> Handoff | Local:
+        """Choose, and count what was chosen."""
+        cached = {} if trail is None else trail.cached()
+        route = choose(self._registry, len(generation.token_ids), cached, self._local_prefill_tokens)
+        if isinstance(route, Local):
+            self.num_local_prefills[route.reason] += 1
+        elif route.prefix is not None:
+            self.num_prefix_hints += 1
+        degraded = Role.PREFILL in self._registry.missing()
+        if degraded and not self._degraded:
+            log.warning("%s", _DEGRADED)
+        elif self._degraded and not degraded:
+            log.info("a prefill worker is usable again")
+        self._degraded = degraded
+        return route
 
     def _time_out(self, client: _Client) -> None:
         message = f"the request's time ran out at the gateway; last: {client.flow.story[-1]}"
@@ -188,6 +250,8 @@ class Dispatcher(Collector):
         self.num_gaps += flow.num_gaps
         for role in flow.places:
             self._part_over(client, role)
+        if client.trail is not None and flow.decode_has_spoken and flow.state is not FlowState.FAILED:
+            client.trail.decoded(flow.places[Role.DECODE])
         log.info("request %s: %s", flow.key.request, flow.story[-1])
 
     def _part_over(self, client: _Client, role: Role) -> None:
@@ -202,6 +266,8 @@ class Dispatcher(Collector):
                 case Send(role, message):
                     self._links[client.flow.places[role].address].send(message)
                 case Deliver(delta):
+                    if client.trail is not None and delta.choice == 0:
+                        client.trail.append(delta.token_ids)
                     client.queue.put_nowait(delta)
                 case Done() | Fail():
                     client.queue.put_nowait(action)
@@ -222,13 +288,13 @@ class Dispatcher(Collector):
         try:
             self._registry.opened(link.address, link.worker, welcome)
         except FingerprintMismatchError as error:
-            if self._usable.is_set():
+            if self._usable.is_set() or self._clients:
                 log.error("worker refused: %s", error)
             elif not self._misfit.done():  # the first of several says it all: the gateway ends with it
                 self._misfit.set_exception(error)
             return
         log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
-        if self.ready().ready:
+        if not self._registry.missing():
             self._usable.set()
 
     def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
@@ -249,8 +315,10 @@ class Dispatcher(Collector):
                 return
             for role, place in client.flow.places.items():
                 if place.address == link.address:
-                    if role is Role.PREFILL:  # whatever it says, its prompt is computed, or never will be
-                        self._part_over(client, role)
+                    if role is Role.PREFILL and role in client.busy:
+                        if isinstance(message, Tokens) and client.trail is not None:
+                            client.trail.prompt_computed(place)
+                        self._part_over(client, role)  # whatever it says, its prompt is computed, or never will be
                     self._do(client, client.flow.on_message(role, message))
 
     def on_lost(self, link: ControlClient, why: str) -> None:
@@ -271,8 +339,3 @@ class Dispatcher(Collector):
             for role, place in client.flow.places.items()
             if place.address == address
         ]
-
-
-def _place(worker: WorkerView) -> Place:
-    assert worker.incarnation is not None
-    return Place(worker.address, worker.incarnation)

@@ -2,11 +2,12 @@
 
 Life cycle of a request in the gateway:
 
-    1. A prefill and a decode worker are chosen; Prefill and Decode leave together.
+    1. A prefill and a decode worker are chosen; Prefill and Decode leave together. Or a decode worker alone, which
+       computes the prompt itself: then there is no Prefill, no step 2, and every token comes from there.
     2. The first token of each choice comes from the prefill worker (Tokens), and goes to the client at once.
     3. The decode worker's first frame repeats it, and goes on. Duplicates are dropped, gaps asked for again (Resend).
     4. Every choice has its finish reason: done, and the decode worker may forget (Ack). Or a worker fails, or is lost,
-       or the time runs out: failed, with the cause. Or the client leaves: cancelled. Each end frees both workers.
+       or the time runs out: failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
 
 Pure state: events in, actions out.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
@@ -27,6 +29,7 @@ from common.contract.messages import (
     Finished,
     Message,
     Prefill,
+    PrefixHint,
     Resend,
     Role,
     Source,
@@ -92,16 +95,18 @@ class Place:
 
 
 class Flow:
-    """One attempt at one request, on one pair of workers."""
+    """One attempt at one request, on one pair of workers, or on a decode worker alone."""
 
-    def __init__(self, key: RequestKey, generation: Generation, prefill: Place, decode: Place) -> None:
+    def __init__(self, key: RequestKey, generation: Generation, prefill: Place | None, decode: Place) -> None:
+        """Without `prefill`, the decode worker computes the prompt."""
         self.key = key
         self.generation = generation
-        self.places = {Role.PREFILL: prefill, Role.DECODE: decode}
+        self.places = {Role.DECODE: decode} if prefill is None else {Role.PREFILL: prefill, Role.DECODE: decode}
         self.state = FlowState.RUNNING
         self.story: list[str] = []
         self._choices = [_Choice(len(generation.token_ids)) for _ in range(generation.num_choices)]
-        self._decode_has_spoken = False
+        self.decode_has_spoken = False
+        """Whether any of the tokens came from the decode worker: it holds the KV of all that came before them."""
         self.num_duplicates = 0
         self.num_gaps = 0
 
@@ -112,33 +117,30 @@ class Flow:
 
     # --- events --------------------------------------------------------------------------------------------------
 
-    def start(self, budget_s: float) -> list[Action]:
-        """Give both workers their part."""
+    def start(self, budget_s: float, prefix: PrefixHint | None = None) -> list[Action]:
+        """Give each worker its part; `prefix` tells the prefill worker where the prompt's beginning may be found."""
         request, attempt = self.key
-        choices = tuple(range(self.generation.num_choices))
-        prompt = self.generation.token_ids
-        prefill = Prefill(
-            request=request,
-            attempt=attempt,
-            token_ids=prompt,
-            prompt_len=len(prompt),
-            choices=choices,
-            sampling=self.generation.sampling,
-            budget_s=budget_s,
-        )
-        source = self.places[Role.PREFILL]
-        decode = Decode(
-            request=request,
-            attempt=attempt,
-            token_ids=prompt,
-            prompt_len=len(prompt),
-            choices=choices,
-            sampling=self.generation.sampling,
-            budget_s=budget_s,
-            source=Source(address=source.address, incarnation=source.incarnation),
-        )
-        self.story.append(f"prefill at {source.address}, decode at {self.places[Role.DECODE].address}")
-        return [Send(Role.PREFILL, prefill), Send(Role.DECODE, decode)]
+        work: dict[str, Any] = {
+            "request": request,
+            "attempt": attempt,
+            "token_ids": self.generation.token_ids,
+            "prompt_len": len(self.generation.token_ids),
+            "choices": tuple(range(self.generation.num_choices)),
+            "sampling": self.generation.sampling,
+            "budget_s": budget_s,
+            "tier": self.generation.tier,
+            "tenant": self.generation.tenant,
+            "cache_salt": self.generation.cache_salt,
+        }
+        prefill, decode = self.places.get(Role.PREFILL), self.places[Role.DECODE]
+        if prefill is None:
+            self.story.append(f"prefill and decode at {decode.address}")
+            return [Send(Role.DECODE, Decode(**work, source=None))]
+        self.story.append(f"prefill at {prefill.address}, decode at {decode.address}")
+        if prefix is not None:
+            self.story[-1] += f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}"
+        source = Source(address=prefill.address, incarnation=prefill.incarnation)
+        return [Send(Role.PREFILL, Prefill(**work, prefix=prefix)), Send(Role.DECODE, Decode(**work, source=source))]
 
     def on_message(self, role: Role, message: Message) -> list[Action]:
         """A message about this attempt from its worker of this role."""
@@ -191,7 +193,7 @@ class Flow:
 
     def _on_tokens(self, role: Role, message: Tokens) -> list[Action]:
         if role is Role.DECODE:
-            self._decode_has_spoken = True
+            self.decode_has_spoken = True
         if message.choice >= len(self._choices):
             return self.fail(Cause.INTERNAL, f"the {role} worker sent a choice that was not asked for")
         choice = self._choices[message.choice]
@@ -239,21 +241,21 @@ class Flow:
 
     def _prefill_may_go(self) -> bool:
         """Whether the first tokens are here, or sure to come: a decode worker speaks only after it has settled."""
-        return self._decode_has_spoken or all(
+        return self.decode_has_spoken or all(
             choice.next_position > len(self.generation.token_ids) for choice in self._choices
         )
 
     def _acknowledge(self) -> list[Action]:
         """Every choice is complete. Had the first tokens ended them all, the decode worker still waits in vain."""
         request, attempt = self.key
-        if self._decode_has_spoken:
+        if self.decode_has_spoken:
             return [Send(Role.DECODE, Ack(request=request, attempt=attempt))]
         return [Send(Role.DECODE, Abort(request=request, attempt=attempt))]
 
     def _abort(self) -> list[Action]:
         request, attempt = self.key
         abort = Abort(request=request, attempt=attempt)
-        return [Send(Role.PREFILL, abort), Send(Role.DECODE, abort)]
+        return [Send(role, abort) for role in self.places]
 
     def _end(self, state: FlowState, why: str) -> None:
         self.state = state
@@ -261,6 +263,7 @@ class Flow:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
+        assert Role.DECODE in self.places, self.story
         assert all(choice.next_position >= len(self.generation.token_ids) for choice in self._choices), self.story
         if self.state is FlowState.DONE:
             assert all(choice.ended for choice in self._choices), self.story

@@ -13,6 +13,7 @@ from typing import Protocol
 from common.contract.errors import BatonError, Cause
 from common.contract.messages import FinishReason, TokenLogprobs
 from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,11 @@ class Generation:
     sampling: SamplingParams
     budget_s: float
     """Seconds that the whole generation may take."""
+    tier: Tier = Tier.STANDARD
+    tenant: str = ""
+    """Whose it is: tenants of one tier share the workers evenly."""
+    cache_salt: str = ""
+    """Prefixes are shared only under the same salt; `request_intake` makes it of the tenant and the client's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,5 +81,5 @@ class Generator(Protocol):
         ...
 
     def ready(self) -> Readiness:
-        """Whether at least one prefill and one decode worker is usable."""
+        """Whether a decode worker is usable; where no prefill worker is, it computes the prompts too."""
         ...

@@ -6,6 +6,7 @@ import hmac
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -13,11 +14,13 @@ from aiohttp.typedefs import Handler, Middleware
 from common.contract.errors import Cause
 from gateway.api_settings import ApiSettings
 from gateway.generation import GenerationFailed
-from gateway.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error
+from gateway.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error, invalid
 from gateway.metrics import GatewayMetrics
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """What probes and scrapers read, which have no key."""
+MAX_TENANT_CHARS: Final = 256
+"""Longest name of a tenant, as on the wire."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,6 +86,19 @@ class Guard:
         finally:
             self._num_in_flight -= 1
             self._metrics.requests_in_flight.dec()
+
+
+def tenant_of(request: web.Request, header: str | None) -> str:
+    """The tenant that `header` names; "" without one. Raises `ApiError`, a 400, for what is no name, or two of them:
+    then somebody has added to what another wrote."""
+    names = [] if header is None else request.headers.getall(header, [])
+    if len(names) > 1:
+        raise invalid(None, f"the header {header} must come once", code="invalid_tenant")
+    tenant = names[0] if names else ""
+    if len(tenant) > MAX_TENANT_CHARS or not tenant.isprintable():
+        message = f"the header {header} must hold at most {MAX_TENANT_CHARS} printable characters"
+        raise invalid(None, message, code="invalid_tenant")
+    return tenant
 
 
 def is_gone(request: web.Request) -> bool:

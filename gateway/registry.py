@@ -9,6 +9,7 @@ from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION
 from common.contract.messages import Heartbeat, Role, Welcome
+from gateway.flow import Place
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +28,7 @@ class WorkerView:
     in_flight: int = 0
     """Requests that this gateway has given it and whose part there is not over."""
     in_flight_tokens: int = 0
-    """Tokens of those requests' prompts."""
+    """Tokens of those requests' prompts, whoever computes them."""
     refused: str | None = None
     """Why it is not used although it answers."""
 
@@ -36,6 +37,12 @@ class WorkerView:
         """Whether it may be given new work."""
         draining = self.load is not None and self.load.draining
         return self.incarnation is not None and self.refused is None and not draining
+
+    @property
+    def place(self) -> Place:
+        """This life of it; only while its session is open."""
+        assert self.incarnation is not None
+        return Place(self.address, self.incarnation)
 
 
 class Registry:
@@ -46,6 +53,8 @@ class Registry:
         self.workers = {address: WorkerView(address, Role.PREFILL) for address in prefill} | {
             address: WorkerView(address, Role.DECODE) for address in decode
         }
+        self.colocated = not prefill
+        """Whether decode workers are there to compute every prompt."""
 
     def opened(self, address: str, incarnation: Incarnation, welcome: Welcome) -> None:
         """A session is open. Raises `FingerprintMismatchError` when the worker must not be used."""
@@ -92,6 +101,11 @@ class Registry:
     def usable(self, role: Role) -> list[WorkerView]:
         """Workers of a role that may be given work."""
         return [worker for worker in self.workers.values() if worker.role is role and worker.usable]
+
+    def missing(self) -> list[Role]:
+        """Roles of which there should be a usable worker, and is none."""
+        roles = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
+        return [role for role in roles if not self.usable(role)]
 
     def _require_fit(self, worker: WorkerView, welcome: Welcome) -> None:
         if welcome.role is not worker.role:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Intake:
         self._settings = settings
         self._limits = settings.limits
 
-    async def completion(self, form: CompletionRequest) -> Job:
+    async def completion(self, form: CompletionRequest, tenant: str = "") -> Job:
         """A job of one generation for each prompt."""
         self._check_form(form)
         if len(form.prompt) > self._limits.max_prompts:
@@ -96,10 +97,10 @@ class Intake:
         generations = []
         for prompt in form.prompt:
             token_ids = await self._prompt_tokens(prompt)
-            generations.append(self._generation(form, token_ids, "prompt", length, form.logprobs))
+            generations.append(self._generation(form, tenant, token_ids, "prompt", length, form.logprobs))
         return self._job(form, generations)
 
-    async def chat(self, form: ChatRequest) -> Job:
+    async def chat(self, form: ChatRequest, tenant: str = "") -> Job:
         """A job of one generation."""
         self._check_form(form)
         if form.top_logprobs is not None and not form.logprobs:
@@ -111,7 +112,7 @@ class Intake:
         )
         token_ids = await self._chat_tokens(form.messages)
         num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        return self._job(form, [self._generation(form, token_ids, "messages", length, num_logprobs)])
+        return self._job(form, [self._generation(form, tenant, token_ids, "messages", length, num_logprobs)])
 
     async def tokenize(self, form: TokenizeRequest) -> list[int]:
         """The tokens of a text or a conversation."""
@@ -163,7 +164,13 @@ class Intake:
             raise invalid("messages", str(error)) from error
 
     def _generation(
-        self, form: SamplingFields, token_ids: list[int], param: str, length: _LengthLimit, num_logprobs: int | None
+        self,
+        form: SamplingFields,
+        tenant: str,
+        token_ids: list[int],
+        param: str,
+        length: _LengthLimit,
+        num_logprobs: int | None,
     ) -> Generation:
         """`param` is the field that the prompt came from."""
         context = min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
@@ -185,6 +192,9 @@ class Intake:
             num_choices=form.n or 1,
             sampling=self._sampling(form, max_tokens, length.param, num_logprobs),
             budget_s=self._limits.default_budget_s,
+            tier=form.service_tier,
+            tenant=tenant,
+            cache_salt=_cache_salt(tenant, form.cache_salt),
         )
 
     def _sampling(
@@ -224,3 +234,14 @@ class Intake:
             stream=bool(form.stream),
             include_usage=form.stream_options is not None and bool(form.stream_options.include_usage),
         )
+
+
+def _cache_salt(tenant: str, cache_salt: str | None) -> str:
+    """What separates one request's cached prefixes from another's: the tenant and what the client asks for besides.
+
+    A tenant is printable and holds no line end, so two pairs are never written alike; the digest brings any of them
+    within the bounds of the wire. Where neither is given, everyone shares.
+    """
+    if not tenant and cache_salt is None:
+        return ""
+    return hashlib.sha256(f"{tenant}\n{cache_salt or ''}".encode()).hexdigest()

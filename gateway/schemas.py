@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, TypeAlias, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
+from common.contract.tiers import Tier
 from gateway.http_errors import invalid
 
 _LOG = logging.getLogger(__name__)
@@ -49,6 +50,14 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "web_search_options": (),
 }
 """Fields that are not implemented, with the values that ask for nothing."""
+
+_TIERS: Final[Mapping[str, Tier]] = {tier.value: tier for tier in Tier} | {
+    "auto": Tier.STANDARD,
+    "default": Tier.STANDARD,
+    "priority": Tier.INTERACTIVE,
+    "flex": Tier.BATCH,
+}
+"""Values of `service_tier`: the tiers by name, and OpenAI's names for what comes nearest."""
 
 TokenPrompt: TypeAlias = tuple[int, ...]
 Prompt: TypeAlias = str | TokenPrompt
@@ -102,6 +111,13 @@ def _content(value: object) -> str:
     return "\n".join(texts)
 
 
+def _tier(value: object) -> Tier:
+    tier = Tier.STANDARD if value is None else _TIERS.get(value) if isinstance(value, str) else None
+    if tier is None:
+        raise PydanticCustomError("service_tier", "must be one of {names}", {"names": ", ".join(_TIERS)})
+    return tier
+
+
 Text = Annotated[str, AfterValidator(_text)]
 Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_text)]
 
@@ -138,7 +154,9 @@ class SamplingFields(_Schema):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
-    service_tier: Text | None = None
+    service_tier: Annotated[Tier, PlainValidator(_tier)] = Tier.STANDARD
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_text)] | None = None
+    """Requests share cached prefixes only with those that say the same."""
 
 
 class CompletionRequest(SamplingFields):

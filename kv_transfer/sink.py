@@ -1,4 +1,4 @@
-"""The sink's half of a handoff: one pull, from the attach to the settle.
+"""The sink's half: one pull of blocks, from the attach to the settle.
 
 Life cycle of a pull:
 
@@ -8,6 +8,12 @@ Life cycle of a pull:
 
 `offered`: the source has allocated every block, so the sink may reserve its own. `pulling`: blocks are reserved and
 read as they become ready. `settling`: every read has ended; the source is asked whether the lease was held until now.
+
+Blocks that the sink already holds, from its own prefix cache, are not read, and everything else is as above: the first
+tokens, and the end of the source's lease, depend on the settle even when nothing is left to read.
+
+A *prefix pull* names blocks by their hashes instead of naming a request that is being computed: the source offers the
+leading ones that it has, all at once, and no first tokens.
 
 A block under an unfinished read belongs to nobody: when a pull is abandoned, such a block is released only when its
 read has ended (done or failed: `transport.ReadState`), never before. When the last read has ended the source is told
@@ -23,10 +29,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import LeaseId, RequestKey
 from common.contract.messages import (
     Attach,
+    AttachPrefix,
     BlocksReady,
     Detach,
     Message,
@@ -90,6 +98,7 @@ class Admit:
 
     block_ids: tuple[int, ...]
     first_tokens: tuple[Tokens, ...]
+    """Empty for a prefix pull."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +120,16 @@ Action = SendToSource | WantBlocks | StartRead | Admit | Release | GaveUp
 
 
 class Pull:
-    """One request's blocks on their way from a source."""
+    """One request's blocks on their way from a source.
 
-    def __init__(self, key: RequestKey, source: Source) -> None:
+    With `block_hashes` it is a prefix pull, of the leading ones of these blocks that the source has.
+    """
+
+    def __init__(self, key: RequestKey, source: Source, block_hashes: Sequence[BlockHash] | None = None) -> None:
+        assert block_hashes is None or block_hashes, "a prefix of no blocks"
         self.key = key
         self.source = source
+        self.block_hashes = None if block_hashes is None else tuple(block_hashes)
         self.state = PullState.ATTACHING
         self.num_blocks: int | None = None
         """Blocks of the whole offer, once it is known."""
@@ -125,10 +139,13 @@ class Pull:
         self._checksums: list[int] = []
         self._with_checksums = False
         self._sink_blocks: tuple[int, ...] = ()
+        self._num_held = 0
         self._num_requested = 0
+        """Blocks `[0, num_requested)` were held, or their reads have begun."""
         self._open_reads: dict[int, int] = {}
         """Reads under way: first block of the sequence → one past the last."""
-        self._first_tokens: tuple[Tokens, ...] | None = None
+        self._first_tokens: tuple[Tokens, ...] | None = self._no_first_tokens()
+        """None until they are known."""
         self._attached = False
 
     @property
@@ -146,17 +163,21 @@ class Pull:
     def attach(self) -> list[Action]:
         """Subscribe; also after lost messages, since the source then tells everything again."""
         self.story.append("attach")
-        if self.state is PullState.SETTLING:
-            return [self._settle()]
         if self.state in (PullState.SETTLED, PullState.ABANDONED):
             return []
+        if self.state is PullState.SETTLING and self.block_hashes is not None:
+            return [self._settle()]  # a lent prefix ends with its sink's session, and would be lent anew
         self._attached = True
-        return [SendToSource(Attach(request=self.key.request, attempt=self.key.attempt))]
+        if self.state is PullState.SETTLING:
+            return [self._attach(), self._settle()]  # a source that has lost this sink alone still holds the lease
+        return [self._attach()]
 
     def blocks_ready(self, message: BlocksReady) -> list[Action]:
         """The source offers more blocks, or, after an attach, all of them again."""
         if self.state not in (PullState.ATTACHING, PullState.OFFERED, PullState.PULLING):
             return []
+        if self.block_hashes is not None and not _is_whole(message, len(self.block_hashes)):
+            return self.abandon(Cause.TRANSFER, "the source offers something else than leading blocks of the prefix")
         if self._lease is None:
             self._lease = (message.lease, message.epoch)
             self.num_blocks = message.num_blocks
@@ -166,7 +187,7 @@ class Pull:
                 return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
             self._lease = (message.lease, message.epoch)  # nothing was read under the other one
             self._with_checksums = message.checksums is not None
-            self._offered, self._checksums = [], []
+            self._offered, self._checksums, self._first_tokens = [], [], self._no_first_tokens()
         known = len(self._offered)
         end = message.start + len(message.block_ids)
         checksums = message.checksums if message.checksums is not None else ()
@@ -186,11 +207,13 @@ class Pull:
             return [WantBlocks(message.num_blocks)]
         return self._read_more()
 
-    def reserve(self, block_ids: Sequence[int]) -> list[Action]:
-        """Blocks to read into, one for each block of the offer: reading begins."""
+    def reserve(self, block_ids: Sequence[int], num_held: int = 0) -> list[Action]:
+        """One block for each of the offer: reading begins. The first `num_held` are valid already, and are not read."""
         assert len(block_ids) == self.num_blocks, self.story
+        assert 0 <= num_held <= len(block_ids), (num_held, self.story)
         self._enter(PullState.PULLING)
         self._sink_blocks = tuple(block_ids)
+        self._num_held = self._num_requested = num_held
         return self._read_more() + self._settle_if_read()
 
     def read_done(self, start: int, error: str | None) -> list[Action]:
@@ -205,14 +228,14 @@ class Pull:
 
     def prefill_done(self, message: PrefillDone) -> list[Action]:
         """The first tokens are known, and every block has been announced."""
-        if self.state not in (PullState.OFFERED, PullState.PULLING):
+        if self.state not in (PullState.OFFERED, PullState.PULLING) or self.block_hashes is not None:
             return []
         if self._lease != (message.lease, message.epoch):
             return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
         if all(tokens.finish_reason is not None for tokens in message.first_tokens):
             return self.abandon(None, "the first token ended the request")
         self._first_tokens = message.first_tokens
-        if len(self._offered) < (self.num_blocks or 0):
+        if max(len(self._offered), self._num_requested) < (self.num_blocks or 0):
             return self.attach()
         return self._settle_if_read()
 
@@ -242,11 +265,11 @@ class Pull:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        assert self._num_requested <= len(self._offered), self.story
+        assert self._num_held <= self._num_requested <= max(len(self._offered), self._num_held), self.story
         assert self.num_blocks is None or len(self._offered) <= self.num_blocks, self.story
         ranges = sorted(self._open_reads.items())
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges)), self.story
-        assert all(end <= self._num_requested for _, end in ranges), self.story
+        assert all(self._num_held <= start < end <= self._num_requested for start, end in ranges), self.story
         if self.state in (PullState.SETTLING, PullState.SETTLED):
             assert not self._open_reads, self.story
             assert self._num_requested == self.num_blocks, self.story
@@ -261,12 +284,16 @@ class Pull:
         self.state = state
         self.story.append(f"→ {state}")
 
+    def _no_first_tokens(self) -> tuple[Tokens, ...] | None:
+        """What is known of the first tokens at the beginning: of a prefix, that there are none."""
+        return None if self.block_hashes is None else ()
+
     def _reading(self) -> tuple[int, ...]:
         return tuple(block for start, end in self._open_reads.items() for block in self._sink_blocks[start:end])
 
     def _read_more(self) -> list[Action]:
         start, end = self._num_requested, len(self._offered)
-        if self.state is not PullState.PULLING or start == end:
+        if self.state is not PullState.PULLING or start >= end:
             return []
         self._num_requested = end
         self._open_reads[start] = end
@@ -295,7 +322,18 @@ class Pull:
             return []
         return [SendToSource(Detach(request=self.key.request, attempt=self.key.attempt))]
 
+    def _attach(self) -> SendToSource:
+        request, attempt = self.key
+        if self.block_hashes is None:
+            return SendToSource(Attach(request=request, attempt=attempt))
+        return SendToSource(AttachPrefix(request=request, attempt=attempt, block_hashes=self.block_hashes))
+
     def _settle(self) -> SendToSource:
         assert self._lease is not None
         lease, epoch = self._lease
         return SendToSource(Settle(request=self.key.request, attempt=self.key.attempt, lease=lease, epoch=epoch))
+
+
+def _is_whole(offer: BlocksReady, most: int) -> bool:
+    """Whether an offer tells all of itself: from one to `most` blocks."""
+    return offer.start == 0 and 1 <= len(offer.block_ids) == offer.num_blocks <= most

@@ -1,4 +1,4 @@
-"""The source's half of a handoff: which blocks are offered to whom, under which lease, until when.
+"""The source's half: which blocks are offered to whom, under which lease, until when.
 
 Life cycle of a lease:
 
@@ -9,6 +9,9 @@ Life cycle of a lease:
 A lease pins its blocks from `open` until it ends; the table then answers `Unpin`, and only then may the worker reuse
 them. An ended lease has no entry, so its epoch can match nothing any more: whoever settles it afterwards is told
 `invalid`. (The same sink that has been told `valid` is told so again: the answer is about the time before it asked.)
+
+A cached prefix is *lent*: its lease is complete from the beginning, bound to the sink that has asked for it, and ends
+also when that sink detaches or is lost, since nobody else waits for it.
 
 A sink that has attached is a *reader* until it has settled or detached, whatever becomes of the lease meanwhile: its
 reads may still be under way, harmlessly, and need this worker's progress to come to their end.
@@ -21,21 +24,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_lease_id
-from common.contract.messages import (
-    Attach,
-    BlocksReady,
-    Detach,
-    Message,
-    OfferWithdrawn,
-    PrefillDone,
-    Settle,
-    Settled,
-    Tokens,
-)
+from common.contract.messages import Attach, AttachPrefix, Detach, Message, Settle, Tokens
+from kv_transfer.lease import Lease, verdict, withdrawn
 
 MAX_TOMBSTONES = 4096
 """Ended leases whose answers are remembered."""
@@ -60,6 +54,13 @@ class Unpin:
 
 
 @dataclass(frozen=True, slots=True)
+class Return:
+    """A lent prefix is back: its lease no longer pins these blocks."""
+
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """The table itself ended the lease; whoever asked for the request must learn it."""
 
@@ -68,34 +69,7 @@ class Dropped:
     message: str
 
 
-Action = Send | Unpin | Dropped
-
-
-@dataclass(slots=True)
-class Lease:
-    """One pin on the blocks of one request."""
-
-    key: RequestKey
-    """The request, and the newest attempt that has attached."""
-    opened_attempt: int
-    lease: LeaseId
-    epoch: int
-    block_ids: tuple[int, ...]
-    deadline: float
-    """When the request's own budget ends."""
-    unattached_since: float
-    num_ready: int = 0
-    """Blocks `[0, num_ready)` can be read."""
-    checksums: list[int] | None = None
-    first_tokens: tuple[Tokens, ...] | None = None
-    """Set once the offer is complete."""
-    sink: Incarnation | None = None
-    story: list[str] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every block is ready and the first tokens are known."""
-        return self.first_tokens is not None
+Action = Send | Unpin | Return | Dropped
 
 
 @dataclass(slots=True)
@@ -122,6 +96,14 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._leases
+
+    @property
+    def num_lent(self) -> int:
+        """Leases on cached prefixes."""
+        return sum(lease.lent for lease in self._leases.values())
+
     @property
     def num_readers(self) -> int:
         """Pulls whose reads may be under way: they need this worker's progress to end."""
@@ -141,26 +123,41 @@ class LeaseTable:
 
     def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[Action]:
         """Pin `block_ids` for a request that has none yet; a parked attach is answered."""
-        assert key.request not in self._leases, f"{key} has a lease: {self._leases[key.request].story}"
-        self._epoch += 1
-        lease = Lease(
-            key=key,
-            opened_attempt=key.attempt,
-            lease=new_lease_id(),
-            epoch=self._epoch,
-            block_ids=tuple(block_ids),
-            deadline=deadline,
-            unattached_since=now,
-            checksums=[] if self._checksums else None,
-            story=[f"open {len(block_ids)} blocks"],
-        )
-        self._leases[key.request] = lease
+        actions: list[Action] = []
+        held = self._leases.get(key.request)
+        if held is not None and held.lent:  # under the request's own name: its sink is faulty
+            actions += self._drop(held, Cause.SUPERSEDED, "the name is a request's")
+        lease = self._pin(key, block_ids, deadline, now)
         parked = self._parked.pop(key.request, None)
         if parked is None:
-            return []
+            return actions
         if parked.attempt < key.attempt:
-            return self._refuse_parked((key.request, parked), Cause.SUPERSEDED, "a newer attempt has arrived")
-        return self._bind(lease, parked.attempt, parked.sink)
+            return [*actions, *self._refuse_parked((key.request, parked), Cause.SUPERSEDED, "a newer attempt arrived")]
+        return [*actions, *self._bind(lease, parked.attempt, parked.sink)]
+
+    def lend(
+        self,
+        key: RequestKey,
+        block_ids: Sequence[int],
+        sink: Incarnation,
+        deadline: float,
+        now: float,
+        checksums: Sequence[int] = (),
+    ) -> list[Action]:
+        """Pin cached blocks for `sink`, under a request that has no lease, and offer all of them."""
+        assert block_ids, "a prefix of no blocks"
+        lease = self._pin(key, block_ids, deadline, now)
+        lease.lent, lease.sink = True, sink
+        lease.num_ready, lease.first_tokens = len(lease.block_ids), ()
+        if lease.checksums is not None:
+            lease.checksums.extend(checksums)
+            assert len(lease.checksums) == lease.num_ready, "one checksum for each block"
+        lease.story.append(f"lent to {sink}")
+        self._readers.add((key, sink))
+        self._unpark(key, sink)
+        parked = self._parked.pop(key.request, None)
+        refused = [] if parked is None else self._refuse_parked((key.request, parked), Cause.SUPERSEDED, "it was lent")
+        return [*refused, Send(sink, lease.offer(0))]
 
     def blocks_ready(
         self, request: RequestId, num_ready: int, checksums: Sequence[int] = (), *, now: float
@@ -179,7 +176,7 @@ class LeaseTable:
         if lease.sink is None:
             lease.unattached_since = now
             return []
-        return [Send(lease.sink, _offer(lease, start))]
+        return [Send(lease.sink, lease.offer(start))]
 
     def complete(self, request: RequestId, first_tokens: Sequence[Tokens]) -> list[Action]:
         """The last chunk is done. If no choice goes on after its first token, the lease has nothing left to do."""
@@ -189,24 +186,33 @@ class LeaseTable:
         lease.story.append("complete")
         actions: list[Action] = []
         if lease.sink is not None:
-            actions.append(Send(lease.sink, _done(lease)))
+            actions.append(Send(lease.sink, lease.done()))
         if all(tokens.finish_reason is not None for tokens in first_tokens):
             actions.append(self._end(lease))
         return actions
 
     # --- the sink ------------------------------------------------------------------------------------------------
 
-    def attach(self, message: Attach, sink: Incarnation, now: float) -> list[Action]:
-        """A sink subscribes, or subscribes again after a loss: it is told everything from the first block."""
+    def attach(self, message: Attach | AttachPrefix, sink: Incarnation, now: float) -> list[Action]:
+        """A sink subscribes, or subscribes again after a loss: it is told everything from the first block.
+
+        A prefix must have been lent before.
+        """
         lease = self._leases.get(message.request)
         if lease is None:
+            assert isinstance(message, Attach), message
             return self._park(message.key, sink, now)
+        if lease.lent or isinstance(message, AttachPrefix):
+            if lease.lent and (lease.key, lease.sink) == (message.key, sink):
+                return [Send(sink, lease.offer(0))]
+            return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "this request has a lease of another kind"))]
         if message.attempt < lease.key.attempt:
-            return [Send(sink, _withdrawn(message.key, Cause.SUPERSEDED, "a newer attempt is attached"))]
+            return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "a newer attempt is attached"))]
         return self._bind(lease, message.attempt, sink)
 
     def settle(self, message: Settle, sink: Incarnation) -> list[Action]:
         """Whether the lease was held, in this epoch and for this sink, until now. Valid ends the lease."""
+        self._unpark(message.key, sink)  # whoever settles has read everything and waits for no offer
         lease = self._leases.get(message.request)
         if (
             lease is not None
@@ -218,21 +224,17 @@ class LeaseTable:
             self._readers.discard((message.key, sink))
             while len(self._settled) > MAX_TOMBSTONES:
                 self._settled.popitem(last=False)
-            return [Send(sink, _settled(message, valid=True)), self._end(lease)]
+            return [Send(sink, verdict(message, valid=True)), self._end(lease)]
         told_before = self._settled.get(message.lease) == (message.key, message.epoch, sink)
-        return [Send(sink, _settled(message, valid=told_before))]
+        return [Send(sink, verdict(message, valid=told_before))]
 
     def detach(self, message: Detach, sink: Incarnation, now: float) -> list[Action]:
-        """The sink has given up and its reads have ended; the offer, if it still stands, stays for another."""
+        """The sink has given up and its reads have ended; an offer that still stands, but no loan, is for another."""
         self._readers.discard((message.key, sink))
-        parked = self._parked.get(message.request)
-        if parked is not None and (parked.attempt, parked.sink) == (message.attempt, sink):
-            del self._parked[message.request]
+        self._unpark(message.key, sink)
         lease = self._leases.get(message.request)
         if lease is not None and lease.key == message.key and lease.sink == sink:
-            lease.sink = None
-            lease.unattached_since = now
-            lease.story.append("detached")
+            return self._unbind(lease, now, "detached")
         return []
 
     def sink_said_hello(self, sink: Incarnation, pulls: Collection[RequestKey], now: float) -> list[Action]:
@@ -241,16 +243,12 @@ class LeaseTable:
         for request, parked in list(self._parked.items()):
             if parked.sink == sink and RequestKey(request, parked.attempt) not in pulls:
                 del self._parked[request]
-        for lease in self._leases.values():
-            if lease.sink == sink and lease.key not in pulls:
-                lease.sink = None
-                lease.unattached_since = now
-                lease.story.append("given up by its sink")
-        return []
+        given_up = [lease for lease in self._leases.values() if lease.sink == sink and lease.key not in pulls]
+        return [action for lease in given_up for action in self._unbind(lease, now, "given up by its sink")]
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float = 0.0) -> list[Action]:
+    def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float) -> list[Action]:
         """End the lease from this side (abort, failure); inert without one.
 
         When a newer attempt's Prefill is the cause, a sink that has attached for that attempt already waits for it.
@@ -264,7 +262,7 @@ class LeaseTable:
         if newer and lease.sink is not None and lease.key.attempt > lease.opened_attempt:
             return [self._end(lease), *self._park(lease.key, lease.sink, now)]
         if lease.sink is not None:
-            actions.append(Send(lease.sink, _withdrawn(lease.key, cause, message)))
+            actions.append(Send(lease.sink, withdrawn(lease.key, cause, message)))
         return [*actions, self._end(lease)]
 
     def expire(self, now: float) -> list[Action]:
@@ -313,30 +311,55 @@ class LeaseTable:
             assert not lease.complete or lease.num_ready == len(lease.block_ids), lease.story
             assert request not in self._parked, lease.story
             assert lease.sink is None or (lease.key, lease.sink) in self._readers, lease.story
+            assert not lease.lent or (lease.complete and lease.sink is not None), lease.story
 
     def _expiry(self, lease: Lease) -> float:
         if lease.sink is not None or not lease.complete:
             return lease.deadline
         return min(lease.deadline, lease.unattached_since + self._unattached_ttl_s)
 
+    def _pin(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> Lease:
+        assert key.request not in self._leases, f"{key} has a lease: {self._leases[key.request].story}"
+        self._epoch += 1
+        lease = self._leases[key.request] = Lease(
+            key=key,
+            opened_attempt=key.attempt,
+            lease=new_lease_id(),
+            epoch=self._epoch,
+            block_ids=tuple(block_ids),
+            deadline=deadline,
+            unattached_since=now,
+            checksums=[] if self._checksums else None,
+            story=[f"open {len(block_ids)} blocks"],
+        )
+        return lease
+
     def _bind(self, lease: Lease, attempt: int, sink: Incarnation) -> list[Action]:
         actions: list[Action] = []
         if lease.sink is not None and (lease.sink, lease.key.attempt) != (sink, attempt):
-            actions.append(Send(lease.sink, _withdrawn(lease.key, Cause.SUPERSEDED, "another sink attached")))
+            actions.append(Send(lease.sink, withdrawn(lease.key, Cause.SUPERSEDED, "another sink attached")))
         lease.key = RequestKey(lease.key.request, attempt)
         lease.sink = sink
         self._readers.add((lease.key, sink))
         lease.story.append(f"attached by {sink}, attempt {attempt}")
-        actions.append(Send(sink, _offer(lease, 0)))
+        actions.append(Send(sink, lease.offer(0)))
         if lease.complete:
-            actions.append(Send(sink, _done(lease)))
+            actions.append(Send(sink, lease.done()))
         return actions
+
+    def _unbind(self, lease: Lease, now: float, why: str) -> list[Action]:
+        if lease.lent:
+            return [self._end(lease)]
+        lease.sink = None
+        lease.unattached_since = now
+        lease.story.append(why)
+        return []
 
     def _park(self, key: RequestKey, sink: Incarnation, now: float) -> list[Action]:
         """Keep an attach until its Prefill arrives, within the bounds on number and time."""
         older = self._parked.get(key.request)
         if older is not None and older.attempt > key.attempt:
-            return [Send(sink, _withdrawn(key, Cause.SUPERSEDED, "a newer attempt has attached"))]
+            return [Send(sink, withdrawn(key, Cause.SUPERSEDED, "a newer attempt has attached"))]
         actions: list[Action] = []
         if older is not None and (older.attempt, older.sink) != (key.attempt, sink):
             actions += self._refuse_parked((key.request, older), Cause.SUPERSEDED, "another sink attached")
@@ -346,50 +369,23 @@ class LeaseTable:
             actions += self._refuse_parked(self._parked.popitem(last=False), Cause.CAPACITY, "too many parked attaches")
         return actions
 
+    def _unpark(self, key: RequestKey, sink: Incarnation) -> None:
+        parked = self._parked.get(key.request)
+        if parked is not None and (parked.attempt, parked.sink) == (key.attempt, sink):
+            del self._parked[key.request]
+
     def _drop(self, lease: Lease, cause: Cause, message: str) -> list[Action]:
         actions: list[Action] = []
         if lease.sink is not None:
-            actions.append(Send(lease.sink, _withdrawn(lease.key, cause, message)))
-        return [*actions, Dropped(lease.key, cause, message), self._end(lease)]
+            actions.append(Send(lease.sink, withdrawn(lease.key, cause, message)))
+        if not lease.lent:
+            actions.append(Dropped(lease.key, cause, message))
+        return [*actions, self._end(lease)]
 
-    def _end(self, lease: Lease) -> Unpin:
+    def _end(self, lease: Lease) -> Unpin | Return:
         del self._leases[lease.key.request]
-        return Unpin(lease.key, lease.block_ids)
+        return Return(lease.block_ids) if lease.lent else Unpin(lease.key, lease.block_ids)
 
     def _refuse_parked(self, item: tuple[RequestId, _Parked], cause: Cause, message: str) -> list[Action]:
         request, parked = item
-        return [Send(parked.sink, _withdrawn(RequestKey(request, parked.attempt), cause, message))]
-
-
-def _offer(lease: Lease, start: int) -> BlocksReady:
-    return BlocksReady(
-        request=lease.key.request,
-        attempt=lease.key.attempt,
-        lease=lease.lease,
-        epoch=lease.epoch,
-        start=start,
-        block_ids=lease.block_ids[start : lease.num_ready],
-        num_blocks=len(lease.block_ids),
-        checksums=None if lease.checksums is None else tuple(lease.checksums[start:]),
-    )
-
-
-def _done(lease: Lease) -> PrefillDone:
-    assert lease.first_tokens is not None
-    return PrefillDone(
-        request=lease.key.request,
-        attempt=lease.key.attempt,
-        lease=lease.lease,
-        epoch=lease.epoch,
-        first_tokens=lease.first_tokens,
-    )
-
-
-def _settled(message: Settle, *, valid: bool) -> Settled:
-    return Settled(
-        request=message.request, attempt=message.attempt, lease=message.lease, epoch=message.epoch, valid=valid
-    )
-
-
-def _withdrawn(key: RequestKey, cause: Cause, message: str) -> OfferWithdrawn:
-    return OfferWithdrawn(request=key.request, attempt=key.attempt, cause=cause, message=message)
+        return [Send(parked.sink, withdrawn(RequestKey(request, parked.attempt), cause, message))]

@@ -34,6 +34,9 @@ PIECE_BYTES = 2**20
 MAX_BLOCKS_PER_PIECE = 4096
 MAX_PIECES_ASKED = 8
 """Pieces on their way from one source to one sink."""
+MAX_ANSWERS_QUEUED = 8 * MAX_PIECES_ASKED
+"""Answers queued for one sink, as ZeroMQ counts them; one more is dropped. What has left it takes off in batches of
+half this number, so that the count stays below that half and `MAX_PIECES_ASKED` together."""
 MAX_PIECES_PER_POLL = 16
 """Pieces copied from one source in one `poll`, about 3 ms."""
 MAX_HEADER_BYTES = 2**16
@@ -320,7 +323,7 @@ class _Server:
             (zmq.LINGER, 0),
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.MAXMSGSIZE, MAX_HEADER_BYTES),
-            (zmq.SNDHWM, 8 * MAX_PIECES_ASKED),  # far above what is asked: ZeroMQ learns late of what has left
+            (zmq.SNDHWM, MAX_ANSWERS_QUEUED),
         ):
             self._socket.set(option, value)
         try:
@@ -362,6 +365,7 @@ class _Server:
             self.num_refused += 1
             refused = str(error)
         header: bytes = msgpack.packb({"number": request.number, "refused": refused})
+        self._socket.get(zmq.EVENTS)  # count what has left; by itself a send does so about once a millisecond
         try:
             self._socket.send_multipart([sink, header, *piece], zmq.NOBLOCK, copy=False)
         except zmq.Again:

@@ -27,7 +27,7 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
         device_id=cache.device.index or 0,
     )
     make_transport = transport_maker(settings.transport, region, host.me, settings.host)
-    worker = PrefillWorker(settings, host.server, engine, region, make_transport, monotonic)
+    worker = PrefillWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker
 

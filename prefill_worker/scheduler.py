@@ -1,24 +1,41 @@
-"""Which tokens of which prompts are computed in the next step: chunked prefill under a token budget.
+"""Which prompts get blocks, and which of their tokens are computed in the next step.
 
-Pure state: requests and finished steps in, chunks out. A request gets every block that its prompt needs when it is
-admitted, so that an admitted prefill always ends without waiting for anyone: that is what keeps the pools free of
-deadlock (a decode worker reserves only after this).
+A request gets every block that its prompt needs when it is admitted, so that an admitted prefill always ends without
+waiting for anyone: that is what keeps the pools free of deadlock (a decode worker reserves only after this). The blocks
+of its beginning that the prefix cache has are shared; only the rest is allocated, and computed.
+
+Pure state: requests, finished steps and a time in, decisions out. Nothing costs as much as what waits.
 
 Life cycle of a request here:
 
     waiting ──► running ──► done        (its blocks are then held by its lease alone)
-       └───────────┴──────► removed     (abort, deadline)
+       │        ▲  │  ▼
+       │        │  │ on hold            (the worker fetches more of its beginning from elsewhere)
+       └────────┴──┴──────► removed     (abort, deadline)
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.contract.block_hashes import BlockChain, BlockHash
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Prefill
+from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
+from common.engine.chunked_prefill import Chunk, ChunkQueue, Urgency
+from common.engine.fair_queue import FairQueue
+from common.engine.lazy_heap import LazyHeap
+from prefill_worker.room import Horizon, TierHoldings
+
+LOOK_AHEAD = 16
+"""Waiting requests that are tried when the first of them does not fit."""
+MAX_PASSED = 16
+"""Times that a waiting request that does not fit may see a later one come in; then nobody passes it."""
+STEPS_AHEAD = 2
+"""Steps for which prompts are let in: the one that comes next, and one so that leases, and pulls, begin early."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,11 +44,23 @@ class PrefillRequest:
 
     work: Prefill
     gateway: Incarnation
+    arrived: float
+    """Monotonic seconds."""
     deadline: float
     """Monotonic seconds at which its budget ends."""
+    urgency: Urgency = (0, 0.0, 0)
+    """(rank of its tier, when its first token should be there, arrival number)."""
+    block_hashes: Sequence[BlockHash] = ()
+    """Names of its full blocks."""
+    num_cached: int = 0
+    """Leading tokens that the prefix cache had: when it was admitted, and before that, when it arrived."""
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
-    """Tokens whose KV is in the cache."""
+    """Leading tokens whose KV is in `block_table`."""
+    num_passed: int = 0
+    """Later requests that came in while this one did not fit."""
+    prefix_tried: bool = False
+    """Whether the worker has already seen about fetching more of its beginning from elsewhere."""
 
     @property
     def key(self) -> RequestKey:
@@ -39,38 +68,74 @@ class PrefillRequest:
         return self.work.key
 
     @property
-    def num_uncomputed(self) -> int:
-        """Tokens still to be computed."""
-        return len(self.work.token_ids) - self.num_computed
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens `[start, end)` of a request, computed in one step."""
-
-    request: PrefillRequest
-    start: int
-    end: int
+    def token_ids(self) -> Sequence[int]:
+        """The prompt."""
+        return self.work.token_ids
 
     @property
-    def last(self) -> bool:
-        """Whether the prompt ends with this chunk."""
-        return self.end == len(self.request.work.token_ids)
+    def tier(self) -> Tier:
+        """Its service class."""
+        return self.work.tier
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.work.tenant
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to be computed; while it waits, those that the cache did not have when it arrived."""
+        return len(self.work.token_ids) - max(self.num_computed, self.num_cached)
+
+
+@dataclass(slots=True)
+class _Holding:
+    """The blocks of an admitted request: its own while it is here, its lease's when it is done."""
+
+    tier: Tier
+    blocks: tuple[int, ...]
+    done: bool = False
+    pinned: bool = True
 
 
 class PrefillScheduler:
-    """First come, first served; several prompts share a step."""
+    """By tier, then the tenant that has received the least, then by deadline; several prompts share a step."""
 
     def __init__(
-        self, pool: BlockPool, *, block_size: int, chunk_size: int, token_budget: int, max_waiting: int
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        chunk_size: int,
+        token_budget: int,
+        max_waiting: int,
+        ageing_s: float,
+        ttft_target_s: Callable[[Tier], float],
+        seconds_per_token: float = 0.0,
     ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._chunk_size = chunk_size
         self._token_budget = token_budget
         self._max_waiting = max_waiting
-        self._waiting: OrderedDict[RequestId, PrefillRequest] = OrderedDict()
-        self._running: OrderedDict[RequestId, PrefillRequest] = OrderedDict()
+        self._ttft_target_s = ttft_target_s
+        self.seconds_per_token = seconds_per_token
+        """What computing a prompt token takes, as measured so far."""
+        self._requests: dict[RequestId, PrefillRequest] = {}
+        self._waiting: FairQueue[PrefillRequest] = FairQueue(ageing_s=ageing_s)
+        self._chunks: ChunkQueue[PrefillRequest] = ChunkQueue(ageing_s=ageing_s)
+        self._on_hold: set[PrefillRequest] = set()
+        self._deadlines: LazyHeap[PrefillRequest] = LazyHeap()
+        self._holdings: dict[RequestKey, _Holding] = {}
+        self._tier_holdings = TierHoldings(pool.num_blocks)
+        self._num_uncomputed = 0
+        self._num_arrived = 0
+        self.num_prefix_queried = 0
+        """Tokens of admitted prompts."""
+        self.num_prefix_hit = 0
+        """Those of them that the prefix cache had."""
+
+    # --- what others want to know --------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -80,12 +145,12 @@ class PrefillScheduler:
     @property
     def num_running(self) -> int:
         """Requests with blocks and tokens still to compute."""
-        return len(self._running)
+        return len(self._requests) - len(self._waiting)
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens still to be computed, of all requests."""
-        return sum(r.num_uncomputed for group in (self._waiting, self._running) for r in group.values())
+        return self._num_uncomputed
 
     @property
     def full(self) -> bool:
@@ -94,79 +159,250 @@ class PrefillScheduler:
 
     def get(self, request: RequestId) -> PrefillRequest | None:
         """The request, if it is waiting or running."""
-        return self._waiting.get(request) or self._running.get(request)
+        return self._requests.get(request)
 
     def requests(self) -> list[PrefillRequest]:
         """Every waiting and running request."""
-        return [*self._waiting.values(), *self._running.values()]
+        return list(self._requests.values())
 
     def blocks_for(self, request: PrefillRequest) -> int:
         """Blocks that the request's prompt needs."""
-        return -(-len(request.work.token_ids) // self._block_size)
+        return -(-len(request.token_ids) // self._block_size)
+
+    def blocks_missing(self, now: float) -> int:
+        """Blocks that would have to come free for the next request that waits for blocks; 0 when none does."""
+        horizons = self._horizons(now)
+        for request in self._waiting.first(now, LOOK_AHEAD):
+            cached = self._cached(request)
+            num_new = self.blocks_for(request) - len(cached)
+            fits_tier = self._tier_holdings.has_room(request.tier, cached, num_new)
+            if fits_tier and horizons[request.tier].reaches(request):
+                return max(0, num_new + self._pool.num_unreferenced(cached) - self._pool.num_free)
+        return 0
+
+    # --- the way in ----------------------------------------------------------------------------------------------
 
     def add(self, request: PrefillRequest) -> None:
         """Enqueue a request, which must fit into the pool."""
         assert not self.full
         assert self.blocks_for(request) <= self._pool.num_blocks
-        self._waiting[request.key.request] = request
+        assert request.key.request not in self._requests, request.key
+        chain = BlockChain(self._block_size, request.work.cache_salt)
+        chain.extend(request.token_ids, len(request.token_ids))
+        request.block_hashes = chain.hashes
+        self._num_arrived += 1
+        self._requests[request.key.request] = request
+        self._deadlines.add(request, request.deadline)
+        self._enqueue(request, self._num_arrived)
 
-    def admit(self) -> list[PrefillRequest]:
-        """Give blocks to waiting requests, in order, while there are enough; returns those admitted."""
-        admitted = []
-        while self._waiting:
-            request = next(iter(self._waiting.values()))
-            if self.blocks_for(request) > self._pool.num_free:
-                break
-            del self._waiting[request.key.request]
-            request.block_table = self._pool.allocate(self.blocks_for(request))
-            self._running[request.key.request] = request
-            admitted.append(request)
+    def admit(self, now: float) -> list[PrefillRequest]:
+        """Give blocks to waiting requests that the next steps can compute and that find room. Each of those returned
+        is to be pinned by a lease before it is done, whose end is told by `unpinned`."""
+        horizons = self._horizons(now)
+        admitted: list[PrefillRequest] = []
+        while newly := self._admit_some(horizons, now):
+            admitted += newly
         return admitted
 
-    def blocks_missing(self) -> int:
-        """Blocks that the first waiting request lacks; 0 when none waits."""
-        first = next(iter(self._waiting.values()), None)
-        return 0 if first is None else max(0, self.blocks_for(first) - self._pool.num_free)
+    def hold(self, request: PrefillRequest) -> None:
+        """Compute nothing of `request`, which has just been admitted, until `resume`."""
+        assert request in self._chunks, request.key
+        assert not self._chunks.in_flight(request), request.key
+        self._chunks.remove(request)
+        self._on_hold.add(request)
 
-    def schedule(self) -> list[Chunk]:
+    def resume(self, request: PrefillRequest, num_computed: int) -> None:
+        """Go on with a request on hold: its blocks hold the valid KV of `[0, num_computed)`, which may be more than
+        before, by whole blocks."""
+        assert request.num_computed <= num_computed < len(request.token_ids), (request.key, num_computed)
+        assert num_computed % self._block_size == 0, (request.key, num_computed)
+        self._on_hold.remove(request)
+        self._name(request, request.num_computed, num_computed)
+        self._num_uncomputed -= num_computed - request.num_computed
+        request.num_computed = num_computed
+        request.urgency = self._urgency(request, request.urgency[2])
+        self._chunks.add(request, request.arrived)
+
+    def requeue(self, request: PrefillRequest) -> None:
+        """Let a request on hold wait for other blocks: somebody may still write to those that it had."""
+        self._on_hold.remove(request)
+        self._num_uncomputed -= request.num_uncomputed
+        self._release(request)
+        self._drop_holding(request.key)
+        request.num_computed = 0
+        self._enqueue(request, request.urgency[2])
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> list[Chunk[PrefillRequest]]:
         """The next step: chunks of running prompts, in order, within the budget."""
-        budget = self._token_budget
-        chunks = []
-        for request in self._running.values():
-            size = min(request.num_uncomputed, self._chunk_size, budget)
-            if size == 0:
-                break
-            chunks.append(Chunk(request, request.num_computed, request.num_computed + size))
-            budget -= size
-        return chunks
+        return self._chunks.schedule(self._token_budget, self._chunk_size, now)
 
-    def step_done(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def step_done(self, chunks: Sequence[Chunk[PrefillRequest]]) -> list[Chunk[PrefillRequest]]:
         """Account for a finished step; returns its chunks of requests that are still here.
 
-        A request whose last chunk is done leaves, and drops its own references on its blocks: its lease has others.
+        Blocks that have become full enter the prefix cache, and the tenants are charged. A request whose last chunk is
+        done leaves, and drops its own references on its blocks: its lease has others.
         """
-        live = [chunk for chunk in chunks if self._running.get(chunk.request.key.request) is chunk.request]
+        live = self._chunks.step_done(chunks)
         for chunk in live:
-            chunk.request.num_computed = chunk.end
+            request = chunk.prompt
+            self._num_uncomputed -= chunk.end - chunk.start
+            self._waiting.charge(request.tier, request.tenant, chunk.end - chunk.start)
+            self._name(request, chunk.start, chunk.end)
             if chunk.last:
-                self.remove(chunk.request)
+                self._holdings[request.key].done = True
+                self.remove(request)
         return live
 
+    # --- the way out ---------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float:
+        """When the budget of the first request ends; infinite when there is none."""
+        request = self._deadlines.first()
+        return math.inf if request is None else request.deadline
+
+    def expired(self, now: float) -> list[PrefillRequest]:
+        """Requests whose budget has ended, each named once: the caller removes them."""
+        expired = []
+        while (request := self._deadlines.first()) is not None and request.deadline <= now:
+            self._deadlines.discard(request)
+            expired.append(request)
+        return expired
+
     def remove(self, request: PrefillRequest) -> None:
-        """Forget a waiting or running request and release its blocks."""
-        self._waiting.pop(request.key.request, None)
-        self._running.pop(request.key.request, None)
+        """Forget a request, wherever it is, and release its blocks; inert when it is not here."""
+        if self._requests.get(request.key.request) is not request:
+            return
+        del self._requests[request.key.request]
+        self._waiting.discard(request)
+        self._chunks.remove(request)
+        self._on_hold.discard(request)
+        self._deadlines.discard(request)
+        self._num_uncomputed -= request.num_uncomputed
+        self._release(request)
+        holding = self._holdings.get(request.key)
+        if holding is not None and not (holding.done and holding.pinned):
+            self._drop_holding(request.key)
+
+    def unpinned(self, key: RequestKey) -> None:
+        """The lease of an admitted request has ended; inert for others."""
+        holding = self._holdings.get(key)
+        if holding is not None:
+            holding.pinned = False
+            if holding.done:
+                self._drop_holding(key)
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: PrefillRequest, order: int) -> None:
+        request.num_cached = len(self._cached(request)) * self._block_size
+        request.urgency = self._urgency(request, order)
+        self._num_uncomputed += request.num_uncomputed
+        self._waiting.add(
+            request, tier=request.tier, tenant=request.tenant, deadline=request.urgency[1], now=request.arrived
+        )
+
+    def _release(self, request: PrefillRequest) -> None:
         self._pool.release(request.block_table)
         request.block_table = []
 
+    def _drop_holding(self, key: RequestKey) -> None:
+        holding = self._holdings.pop(key)
+        self._tier_holdings.remove(holding.tier, holding.blocks)
+
+    def _admit_some(self, horizons: Mapping[Tier, Horizon], now: float) -> list[PrefillRequest]:
+        """Try the next few requests. Whoever does not fit lets others pass, so many times; whoever is not within the
+        horizon of its tier is not passed: it is not its turn."""
+        admitted: list[PrefillRequest] = []
+        refused: list[tuple[PrefillRequest, int]] = []
+        for request in self._waiting.first(now, LOOK_AHEAD):
+            rank = request.tier.rank
+            if not horizons[request.tier].reaches(request):
+                continue
+            if any(other.num_passed >= MAX_PASSED and rank >= rival_rank for other, rival_rank in refused):
+                continue
+            cached = self._cached(request)
+            rival_rank = self._rival_rank(request, cached)
+            if rival_rank is not None:
+                refused.append((request, rival_rank))
+                continue
+            self._start(request, cached, now)
+            admitted.append(request)
+            for horizon in horizons.values():
+                horizon.add(request)
+            for other, rival_rank in refused:
+                other.num_passed += rank >= rival_rank
+        return admitted
+
+    def _rival_rank(self, request: PrefillRequest, cached: Sequence[int]) -> int | None:
+        """None when there is room for `request`; else from which rank on a request takes what this one lacks: 0 for
+        blocks of the pool, its own where its tier has its share, which higher tiers do not touch."""
+        num_new = self.blocks_for(request) - len(cached)
+        if num_new + self._pool.num_unreferenced(cached) > self._pool.num_free:
+            return 0
+        return None if self._tier_holdings.has_room(request.tier, cached, num_new) else request.tier.rank
+
+    def _start(self, request: PrefillRequest, cached: list[int], now: float) -> None:
+        """Give `request` its blocks, for which there is room."""
+        self._waiting.take(request, now)
+        self._pool.share(cached)
+        request.block_table = cached + self._pool.allocate(self.blocks_for(request) - len(cached))
+        self._num_uncomputed -= request.num_uncomputed
+        request.num_cached = request.num_computed = len(cached) * self._block_size
+        self._num_uncomputed += request.num_uncomputed
+        request.urgency = self._urgency(request, request.urgency[2])
+        self._chunks.add(request, request.arrived)
+        self._holdings[request.key] = _Holding(request.tier, tuple(request.block_table))
+        self._tier_holdings.add(request.tier, request.block_table)
+        self.num_prefix_queried += len(request.token_ids)
+        self.num_prefix_hit += request.num_cached
+
+    def _horizons(self, now: float) -> dict[Tier, Horizon]:
+        """How far ahead the requests of each tier in which some wait are let in. An aged tier has its share of the
+        steps, whatever stands before it; another one has what the higher ones leave."""
+        horizons = {}
+        for tier in Tier:
+            if self._waiting.num_in(tier):
+                first_rank = tier.rank if self._waiting.aged(tier, now) else 0
+                prompts = self._chunks.from_rank(first_rank)
+                num_tokens = STEPS_AHEAD * self._token_budget
+                horizons[tier] = Horizon(prompts, first_rank, num_tokens, self._chunk_size)
+        return horizons
+
+    def _cached(self, request: PrefillRequest) -> list[int]:
+        """Blocks of its beginning that the prefix cache has. The last token is computed in any case, for its logits."""
+        num_usable = (len(request.token_ids) - 1) // self._block_size
+        return self._pool.match(request.block_hashes[:num_usable])
+
+    def _urgency(self, request: PrefillRequest, order: int) -> Urgency:
+        cost_s = request.num_uncomputed * self.seconds_per_token
+        return request.tier.rank, request.arrived + self._ttft_target_s(request.tier) + cost_s, order
+
+    def _name(self, request: PrefillRequest, start: int, end: int) -> None:
+        """Tokens `[start, end)` are computed: their blocks that are full now can be found by others."""
+        for index in range(start // self._block_size, end // self._block_size):
+            self._pool.name(request.block_table[index], request.block_hashes[index])
+
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        assert len(self._waiting) <= self._max_waiting
-        assert not self._waiting.keys() & self._running.keys()
-        for request in self._waiting.values():
+        self._waiting.check_invariants()
+        self._chunks.check_invariants()
+        self._deadlines.check_invariants()
+        self._tier_holdings.check_invariants()
+        places = [*self._waiting, *self._chunks, *self._on_hold]
+        assert len(places) == len(self._requests), "a request is in two places, or in none"
+        assert set(places) == set(self._requests.values())
+        assert self._num_uncomputed == sum(request.num_uncomputed for request in places)
+        assert set(self._deadlines) <= set(places)
+        for request in self._waiting:
             assert not request.block_table
             assert request.num_computed == 0
-        for request in self._running.values():
+            assert request.num_passed <= MAX_PASSED
+        for request in (*self._chunks, *self._on_hold):
             assert len(request.block_table) == self.blocks_for(request)
-            assert 0 <= request.num_computed < len(request.work.token_ids)
+            assert 0 <= request.num_cached <= request.num_computed < len(request.token_ids)
             assert all(self._pool.ref_count(block) > 0 for block in request.block_table)
+            assert self._holdings[request.key].blocks == tuple(request.block_table)
+        assert all(holding.pinned or not holding.done for holding in self._holdings.values())
+        assert sum(not h.done for h in self._holdings.values()) == len(self._chunks) + len(self._on_hold)

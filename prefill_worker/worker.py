@@ -3,12 +3,14 @@
 Life cycle of a request in the prefill worker:
 
     1. Prefill arrives from a gateway and waits for blocks.
-    2. It is admitted: blocks for the whole prompt, pinned by a lease that is offered to the sink (Attach may come
-       before or after).
-    3. Each step computes a chunk; blocks that are full afterwards are announced (BlocksReady) and read meanwhile.
-    4. The last chunk samples the first token of each choice: to the gateway (Tokens), and to the sink with the last
+    2. It is admitted: blocks for the whole prompt, of which the leading ones may be cached here. If another worker
+       holds more of it, and pulling is cheaper than computing, that is pulled first (`prefix_pulls`).
+    3. The blocks are pinned by a lease that is offered to the sink (Attach may come before or after).
+    4. Each step computes a chunk; blocks that are full afterwards are announced (BlocksReady) and read meanwhile.
+    5. The last chunk samples the first token of each choice: to the gateway (Tokens), and to the sink with the last
        blocks (PrefillDone).
-    5. The sink settles; the lease ends, and the blocks are free. Any other end (abort, failure, expiry) withdraws it.
+    6. The sink settles; the lease ends, and the blocks are free, and cached. Any other end (abort, failure, expiry)
+       withdraws it.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric
 
-from common.contract.errors import Cause, TransferError
+from common.contract.block_hashes import BlockHash
+from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
     Abort,
     Attach,
+    AttachPrefix,
     Cancelled,
     Detach,
     Failed,
@@ -40,25 +44,30 @@ from common.contract.messages import (
     Tokens,
     Welcome,
 )
-from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken, Slice
+from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
+from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine
-from common.engine.sequence import finish_reason
+from common.engine.prompt import first_tokens, prompt_slice
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import PrefillSettings
 from common.runtime.fence import AttemptFence
 from common.runtime.probes import counter, gauge
-from kv_transfer.mover import Mover
+from kv_transfer.intake import Intake
+from kv_transfer.lender import Lender
 from kv_transfer.regions import Region
-from kv_transfer.source import Action, Dropped, LeaseTable, Send, Unpin
-from kv_transfer.transport import ReadId, Transport
-from prefill_worker.scheduler import Chunk, PrefillRequest, PrefillScheduler
+from kv_transfer.sink import Pull
+from kv_transfer.transport import Transport
+from prefill_worker.prefix_pulls import PrefixPulls
+from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
 
 log = logging.getLogger(__name__)
 
 _RECLAIM_AGE_S = 1.0
 """An offer that no sink has attached to for this long may be dropped when a waiting prompt needs its blocks."""
+_QUARANTINE_LOOK_S = 0.25
+"""Between two looks at blocks in quarantine, while there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +77,12 @@ class _Owner:
 
 
 class PrefillWorker:
-    """The shell around scheduler, leases, engine and transport. Runs on the event loop's thread."""
+    """The shell around scheduler, lender, intake and engine. Runs on the event loop's thread."""
 
     def __init__(
         self,
         settings: PrefillSettings,
+        me: Incarnation,
         server: ControlServer,
         engine: Engine,
         region: Region,
@@ -83,20 +93,32 @@ class PrefillWorker:
         self._server = server
         self._engine = engine
         self._region = region
-        self._mover = Mover(region, make_transport, _reads_nothing, self._on_mover_died)
-        self._transport_metadata = b""
-        self._serving = False
         self._clock = clock
-        self._block_size = engine.runner.layout.block_size
-        self._pool = BlockPool(engine.runner.cache.num_blocks)
+        layout = engine.runner.layout
+        self._block_size = layout.block_size
+        self._pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
         self._scheduler = PrefillScheduler(
             self._pool,
             block_size=self._block_size,
             chunk_size=settings.chunk_size,
             token_budget=settings.token_budget,
             max_waiting=settings.max_waiting,
+            ageing_s=settings.ageing_s,
+            ttft_target_s=settings.ttft_target_s,
+            seconds_per_token=engine.costs.prefill_s_per_token,
         )
-        self._leases = LeaseTable(unattached_ttl_s=settings.unattached_ttl_s, checksums=settings.checksums)
+        self._intake = Intake(
+            settings, me, Role.PREFILL, engine.fingerprint, region, make_transport, events=self, clock=clock
+        )
+        self._lender = Lender(
+            events=self,
+            send=server.send,
+            set_serving=self._intake.mover.set_serving,
+            clock=clock,
+            unattached_ttl_s=settings.unattached_ttl_s,
+            checksum=region.crc32 if settings.checksums else None,
+        )
+        self._prefix_pulls = PrefixPulls(self._block_size, layout.block_bytes, engine.costs, settings.pull_prefixes)
         self._fence = AttemptFence()
         self._owners: dict[RequestId, _Owner] = {}
         """Who asked for each request that is queued, computed or under a lease."""
@@ -109,8 +131,7 @@ class PrefillWorker:
 
     async def start(self) -> None:
         """Start the transport. Raises `TransferError` when it cannot work here."""
-        self._transport_metadata = await self._mover.start()
-        self._mover_died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._intake.start()
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -118,29 +139,22 @@ class PrefillWorker:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._step_loop())
                 tasks.create_task(self._deadline_loop())
-                tasks.create_task(self._watch_mover())
+                tasks.create_task(self._intake.run())
         finally:
-            await self._mover.close()
+            await self._intake.close()
             self._engine.close()
-
-    async def _watch_mover(self) -> None:
-        await self._mover_died
-
-    def _on_mover_died(self, error: Exception) -> None:
-        if not self._mover_died.done():
-            self._mover_died.set_exception(error)
 
     async def _step_loop(self) -> None:
         while True:
             self._admit()
-            chunks = self._scheduler.schedule()
+            chunks = self._scheduler.schedule(self._clock())
             if not chunks:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             step = self._pool.step_started()
-            slices = [self._slice(chunk) for chunk in chunks]
-            tables = [tuple(chunk.request.block_table) for chunk in chunks]
+            slices = [prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table) for c in chunks]
+            tables = [tuple(chunk.prompt.block_table) for chunk in chunks]
             outcomes = await self._engine.step(slices)
             checksums = await self._checksums(chunks, tables)
             self._pool.step_finished(step)
@@ -150,11 +164,15 @@ class PrefillWorker:
         while True:
             self._expire()
             self._deadlines_changed.clear()
-            requests = (request.deadline for request in self._scheduler.requests())
-            wait_s = min(self._leases.next_expiry(), min(requests, default=math.inf)) - self._clock()
+            next_event = min(
+                self._lender.next_expiry(), self._scheduler.next_deadline(), self._prefix_pulls.next_expiry()
+            )
+            wait_s = next_event - self._clock()
             if self._scheduler.num_waiting:  # an offer may have become old enough to be reclaimed
                 wait_s = min(wait_s, _RECLAIM_AGE_S)
                 self._wake.set()
+            if self._intake.num_quarantined:
+                wait_s = min(wait_s, _QUARANTINE_LOOK_S)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
                     self._deadlines_changed.wait(), None if wait_s == math.inf else max(wait_s, 0.01)
@@ -163,29 +181,17 @@ class PrefillWorker:
     # --- events from clients -------------------------------------------------------------------------------------
 
     def on_message(self, peer: Incarnation, message: Message) -> None:
-        """A message from a gateway or a decode worker."""
+        """A message from a gateway, or from a worker that pulls from here."""
         match message:
             case Prefill():
                 self._on_prefill(peer, message)
             case Abort():
                 self._on_abort(peer, message)
-            case Attach():
-                self._do(self._leases.attach(message, peer, self._clock()))
-            case Settle():
-                self._do(self._leases.settle(message, peer))
-            case Detach():
-                self._do(self._leases.detach(message, peer, self._clock()))
+            case Attach() | AttachPrefix() | Settle() | Detach():
+                self._lender.on_message(peer, message)
             case _:
                 log.warning("%s is not for a prefill worker; ignored", type(message).__name__)
-        self._serve_readers()
         self._deadlines_changed.set()
-
-    def _serve_readers(self) -> None:
-        """Give the transport progress while somebody may be reading."""
-        serving = self._leases.num_readers > 0
-        if serving != self._serving:
-            self._serving = serving
-            self._mover.set_serving(serving)
 
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
         """A session (re)opens: what the client does not list is given up."""
@@ -193,23 +199,22 @@ class PrefillWorker:
         for key in self._owned_by(peer):
             if key not in listed:
                 self._end(key.request, Cause.CANCELLED, "unknown to its gateway")
-        self._do(self._leases.sink_said_hello(peer, listed, self._clock()))
-        self._serve_readers()
+        self._lender.on_hello(peer, listed)
         return tuple(self._owned_by(peer))
 
     def on_peer_lost(self, peer: Incarnation) -> None:
         """A gateway's requests end with it; a sink's leases wait for another sink."""
         for key in self._owned_by(peer):
             self._end(key.request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
-        self._do(self._leases.sink_said_hello(peer, (), self._clock()))
-        self._serve_readers()
+        self._lender.on_peer_lost(peer)
 
     def _on_prefill(self, gateway: Incarnation, work: Prefill) -> None:
         if not self._fence.admits(work.key):
             return
         if work.request in self._owners:
             self._end(work.request, Cause.SUPERSEDED, "a newer attempt arrived")
-        request = PrefillRequest(work, gateway, self._clock() + work.budget_s)
+        now = self._clock()
+        request = PrefillRequest(work, gateway, now, now + work.budget_s)
         needed = self._scheduler.blocks_for(request)
         objection = self._engine.runner.config.objection(work.token_ids)
         if objection is not None:
@@ -231,39 +236,102 @@ class PrefillWorker:
             self._count(Cause.CANCELLED)
             self._server.send(gateway, Cancelled(request=message.request, attempt=message.attempt))
 
+    # --- events from the intake: prefixes that are pulled (`kv_transfer.intake.IntakeEvents`) ---------------------
+
+    def on_want_blocks(self, pull: Pull, num_blocks: int) -> None:
+        """Another worker offers the beginning of a prompt: it goes where it would be computed."""
+        prefix = self._prefix_pulls.find(pull)
+        num_held = prefix.request.num_computed // self._block_size
+        if num_blocks <= num_held:
+            self._intake.abandon(pull, Cause.LEASE_LOST, "the other worker holds no more than this one")
+            return
+        prefix.num_blocks = num_blocks
+        blocks = prefix.request.block_table[:num_blocks]
+        self._pool.share(blocks)
+        self._intake.reserve(pull, blocks, num_held)
+
+    def on_pulled(self, pull: Pull, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
+        """The beginning of a prompt is here and valid: the rest is computed."""
+        prefix = self._prefix_pulls.pulled(pull, self._clock())
+        self._scheduler.resume(prefix.request, len(block_ids) * self._block_size)
+        self._pool.release(block_ids)
+        self._offer(prefix.request)
+
+    def on_release(self, block_ids: Sequence[int]) -> None:
+        """Blocks of an abandoned pull."""
+        self._pool.release(block_ids)
+        self._wake.set()
+
+    def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
+        """A prefix could not be pulled: the prompt is computed, in blocks that nothing writes to."""
+        request = self._prefix_pulls.gave_up(pull).request
+        if self._scheduler.get(request.key.request) is not request:
+            return
+        log.info("request %s computes its prefix: %s", request.key.request, message)
+        if pull.quarantined:
+            self._scheduler.requeue(request)
+            self._wake.set()
+        else:
+            self._scheduler.resume(request, request.num_computed)
+            self._offer(request)
+
+    # --- events from the lender (`kv_transfer.lender.LenderEvents`) ----------------------------------------------
+
+    def find_prefix(self, block_hashes: Sequence[bytes]) -> Sequence[int]:
+        """Blocks that another worker may read, each with a reference for the lender. Admitted prompts have every block
+        that they need, so this takes nothing from them."""
+        blocks = self._pool.match(BlockHash(name) for name in block_hashes)
+        self._pool.share(blocks)
+        return blocks
+
+    def on_returned(self, block_ids: Sequence[int]) -> None:
+        """Lent blocks are back."""
+        self.on_release(block_ids)
+
+    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
+        """A request's lease has ended: with it, the request."""
+        self._pool.release(block_ids)
+        self._scheduler.unpinned(key)
+        self._owners.pop(key.request, None)
+        self._wake.set()
+        self._deadlines_changed.set()
+
+    def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
+        """The lender gave a request up: its gateway must learn it."""
+        self._fail(key, cause, message)
+
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        missing = self._scheduler.blocks_missing()
+        now = self._clock()
+        missing = self._scheduler.blocks_missing(now)
         if missing:
-            self._do(self._leases.reclaim(missing, self._clock() - _RECLAIM_AGE_S))
-        for request in self._scheduler.admit():
-            self._pool.share(request.block_table)
-            self._do(self._leases.open(request.key, request.block_table, request.deadline, self._clock()))
-            self._serve_readers()
+            self._lender.reclaim(missing, now - _RECLAIM_AGE_S)
+        self._scheduler.seconds_per_token = self._engine.costs.prefill_s_per_token
+        for request in self._scheduler.admit(now):
+            prefix = self._prefix_pulls.consider(request, now)
+            if prefix is None:
+                self._offer(request)
+            else:
+                self._scheduler.hold(request)
+                self._intake.begin(prefix.pull)
+                self._deadlines_changed.set()
 
-    def _slice(self, chunk: Chunk) -> Slice:
-        work = chunk.request.work
-        samples: tuple[Sample, ...] = ()
-        if chunk.last:
-            samples = tuple(
-                Sample(
-                    params=work.sampling,
-                    choice=choice,
-                    position=len(work.token_ids),
-                    token_ids=work.token_ids,
-                    prompt_len=work.prompt_len,
-                )
-                for choice in work.choices
+    def _offer(self, request: PrefillRequest) -> None:
+        """Open the request's lease; what is in its blocks already can be read at once."""
+        self._pool.share(request.block_table)
+        self._lender.open(request.key, request.block_table, request.deadline)
+        num_ready = request.num_computed // self._block_size
+        if num_ready:
+            blocks = request.block_table[:num_ready]
+            self._lender.blocks_ready(
+                request.key.request, num_ready, self._region.crc32(blocks) if self._settings.checksums else ()
             )
-        return Slice(
-            token_ids=work.token_ids[chunk.start : chunk.end],
-            start=chunk.start,
-            block_table=chunk.request.block_table,
-            samples=samples,
-        )
+        self._wake.set()
 
-    async def _checksums(self, chunks: Sequence[Chunk], tables: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    async def _checksums(
+        self, chunks: Sequence[Chunk[PrefillRequest]], tables: Sequence[Sequence[int]]
+    ) -> list[tuple[int, ...]]:
         """Of the blocks that each chunk has completed; empty where the deployment runs without."""
         if not self._settings.checksums:
             return [()] * len(chunks)
@@ -273,35 +341,34 @@ class PrefillWorker:
         ]
         return await self._engine.call(lambda: [self._region.crc32(blocks) for blocks in completed])
 
-    def _num_ready(self, chunk: Chunk) -> int:
+    def _num_ready(self, chunk: Chunk[PrefillRequest]) -> int:
         """Blocks of the prompt that can no longer change after `chunk`; a partly filled one only at the end."""
-        return self._scheduler.blocks_for(chunk.request) if chunk.last else chunk.end // self._block_size
+        return self._scheduler.blocks_for(chunk.prompt) if chunk.last else chunk.end // self._block_size
 
     def _after_step(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Chunk[PrefillRequest]],
         outcomes: Sequence[tuple[Sampled, ...]],
         checksums: Sequence[tuple[int, ...]],
     ) -> None:
+        self._engine.costs.observe_prefill(sum(c.end - c.start for c in chunks), self._engine.last_step_s)
         live = {id(chunk) for chunk in self._scheduler.step_done(chunks)}
-        now = self._clock()
         for chunk, sampled, sums in zip(chunks, outcomes, checksums, strict=True):
             if id(chunk) not in live:
                 continue
             self._prompt_tokens += chunk.end - chunk.start
-            request = chunk.request.key.request
-            self._do(self._leases.blocks_ready(request, self._num_ready(chunk), sums, now=now))
+            self._lender.blocks_ready(chunk.prompt.key.request, self._num_ready(chunk), sums)
             if chunk.last:
-                self._finish(chunk.request, sampled)
+                self._finish(chunk.prompt, sampled)
 
     def _finish(self, request: PrefillRequest, sampled: Sequence[Sampled]) -> None:
-        tokens = []
-        for choice, outcome in zip(request.work.choices, sampled, strict=True):
-            if isinstance(outcome, InvalidLogitsError):
-                self._fail(request.key, Cause.INTERNAL, str(outcome))
-                return
-            tokens.append(self._first_token(request.work, choice, outcome))
-        self._do(self._leases.complete(request.key.request, tokens))
+        config = self._engine.runner.config
+        try:
+            tokens = first_tokens(request.work, sampled, config.eos_token_ids, config.max_sequence_tokens)
+        except InvalidLogitsError as error:
+            self._fail(request.key, Cause.INTERNAL, str(error))
+            return
+        self._lender.complete(request.key.request, tokens)
         for message in tokens:
             self._server.send(request.gateway, message)
         self._deadlines_changed.set()  # a complete offer waits for a sink only so long
@@ -309,29 +376,13 @@ class PrefillWorker:
         if all(message.finish_reason is not None for message in tokens):
             self._server.send(request.gateway, Finished(request=request.key.request, attempt=request.key.attempt))
 
-    def _first_token(self, work: Prefill, choice: int, sampled: SampledToken) -> Tokens:
-        num_tokens = len(work.token_ids) + 1
-        return Tokens(
-            request=work.request,
-            attempt=work.attempt,
-            choice=choice,
-            position=len(work.token_ids),
-            token_ids=(sampled.token_id,),
-            logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
-            finish_reason=finish_reason(
-                sampled.token_id,
-                num_tokens - work.prompt_len,
-                work.sampling,
-                self._engine.runner.config.eos_token_ids,
-                num_tokens,
-                self._engine.runner.config.max_sequence_tokens,
-            ),
-        )
-
     def _expire(self) -> None:
         now = self._clock()
-        self._do(self._leases.expire(now))
-        for request in [request for request in self._scheduler.requests() if request.deadline <= now]:
+        self._lender.expire(now)
+        self._intake.tick(now)
+        for prefix in self._prefix_pulls.overdue(now):
+            self._intake.abandon(prefix.pull, Cause.DEADLINE, "pulling the prefix took too long")
+        for request in self._scheduler.expired(now):
             state = "computing the prompt" if request.block_table else "waiting for the prefill worker"
             self._fail(request.key, Cause.DEADLINE, f"the request's time ran out while {state}")
 
@@ -349,29 +400,16 @@ class PrefillWorker:
         self._server.send(gateway, Failed(request=key.request, attempt=key.attempt, cause=cause, message=message))
 
     def _end(self, request: RequestId, cause: Cause, message: str) -> None:
-        """Give back whatever the request holds here: queue place, blocks, lease."""
+        """Give back whatever the request holds here: queue place, blocks, pull, lease."""
         self._owners.pop(request, None)
         scheduled = self._scheduler.get(request)
         if scheduled is not None:
+            prefix = self._prefix_pulls.of(scheduled)
             self._scheduler.remove(scheduled)
-        self._do(self._leases.withdraw(request, cause, message, now=self._clock()))
+            if prefix is not None:
+                self._intake.abandon(prefix.pull, None, message)
+        self._lender.withdraw(request, cause, message)
         self._wake.set()
-
-    def _do(self, actions: Sequence[Action]) -> None:
-        """Carry out what the lease table decided."""
-        if not actions:
-            return
-        for action in actions:
-            match action:
-                case Send(sink, message):
-                    self._server.send(sink, message)
-                case Unpin(key, block_ids):
-                    self._pool.release(block_ids)
-                    self._owners.pop(key.request, None)
-                    self._wake.set()
-                case Dropped(key, cause, message):
-                    self._fail(key, cause, message)
-        self._deadlines_changed.set()
 
     def _owned_by(self, gateway: Incarnation) -> list[RequestKey]:
         return [RequestKey(r, o.attempt) for r, o in self._owners.items() if o.gateway == gateway]
@@ -389,7 +427,7 @@ class PrefillWorker:
             fingerprint=self._engine.fingerprint,
             max_sequence_tokens=min(config.max_sequence_tokens, self._pool.num_blocks * self._block_size),
             transport=self._settings.transport,
-            transport_metadata=self._transport_metadata,
+            transport_metadata=self._intake.transport_metadata,
             open_requests=(),
         )
 
@@ -417,9 +455,13 @@ class PrefillWorker:
             "blocks_total": self._pool.num_blocks,
             "waiting": self._scheduler.num_waiting,
             "running": self._scheduler.num_running,
-            "leases": len(self._leases),
-            "parked": self._leases.num_parked,
-            "readers": self._leases.num_readers,
+            "blocks_quarantined": self._intake.num_quarantined,
+            "blocks_cached": self._pool.num_cached,
+            "pulling": self._intake.num_pulls,
+            "reads": self._intake.num_reads,
+            "leases": self._lender.num_leases,
+            "parked": self._lender.num_parked,
+            "readers": self._lender.num_readers,
             "requests": len(self._owners),
         }
 
@@ -433,12 +475,17 @@ class PrefillWorker:
         yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used, model)
         yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
         yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", self._scheduler.num_uncomputed)
-        yield gauge("baton_leases", "Leases held.", len(self._leases))
-        yield gauge("baton_readers", "Pulls whose reads may be under way.", self._leases.num_readers)
-        yield gauge("baton_lease_blocks", "Blocks pinned by leases.", self._leases.num_blocks)
-        yield gauge("baton_attaches_parked", "Attaches waiting for their prefill.", self._leases.num_parked)
-        yield counter("baton_leases_expired", "Leases that outlived their time.", self._leases.num_expired)
-        yield counter("baton_leases_reclaimed", "Leases dropped under pressure.", self._leases.num_reclaimed)
+        yield from self._lender.metrics()
+        yield from self._intake.metrics()
+        name = self._settings.model
+        queried, hit = {name: self._scheduler.num_prefix_queried}, {name: self._scheduler.num_prefix_hit}
+        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")
+        yield counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.", hit, "model_name")
+        yield gauge("baton_blocks_cached", "Blocks known by name.", self._pool.num_cached)
+        yield counter("baton_blocks_evicted", "Cached blocks that were given away.", self._pool.num_evicted)
+        yield counter("baton_prefix_pulls", "Prefixes pulled from others, by end.", self._prefix_pulls.ended, "end")
+        pulled = self._prefix_pulls.num_tokens_pulled
+        yield counter("baton_prefix_tokens_pulled", "Prompt tokens pulled instead of computed.", pulled)
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
         yield counter("baton_engine_steps", "Engine steps.", self._engine.num_steps)
         yield counter("baton_frames_refused", "Control frames refused.", traffic.frames_refused)
@@ -448,8 +495,5 @@ class PrefillWorker:
         """Assert what must hold between any two events."""
         self._pool.check_invariants()
         self._scheduler.check_invariants()
-        self._leases.check_invariants()
-
-
-def _reads_nothing(read_id: ReadId, error: TransferError | None) -> None:
-    raise AssertionError(f"a prefill worker reads from nobody: {read_id}, {error}")
+        self._intake.check_invariants()
+        self._lender.check_invariants()

@@ -1,16 +1,16 @@
 """The names of KV blocks: a full block is named by what it holds and everything before it.
 
-The name of block `i` is SHA-256 over (name of block `i - 1`, the block's token ids); the first parent is made of block
-size and salt. Equal names mean equal tokens in equal positions under an equal salt, on every worker of one fingerprint,
-so a chain of names says which prefix a cache holds. Different salts share nothing, which keeps one tenant from timing
-what another one has asked.
+The name of block `i` is SHA-256 over (name of block `i - 1`, the block's token ids, 8 bytes each, little-endian); the
+first parent is made of block size and salt. Equal names mean equal tokens in equal positions under an equal salt, on
+every worker of one fingerprint, so a chain of names says which prefix a cache holds. Different salts share nothing,
+which keeps one tenant from timing what another one has asked.
 """
 
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Sequence
+from struct import Struct
 from typing import Annotated, NewType
 
 from pydantic import Field
@@ -20,35 +20,36 @@ BlockHash = NewType("BlockHash", bytes)
 """The name of a full block, `HASH_BYTES` long."""
 HASH = Field(strict=True, min_length=HASH_BYTES, max_length=HASH_BYTES)
 """Bounds of a name on the wire."""
-BlockHashes = Annotated[tuple[Annotated[bytes, HASH], ...], Field(max_length=2**20, fail_fast=True)]
+BlockHashes = Annotated[tuple[Annotated[BlockHash, HASH], ...], Field(max_length=2**20, fail_fast=True)]
 
 
 class BlockChain:
     """The names of the leading full blocks of one sequence, computed once each, as the sequence grows."""
 
-    __slots__ = ("_block_size", "_root", "hashes")
+    __slots__ = ("_block_size", "_pack", "_root", "hashes")
 
     def __init__(self, block_size: int, salt: str = "") -> None:
         assert block_size >= 1, block_size
         self._block_size = block_size
+        self._pack = Struct(f"<{block_size}Q").pack
         self._root = BlockHash(hashlib.sha256(f"baton block {block_size} {salt}".encode()).digest())
         self.hashes: list[BlockHash] = []
         """Of blocks `[0, len(hashes))`."""
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Name every block that is full within `token_ids[:num_tokens]`, whose beginning is what was named before."""
+        assert num_tokens <= len(token_ids), f"{num_tokens} of {len(token_ids)} tokens"
         size = self._block_size
         parent = self.hashes[-1] if self.hashes else self._root
         for start in range(len(self.hashes) * size, num_tokens - size + 1, size):
-            digest = hashlib.sha256(parent)
-            digest.update(array("Q", token_ids[start : start + size]).tobytes())
-            parent = BlockHash(digest.digest())
+            parent = BlockHash(hashlib.sha256(parent + self._pack(*token_ids[start : start + size])).digest())
             self.hashes.append(parent)
 
     def fork(self) -> BlockChain:
         """A chain that goes on by itself from here."""
         other = BlockChain.__new__(BlockChain)
-        other._block_size, other._root, other.hashes = self._block_size, self._root, list(self.hashes)
+        other._block_size, other._pack, other._root = self._block_size, self._pack, self._root
+        other.hashes = list(self.hashes)
         return other
 
 

@@ -1,18 +1,27 @@
-"""Who may use which KV block. Reference counts and a free list; no torch, no I/O, no clock.
+"""Who may use which KV block, and which blocks hold a known prefix. No torch, no I/O, no clock.
 
 The life of a block:
 
-    free ── allocate ──► used (1 reference) ── share ──► used (more) ── release … release ──► limbo ──► free
+    free ── allocate ──► used ── share ──► used (more) ── release … release ──► limbo ─┬─ no name ──► free
+                         ▲  ▲                                                     │    └─ a name ───► cached
+                         │  └──────────────────────── share ──────────────────────┴──────────────────┤
+                         └─────────────────── allocate: evicted, the name goes ──────────────────────┘
 
 A step that was started before the last release may still read or write the block on the device, so the block waits in
 *limbo* until every such step has finished. With no step in flight it is free at once.
+
+The prefix cache: a full block whose contents are final is *named* (see `block_hashes`) while somebody uses it. It keeps
+its name when nobody does any more, and whoever matches the name may share it again, from limbo as well: what waits for
+the steps in flight is the change of its contents, not the reading of them. An unreferenced cached block counts as free;
+it loses its name when `allocate` finds no plain free block, least recently released first.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 
+from common.contract.block_hashes import BlockHash
 from common.contract.errors import BatonError
 
 
@@ -21,17 +30,24 @@ class OutOfBlocksError(BatonError):
 
 
 class BlockPool:
-    """Reference-counted blocks `[0, num_blocks)`; every operation is O(1) per block.
+    """Reference-counted blocks `[0, num_blocks)` and their names; every operation is O(1) per block.
 
-    Free blocks are handed out oldest-freed first.
+    Plain free blocks are handed out oldest-freed first, before any cached one.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, prefix_cache: bool = True) -> None:
         assert num_blocks >= 1, num_blocks
+        self._prefix_cache = prefix_cache
         self._ref_counts = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
-        # (last step started before the release, block), in the order of release, hence of steps.
-        self._limbo: deque[tuple[int, int]] = deque()
+        # The names of blocks, both ways.
+        self._names: dict[int, BlockHash] = {}
+        self._named: dict[BlockHash, int] = {}
+        # Named blocks without references that no step in flight may name, least recently released first.
+        self._unreferenced: OrderedDict[int, None] = OrderedDict()
+        self._num_evicted = 0
+        # block → last step started before its release, in the order of release, hence of steps.
+        self._limbo: OrderedDict[int, int] = OrderedDict()
         # Steps in flight, oldest first: a dict for its order and its O(1) removal from the middle.
         self._in_flight: dict[int, None] = {}
         self._last_step = 0
@@ -43,52 +59,113 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out."""
-        return len(self._free)
+        """Blocks that `allocate` can hand out: plain free ones, and cached ones that can be evicted."""
+        return len(self._free) + len(self._unreferenced)
 
     @property
     def num_limbo(self) -> int:
-        """Released blocks that wait for a step in flight."""
+        """Released blocks, cached or not, that wait for a step in flight."""
         return len(self._limbo)
 
     @property
     def num_used(self) -> int:
         """Blocks with at least one reference."""
-        return self.num_blocks - len(self._free) - len(self._limbo)
+        return self.num_blocks - self.num_free - self.num_limbo
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that have a name: used, in limbo or unreferenced."""
+        return len(self._names)
+
+    @property
+    def num_evicted(self) -> int:
+        """Cached blocks that lost their name to `allocate` so far."""
+        return self._num_evicted
 
     def ref_count(self, block: int) -> int:
-        """References to `block`; 0 when it is free or in limbo."""
+        """References to `block`; 0 when it is free, cached and unreferenced, or in limbo."""
         return self._ref_counts[block]
 
     def allocate(self, num: int) -> list[int]:
-        """Take `num` free blocks, each with one reference.
+        """Take `num` blocks, each with one reference and no name: plain free ones first, then evicted ones.
 
         Raises `OutOfBlocksError`, and takes none, if fewer are free; callers compare with `num_free` first.
         """
-        if num > len(self._free):
-            raise OutOfBlocksError(f"{num} blocks wanted, {len(self._free)} free of {self.num_blocks}")
-        blocks = [self._free.popleft() for _ in range(num)]
+        if num > self.num_free:
+            raise OutOfBlocksError(f"{num} blocks wanted, {self.num_free} free of {self.num_blocks}")
+        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(num)]
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
 
+    def _evict(self) -> int:
+        block, _ = self._unreferenced.popitem(last=False)
+        del self._named[self._names.pop(block)]
+        self._num_evicted += 1
+        return block
+
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of `blocks`, which are used."""
+        """Add one reference to each of `blocks`, which are used or cached."""
         for block in blocks:
-            assert self._ref_counts[block] > 0, f"block {block} is shared but nobody holds it"
+            if self._ref_counts[block] == 0:
+                assert block in self._names, f"block {block} is shared but nobody holds it"
+                if block in self._limbo:
+                    del self._limbo[block]
+                else:
+                    del self._unreferenced[block]
             self._ref_counts[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each of `blocks`; those that lose their last one become free, maybe after limbo."""
-        for block in blocks:
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each of `blocks`; those that lose their last one become free, maybe after limbo.
+
+        The last block goes first: of a sequence's cached blocks the last is evicted first, since without the blocks
+        before it a block can no longer be matched.
+        """
+        for block in reversed(blocks):
             count = self._ref_counts[block] - 1
             assert count >= 0, f"block {block} is released more often than held"
             self._ref_counts[block] = count
             if count == 0:
                 if self._in_flight:
-                    self._limbo.append((self._last_step, block))
+                    self._limbo[block] = self._last_step
                 else:
-                    self._free.append(block)
+                    self._set_free(block)
+
+    def _set_free(self, block: int) -> None:
+        if block in self._names:
+            self._unreferenced[block] = None
+        else:
+            self._free.append(block)
+
+    def name(self, block: int, block_hash: BlockHash) -> None:
+        """Let `block`, which is used, be found by `block_hash`: it is full and holds valid KV that no one will change.
+
+        Inert if the block has a name, if the hash names another block, or without a prefix cache.
+        """
+        assert self._ref_counts[block] > 0, f"block {block} is named but nobody holds it"
+        if self._prefix_cache and block not in self._names and block_hash not in self._named:
+            self._names[block] = block_hash
+            self._named[block_hash] = block
+
+    def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
+        """The cached blocks of the leading ones of `block_hashes`, as far as they are cached.
+
+        Takes nothing, so the answer is good until the next `allocate`: whoever wants the blocks shares them first.
+        """
+        blocks = []
+        for block_hash in block_hashes:
+            block = self._named.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_unreferenced(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks`, distinct and just matched, count in `num_free` now and would not once they are shared.
+
+        Used ones and those in limbo do not: sharing them leaves `num_free` as it is.
+        """
+        return sum(block in self._unreferenced for block in blocks)
 
     def step_started(self) -> int:
         """A step that may name any block now used is about to run; its number."""
@@ -101,20 +178,32 @@ class BlockPool:
         assert step in self._in_flight, f"step {step} is not in flight"
         del self._in_flight[step]
         oldest = next(iter(self._in_flight), self._last_step + 1)
-        while self._limbo and self._limbo[0][0] < oldest:
-            self._free.append(self._limbo.popleft()[1])
+        while self._limbo:
+            block, last_step = next(iter(self._limbo.items()))
+            if last_step >= oldest:
+                break
+            del self._limbo[block]
+            self._set_free(block)
 
     def check_invariants(self) -> None:
-        """Assert that every block is in exactly one state and that limbo holds only what a step in flight may name."""
-        limbo = [block for _, block in self._limbo]
-        idle = [*self._free, *limbo]
-        assert len(set(idle)) == len(idle), "a block is free or in limbo twice"
+        """Assert that every block is in exactly one state, that names are one to one, and that limbo is justified."""
+        idle = [*self._free, *self._unreferenced, *self._limbo]
+        assert len(set(idle)) == len(idle), "a block is free, cached and unreferenced, or in limbo twice"
         assert all(count >= 0 for count in self._ref_counts), "a negative reference count"
         unreferenced = {block for block, count in enumerate(self._ref_counts) if count == 0}
-        assert unreferenced == set(idle), "a block without references is neither free nor in limbo, or the reverse"
+        assert unreferenced == set(idle), "a block without references is in no list, or one with references is in one"
         assert self.num_used == sum(count > 0 for count in self._ref_counts)
+        self._check_names()
         oldest = next(iter(self._in_flight), self._last_step + 1)
         assert list(self._in_flight) == sorted(self._in_flight), "steps in flight are out of order"
-        steps = [step for step, _ in self._limbo]
+        steps = list(self._limbo.values())
         assert steps == sorted(steps), "limbo is out of order"
         assert all(step >= oldest for step in steps), "a block in limbo waits for no step"
+
+    def _check_names(self) -> None:
+        assert self._named == {name: block for block, name in self._names.items()}, "the two maps of names differ"
+        assert len(self._named) == len(self._names), "two blocks have one name"
+        assert self._prefix_cache or not self._names, "a block has a name without a prefix cache"
+        assert all(0 <= block < self.num_blocks for block in self._names), "a name of no block"
+        assert self._names.keys().isdisjoint(self._free), "a plain free block has a name"
+        assert self._unreferenced.keys() <= self._names.keys(), "an unreferenced cached block has no name"

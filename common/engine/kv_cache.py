@@ -35,6 +35,11 @@ class KVCache:
         """Bytes of all blocks."""
         return self.layout.block_bytes * self.num_blocks
 
+    @property
+    def blocks(self) -> torch.Tensor:
+        """All of it, in the shape of the class; `blocks[i]` is contiguous."""
+        return self._blocks
+
     def layer(self, index: int) -> torch.Tensor:
         """View `[num_blocks, 2, num_kv_heads, block_size, head_dim]` of one layer."""
         return self._blocks[:, index]
@@ -50,3 +55,8 @@ class KVCache:
     def copy_block(self, src: int, dst: int) -> None:
         """Copy all layers of block `src` to block `dst`."""
         self._blocks[dst].copy_(self._blocks[src])
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it: others reach the cache by address, in no such order."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()

@@ -1,9 +1,14 @@
-"""The engine of one worker: a model, its KV cache, and `step`, which computes slices and samples tokens."""
+"""The engine of one worker: a model, its KV cache, and `step`, which computes slices and samples tokens.
+
+Shapes: R rows of logits, N samples, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +17,9 @@ from common.contract.errors import OperatorError
 from common.contract.kv_layout import KVLayout
 from common.engine.attention import AttentionBackend, ReferenceAttention
 from common.engine.batch import Sample, Sampled, Slice
+from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
 from common.engine.cpu_attention import CpuAttention
+from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
 from common.engine.linear import multiplies_natively
 from common.engine.model import Decoder
@@ -23,13 +30,20 @@ from common.engine.weights import Progress, load_weights, resolve_dtype
 
 _log = logging.getLogger(__name__)
 
+_MEASURED_TOKENS = (MIN_OBSERVED_TOKENS, 32, 64, 128, 128)
+_MEASURED_BLOCKS = (1, 8, 8)
+"""Sizes of the runs that `measure_costs` times: the first warms up and tells what the next would take at most."""
+_MEASURE_S = 1.0
+"""A run that could end later than this after the first began is left out."""
+
 
 class ModelRunner:
-    """A loaded model with its KV cache. Not thread-safe: one engine thread calls it."""
+    """A loaded model with its KV cache and swap space. Not thread-safe: one engine thread calls it."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, attention: AttentionBackend) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, swap: HostSwap, attention: AttentionBackend) -> None:
         self._decoder = decoder
         self._cache = cache
+        self._swap = swap
         self._attention = attention
 
     @property
@@ -47,13 +61,23 @@ class ModelRunner:
         """The KV cache that `step` reads and writes."""
         return self._cache
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks that the swap space holds: host slots are `[0, num_host_blocks)`."""
+        return self._swap.num_blocks
+
     @torch.inference_mode()
     def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
-        """Compute `slices`, any mix of prompt chunks and decode tokens, and sample what they ask for.
+        """Compute `slices`, any mix of prompt chunks and decode tokens, or none, and sample what they ask for.
 
-        Returns one tuple for each slice, with one outcome for each of its samples. On return the KV of the slices is
-        in the cache.
+        Returns one tuple for each slice, with one outcome for each of its samples. On return the KV of the slices, and
+        whatever was copied or swapped before, is in the cache.
         """
+        outcomes = self._compute(slices) if slices else []
+        self._cache.synchronize()
+        return outcomes
+
+    def _compute(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
         batch = RaggedBatch.of(slices, self.layout.block_size, self._cache.device)
         samples: list[Sample] = [each for one in slices for each in one.samples]
         logits_RV = self._decoder.forward(batch, self._cache, self._attention)
@@ -66,17 +90,26 @@ class ModelRunner:
         """Copy the KV of block `src` to block `dst`."""
         self._cache.copy_block(src, dst)
 
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the KV of blocks to host memory: pairs (block, host slot)."""
+        self._swap.swap_out(self._cache, pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy KV from host memory to blocks: pairs (host slot, block)."""
+        self._swap.swap_in(self._cache, pairs)
+
 
 def load_runner(
     folder: Path,
     *,
     kv_cache_bytes: int,
+    swap_bytes: int = 0,
     block_size: int = 16,
     dtype: str = "auto",
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> ModelRunner:
-    """Load the checkpoint in `folder` and allocate its KV cache.
+    """Load the checkpoint in `folder` and allocate its KV cache, and `swap_bytes` of host memory for swapped blocks.
 
     `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16", and is also the cache's; `progress` is
     called with (tensors loaded, tensors to load). Raises `OperatorError` for whatever the operator must change.
@@ -93,6 +126,54 @@ def load_runner(
     on = torch.device(device)
     if on.type == "cpu" and not multiplies_natively(TORCH_DTYPES[dtype]):
         _log.warning("this CPU has no instructions for %s: weights are held, and multiplied, in float32", dtype)
+    try:
+        cache = KVCache(layout, num_blocks, on)
+        swap = HostSwap(layout, swap_bytes // layout.block_bytes, on)
+    except RuntimeError as error:
+        raise OperatorError(
+            f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
+        ) from error
     weights = load_weights(config, folder, dtype, on, progress)
     attention = CpuAttention() if on.type == "cpu" else ReferenceAttention()
-    return ModelRunner(Decoder(config, weights), KVCache(layout, num_blocks, on), attention)
+    return ModelRunner(Decoder(config, weights), cache, swap, attention)
+
+
+def measure_costs(runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> Costs:
+    """Time prefills and swaps of a `runner` whose cache is empty; it is left zeroed. `clock` gives seconds.
+
+    Takes some milliseconds for a small model, and about two seconds at most for one that prefills `MIN_OBSERVED_TOKENS`
+    tokens within one.
+    """
+    cache, layout = runner.cache, runner.layout
+    num_blocks = min(cache.num_blocks, layout.blocks_for(max(_MEASURED_TOKENS)))
+    table = list(range(num_blocks))
+    num_swapped = min(num_blocks, runner.num_host_blocks)
+
+    def prefill(num_tokens: int) -> None:
+        token_ids = [token % runner.config.vocab_size for token in range(num_tokens)]
+        runner.step([Slice(token_ids=token_ids, start=0, block_table=table)])
+
+    def swap(num: int) -> None:
+        runner.swap_out([(block, block) for block in range(num)])
+        runner.swap_in([(block, block) for block in range(num)])
+
+    prefill_s = _least_s(prefill, [min(num, num_blocks * layout.block_size) for num in _MEASURED_TOKENS], clock)
+    swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
+    cache.clear(torch.tensor(table, device=cache.device))
+    cache.synchronize()
+    return Costs(prefill_s_per_token=prefill_s, swap_s_per_block=swap_s / 2)
+
+
+def _least_s(run: Callable[[int], None], sizes: Sequence[int], clock: Callable[[], float]) -> float:
+    """Least seconds for each unit among runs of the ascending `sizes`; the first is always run."""
+    least_s = 0.0
+    end = clock() + _MEASURE_S
+    for number, size in enumerate(sizes):
+        begin = clock()
+        # A larger run costs no more for each unit than a smaller one did.
+        if number > 0 and begin + size * least_s > end:
+            break
+        run(size)
+        taken_s = (clock() - begin) / size
+        least_s = taken_s if number == 0 else min(least_s, taken_s)
+    return least_s

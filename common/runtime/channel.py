@@ -171,20 +171,18 @@ class ControlServer:
     async def _receive(self) -> None:
         while True:
             parts = await self._socket.recv_multipart()
-            if len(parts) != 2:
-                self.traffic.frames_refused += 1
-                continue
-            identity, frame = parts
             try:
-                sender, messages = decode(frame)
-                if sender.encode() != identity:
+                if len(parts) != 2:
+                    raise ProtocolError(f"{len(parts) - 1} parts after the routing id")
+                sender, messages = decode(parts[1])
+                if sender.encode() != parts[0]:
                     raise ProtocolError("the sender's incarnation is not its routing id")
             except ProtocolError as error:
                 self.traffic.frames_refused += 1
                 log.warning("frame refused: %s", error)
-                continue
-            for message in messages:
-                self._accept(sender, message)
+            else:
+                for message in messages:
+                    self._accept(sender, message)
             await asyncio.sleep(0)  # while frames are queued, nothing else here waits
 
     def _accept(self, peer: Incarnation, message: Message) -> None:
@@ -439,10 +437,10 @@ class ControlClient:
             except ProtocolError as error:
                 self.traffic.frames_refused += 1
                 log.warning("frame from %s refused: %s", self.address, error)
-                continue
-            self._heard_at = self._clock()
-            for message in messages:
-                self._accept(sender, message)
+            else:
+                self._heard_at = self._clock()
+                for message in messages:
+                    self._accept(sender, message)
             await asyncio.sleep(0)  # while frames are queued, nothing else here waits
 
     def _accept(self, sender: Incarnation, message: Message) -> None:
@@ -503,6 +501,7 @@ class ControlClient:
 
     def _end(self, why: str) -> None:
         self.state = LinkState.GREETING
+        self._heard_at = self._clock()
         self._outbox.clear()
         self._frame = None
         self._resyncing = False

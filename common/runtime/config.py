@@ -105,6 +105,9 @@ class PrefillSettings(WorkerSettings):
 
     chunk_size: int = Field(512, ge=1, le=65536, description="most tokens of one prompt in one step")
     token_budget: int = Field(1024, ge=1, le=2**20, description="most tokens of all prompts in one step")
+    pull_prefixes: Literal["cost", "always", "never"] = Field(
+        "cost", description="whether to pull a prompt's beginning that another worker holds; cost: if that is cheaper"
+    )
     unattached_ttl_s: float = Field(30.0, gt=0, description="seconds an offer waits for a decode worker to attach")
 
 
@@ -122,6 +125,7 @@ class DecodeSettings(WorkerSettings):
     preempt_by: Literal["cost", "swap", "recompute"] = Field(
         "cost", description="how a sequence gives up its blocks: cost takes the cheaper way"
     )
+
     @model_validator(mode="after")
     def _budget_holds_the_batch(self) -> Self:
         if self.max_num_seqs + self.prefill_tokens > self.token_budget:
@@ -134,16 +138,22 @@ class GatewaySettings(ProcessSettings):
 
     host: str = Field("127.0.0.1", description="address to bind")
     port: Port = Field(8000, description="port of the HTTP API (0: any free one)")
-    prefill_workers: WorkerAddresses = Field((), description="control addresses of prefill workers: host:port,...")
+    prefill_workers: WorkerAddresses = Field(
+        (), description="control addresses of prefill workers: host:port,... (none: decode workers compute prompts too)"
+    )
     decode_workers: WorkerAddresses = Field((), description="control addresses of decode workers: host:port,...")
     served_model_name: str | None = Field(None, description="name in the API (default: the model's own)")
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="largest request body")
     max_in_flight: int = Field(1024, ge=1, le=65536, description="requests in flight; one more gets 429")
-    tenant_header: str | None = Field(None, description="request header, set by your ingress, that names the tenant")
+    tenant_header: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="request header that names the tenant; it is believed, so your ingress must set it or strip it",
+    )
     local_prefill_tokens: int = Field(
         64, ge=0, le=2**20, description="prompts with at most this many uncached tokens are computed by a decode worker"
     )
-    prefix_index_blocks: int = Field(2**18, ge=0, description="block names remembered with the workers that hold them")
+    prefix_index_blocks: int = Field(2**18, ge=0, description="block names remembered with who holds them (0: none)")
     request_budget_s: float = Field(600.0, gt=0, le=86400, description="seconds that a request may take")
     shutdown_grace_s: float = Field(5.0, ge=0, le=86400, description="seconds that open requests get after SIGTERM")
 

@@ -1,6 +1,7 @@
 """`baton serve`: gateway and workers as separate processes on this machine, started, watched and ended together.
 
-Nothing is restarted silently: when one process ends, the stack says which one and ends.
+Nothing is restarted silently: when one process ends, the stack says which one and ends. With `--prefill 0` there are
+decode workers alone, which compute the prompts too, and share the cores among themselves.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
     common: dict[str, Any] = {"transport": "zmq", "heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 20, **settings}
     made: Any
     if role is Role.PREFILL:
-        made = PrefillWorker(PrefillSettings(**common), server, engine, region, maker, monotonic)
+        made = PrefillWorker(PrefillSettings(**common), me, server, engine, region, maker, monotonic)
     else:
         made = DecodeWorker(DecodeSettings(**common), me, server, engine, region, maker, monotonic)
     await made.start()

@@ -9,10 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import (
     Attach,
+    AttachPrefix,
     BlocksReady,
     Detach,
     OfferWithdrawn,
@@ -21,10 +23,12 @@ from common.contract.messages import (
     Settled,
     Tokens,
 )
-from kv_transfer.source import Action, Dropped, LeaseTable, Send, Unpin
+from kv_transfer.source import Action, Dropped, LeaseTable, Return, Send, Unpin
 
 TTL_S = 10.0
 BUDGET_S = 40.0
+LENT_S = 20.0
+HASHES = tuple(block_hashes(range(4), 1))
 REQUESTS = tuple(RequestId(f"r{number}") for number in range(2))
 SINKS = tuple(Incarnation(f"d{number}") for number in range(3))
 
@@ -45,6 +49,8 @@ class Held:
     complete: bool = False
     sink: Incarnation | None = None
     opened_attempt: int = 1
+    lent: bool = False
+    """A cached prefix: it is for the sink that has asked, and for nobody after it."""
     names: set[tuple[LeaseId, int]] = field(default_factory=set)
     """(lease, epoch), as sinks were told; one at most."""
 
@@ -89,9 +95,14 @@ class LeaseMachine(RuleBasedStateMachine):
                     verdicts.append(message)
                 case Unpin(key, block_ids):
                     held = self.held.pop(key.request)
-                    assert (key, block_ids) == (held.key, held.blocks)
+                    assert (key, block_ids, held.lent) == (held.key, held.blocks, False)
+                case Return(block_ids):
+                    [held] = [held for held in self.held.values() if held.blocks == block_ids]
+                    assert held.lent
+                    del self.held[held.key.request]
                 case Dropped(key, _, _):
                     assert self.held[key.request].key == key
+                    assert not self.held[key.request].lent, "nobody has asked for it here"
                 case _:
                     raise AssertionError(action)
         return verdicts
@@ -109,13 +120,15 @@ class LeaseMachine(RuleBasedStateMachine):
             assert message.block_ids == held.blocks[message.start : end]
             assert message.checksums == tuple(-block % 2**32 for block in message.block_ids)
             assert message.num_blocks == len(held.blocks)
+            assert not held.lent or message.start == 0 < end == len(held.blocks), "a part of a prefix"
         else:
             assert held.complete
+            assert not held.lent
 
     def bind(self, sink: Incarnation, key: RequestKey) -> None:
         """What an attach to a held lease should do, before the table is asked."""
         held = self.held.get(key.request)
-        if held is not None and key.attempt >= held.key.attempt:
+        if held is not None and key.attempt >= held.key.attempt and not held.lent:
             held.sink, held.key = sink, key
             self.reading.add((sink, key))
 
@@ -123,16 +136,23 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(request=requests, attempt=attempts, num=st.integers(1, 4))
     def open(self, request: RequestId, attempt: int, num: int) -> None:
-        if request in self.held:
+        before = self.held.get(request)
+        if before is not None and not before.lent:
             return
-        blocks = tuple(range(self.num_blocks, self.num_blocks + num))
-        self.num_blocks += num
+        if before is not None:  # a faulty sink has named a prefix after this request
+            self.check(self.table.withdraw(request, Cause.SUPERSEDED, "the name is a request's", now=self.now))
+        blocks = self.fresh(num)
         key = RequestKey(request, attempt)
         self.held[request] = Held(key, blocks, self.now + BUDGET_S, self.now, opened_attempt=attempt)
         for sink, waits in self.waiting:
             if waits.request == request and waits.attempt >= attempt:
                 self.bind(sink, waits)
         self.check(self.table.open(key, blocks, self.now + BUDGET_S, self.now))
+
+    def fresh(self, num: int) -> tuple[int, ...]:
+        """Blocks that nobody has seen."""
+        self.num_blocks += num
+        return tuple(range(self.num_blocks - num, self.num_blocks))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -144,6 +164,8 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(request=requests, attempt=attempts)
     def prefill(self, request: RequestId, attempt: int) -> None:
         """A short prompt: one chunk, and the offer is complete."""
+        if request in self.held:
+            return
         self.open(request, attempt, 2)
         self.compute_to(request, len(self.held[request].blocks))
         self.complete(request, ended=False)
@@ -177,7 +199,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(request=requests)
     def withdraw(self, request: RequestId) -> None:
-        self.check(self.table.withdraw(request, Cause.CANCELLED, "aborted"))
+        self.check(self.table.withdraw(request, Cause.CANCELLED, "aborted", now=self.now))
         assert request not in self.held
         assert not any(key.request == request for _, key in self.waiting), "a sink waits for what has been withdrawn"
 
@@ -186,6 +208,7 @@ class LeaseMachine(RuleBasedStateMachine):
         """A newer Prefill ends what there is; a sink that has attached for a newer attempt waits for it."""
         held = self.held.get(request)
         keeps = held is not None and held.sink is not None and held.key.attempt > held.opened_attempt
+        assert not (keeps and held.lent)
         kept = {(held.sink, held.key)} if held is not None and keeps else set()
         parked = {(sink, key) for sink, key in self.waiting if key.request == request} if held is None else kept
         self.check(self.table.withdraw(request, Cause.SUPERSEDED, "a newer attempt arrived", now=self.now))
@@ -201,6 +224,7 @@ class LeaseMachine(RuleBasedStateMachine):
             assert held.sink is None
             assert held.complete
             assert held.unattached_since <= self.now - age_s
+        assert not any(held.lent for held in ended), "a sink is reading it"
         kept = [held for held in self.held.values() if held.sink is None and held.complete]
         assert all(gone.unattached_since <= stays.unattached_since for gone in ended for stays in kept), (
             "not the oldest"
@@ -219,10 +243,36 @@ class LeaseMachine(RuleBasedStateMachine):
         self.check(actions)
         held = self.held.get(request)
         if held is not None and (held.sink, held.key) == (sink, key):
+            assert not held.lent or len(actions) == 1
             told = [action.message for action in actions if isinstance(action, Send) and action.sink == sink]
             [offer] = [message for message in told if isinstance(message, BlocksReady)]
             assert (offer.start, len(offer.block_ids)) == (0, held.num_ready), "not told everything"
-            assert any(isinstance(message, PrefillDone) for message in told) == held.complete
+            assert any(isinstance(message, PrefillDone) for message in told) == (held.complete and not held.lent)
+
+    @rule(request=requests, attempt=attempts, sink=sinks, num=st.integers(1, 4))
+    def attach_prefix(self, request: RequestId, attempt: int, sink: Incarnation, num: int) -> None:
+        """A sink asks for a cached prefix, under a name that others may use by mistake."""
+        key = RequestKey(request, attempt)
+        self.waiting.add((sink, key))
+        held = self.held.get(request)
+        if held is not None:
+            mine = (held.sink, held.key) == (sink, key)
+            message = AttachPrefix(request=request, attempt=attempt, block_hashes=HASHES)
+            [answer] = self.table.attach(message, sink, self.now)
+            assert isinstance(answer.message, BlocksReady if mine and held.lent else OfferWithdrawn)
+            if not mine or held.lent:  # else it is refused the prefix, and keeps the offer that it is attached to
+                self.check([answer])
+            return
+        blocks = self.fresh(num)
+        sums = [-block % 2**32 for block in blocks]
+        deadline = self.now + LENT_S
+        self.held[request] = Held(
+            key, blocks, deadline, self.now, num_ready=num, complete=True, sink=sink, opened_attempt=attempt, lent=True
+        )
+        self.reading.add((sink, key))
+        self.check(self.table.lend(key, blocks, sink, deadline, self.now, sums))
+        waiting = {(other, waits) for other, waits in self.waiting if waits.request == request}
+        assert waiting == {(sink, key)}, "waits for a request that cannot come"
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -242,9 +292,11 @@ class LeaseMachine(RuleBasedStateMachine):
         self.waiting.discard((sink, key))
         self.reading.discard((sink, key))
         held = self.held.get(request)
-        if held is not None and (held.sink, held.key) == (sink, key):
+        lent = held is not None and held.lent and (held.sink, held.key) == (sink, key)
+        if held is not None and not lent and (held.sink, held.key) == (sink, key):
             held.sink, held.unattached_since = None, self.now
         self.check(self.table.detach(Detach(request=request, attempt=attempt), sink, self.now))
+        assert not lent or request not in self.held, "held for nobody"
 
     @rule(sink=sinks, data=st.data())
     def say_hello(self, sink: Incarnation, data: st.DataObject) -> None:
@@ -253,10 +305,12 @@ class LeaseMachine(RuleBasedStateMachine):
         named = set(data.draw(st.lists(st.sampled_from(known), unique=True))) if known else set()
         self.waiting = {(other, key) for other, key in self.waiting if other != sink or key in named}
         self.reading = {(other, key) for other, key in self.reading if other != sink or key in named}
-        for held in self.held.values():
-            if held.sink == sink and held.key not in named:
+        given_up = [held for held in self.held.values() if held.sink == sink and held.key not in named]
+        for held in given_up:
+            if not held.lent:
                 held.sink, held.unattached_since = None, self.now
         self.check(self.table.sink_said_hello(sink, named, self.now))
+        assert all(held.lent is (held.key.request not in self.held) for held in given_up)
 
     @precondition(lambda self: self.seen)
     @rule(data=st.data(), asker=st.none() | sinks, attempt=st.none() | attempts, epoch=st.none() | st.integers(0, 9))
@@ -289,6 +343,8 @@ class LeaseMachine(RuleBasedStateMachine):
         ends = good and name not in self.granted
         message = Settle(request=key.request, attempt=key.attempt, lease=lease, epoch=epoch)
         [verdict] = self.check(self.table.settle(message, sink))
+        if held is None:
+            self.waiting.discard((sink, key))  # it has read everything: a verdict is all that it waited for
         assert (verdict.key, verdict.lease, verdict.epoch) == (key, lease, epoch)
         assert verdict.valid == good
         assert not ends or key.request not in self.held
@@ -319,6 +375,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert len(self.table) == len(self.held)
         assert self.table.num_blocks == sum(len(held.blocks) for held in self.held.values())
         assert self.table.num_readers == len(self.reading)
+        assert self.table.num_lent == sum(held.lent for held in self.held.values())
         if self.table.num_parked == 0:
             assert self.table.next_expiry() == min((held.expiry for held in self.held.values()), default=math.inf)
 

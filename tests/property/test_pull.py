@@ -8,10 +8,12 @@ from collections.abc import Callable
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import (
     Attach,
+    AttachPrefix,
     BlocksReady,
     Detach,
     OfferWithdrawn,
@@ -29,13 +31,14 @@ LEASE = (LeaseId("l1"), 3)
 OTHER_LEASES = [(LeaseId("l2"), 3), (LeaseId("l1"), 4)]
 BASE = {LEASE: 100, OTHER_LEASES[0]: 300, OTHER_LEASES[1]: 400}
 """Source block `BASE[lease] + i` holds block `i` of the sequence."""
+HASHES = block_hashes(range(6), 1)
 
 
 class Worker:
     """The worker around a pull, and a source that sends anything.
 
-    Sink block `200 + i` is for block `i` of the sequence. A pull that has not begun to read may go over to another
-    lease; one that has may not.
+    Sink block `200 + i` is for block `i` of the sequence; the sink may hold the leading ones already. A pull that has
+    not begun to read may go over to another lease; one that has may not. A prefix is offered whole, or not at all.
     """
 
     def __init__(self, data: st.DataObject) -> None:
@@ -44,19 +47,23 @@ class Worker:
         self.checksums = data.draw(st.booleans(), label="checksums")
         self.calm = data.draw(st.booleans(), label="calm")
         """Nothing ends the pull before it settles, so that some do."""
+        self.prefix = data.draw(st.booleans(), label="prefix")
+        self.num_held = data.draw(st.integers(0, self.num_blocks), label="held")
         self.sink_blocks = tuple(range(200, 200 + self.num_blocks))
-        self.pull = Pull(KEY, Source(address="p:1", incarnation=Incarnation("p")))
+        names = HASHES[: data.draw(st.integers(self.num_blocks, len(HASHES)))] if self.prefix else None
+        self.pull = Pull(KEY, Source(address="p:1", incarnation=Incarnation("p")), names)
         self.wanted = False
         self.reserved = False
         self.reading: dict[int, tuple[int, ...]] = {}
         """Open reads: first block → sink blocks."""
         self.arrived: set[int] = set()
-        """Sink blocks whose read is done."""
+        """Sink blocks that hold what they should: held before, or their read is done."""
         self.ends: Counter[int] = Counter()
         """Sink blocks released or admitted."""
         self.asked = False
         self.told_valid = False
-        self.told_tokens = False
+        self.told_tokens: set[tuple[LeaseId, int]] = set()
+        """Leases whose first tokens the pull has heard."""
         self.current = LEASE
         """The lease that the pull reads under."""
         self.attached = self.detached = False
@@ -70,8 +77,9 @@ class Worker:
             late = isinstance(action, Release) or action == SendToSource(Detach(**ABOUT))
             assert self.over is None or late, "more than a release, and a word to the source, after the end"
             match action:
-                case SendToSource(Attach() as message):
+                case SendToSource(Attach() | AttachPrefix() as message):
                     assert message.key == KEY
+                    assert isinstance(message, AttachPrefix) == self.prefix
                     self.attached = True
                 case SendToSource(Detach() as message):
                     assert message.key == KEY
@@ -82,7 +90,7 @@ class Worker:
                 case SendToSource(Settle() as message):
                     assert not self.reading, "settles while a read is open"
                     assert self.arrived == set(self.sink_blocks), "settles before everything was read"
-                    assert self.told_tokens
+                    assert self.prefix or self.current in self.told_tokens, "settles without first tokens"
                     assert (message.key, (message.lease, message.epoch)) == (KEY, self.current)
                     self.asked = True
                 case WantBlocks(num_blocks):
@@ -91,8 +99,9 @@ class Worker:
                     self.wanted = True
                 case StartRead():
                     self.check_read(action)
-                case Admit(block_ids, _):
+                case Admit(block_ids, first_tokens):
                     assert self.told_valid
+                    assert bool(first_tokens) is not self.prefix
                     assert block_ids == self.sink_blocks
                     assert self.arrived == set(block_ids)
                     self.end(block_ids)
@@ -147,9 +156,12 @@ class Worker:
         return LEASE if self.calm else self.data.draw(st.sampled_from([LEASE] * 14 + OTHER_LEASES))
 
     def blocks_ready(self) -> None:
-        """Any part of the offer, again or early: duplicates, gaps and reordering."""
-        start = self.data.draw(st.integers(0, self.num_blocks))
-        end = self.data.draw(st.integers(start, self.num_blocks))
+        """Any part of the offer, again or early: duplicates, gaps and reordering. Of a prefix nearly always all."""
+        start, end = 0, self.num_blocks
+        if not self.prefix or (not self.calm and self.data.draw(st.sampled_from([False] * 14 + [True]))):
+            start = self.data.draw(st.integers(0, self.num_blocks))
+            end = self.data.draw(st.integers(start, self.num_blocks))
+        whole = (start, end) == (0, self.num_blocks)
         lease, epoch = self.lease()
         if self.pull.state is PullState.ATTACHING and (lease, epoch) != LEASE:
             return  # the first lease is the one that is told first
@@ -163,6 +175,11 @@ class Worker:
             num_blocks=self.num_blocks,
             checksums=tuple(range(start, end)) if self.checksums else None,
         )
+        if self.prefix and not whole and self.pull.state in (PullState.ATTACHING, PullState.OFFERED, PullState.PULLING):
+            self.check(self.pull.blocks_ready(message))
+            assert isinstance(self.over, GaveUp)
+            assert self.over.cause is Cause.TRANSFER
+            return
         offered = self.pull.state is PullState.OFFERED
         hears = offered or self.pull.state in (PullState.ATTACHING, PullState.PULLING)
         actions = self.pull.blocks_ready(message)
@@ -181,8 +198,9 @@ class Worker:
             Tokens(**ABOUT, choice=choice, position=7, token_ids=(1,), finish_reason="stop" if end else None)
             for choice, end in enumerate(ended)
         )
-        self.told_tokens = True
-        hears = self.pull.state in (PullState.OFFERED, PullState.PULLING)
+        hears = self.pull.state in (PullState.OFFERED, PullState.PULLING) and not self.prefix
+        if hears:
+            self.told_tokens.add((lease, epoch))
         self.check(self.pull.prefill_done(PrefillDone(**ABOUT, lease=lease, epoch=epoch, first_tokens=first_tokens)))
         if hears and ((lease, epoch) != self.current or all(ended)):
             assert isinstance(self.over, GaveUp)
@@ -202,15 +220,17 @@ class Worker:
     # --- the worker ----------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        states = {PullState.SETTLING: [Settle], PullState.SETTLED: [], PullState.ABANDONED: []}
-        expected = states.get(self.pull.state, [Attach])
+        settling = [Settle] if self.prefix else [Attach, Settle]
+        states = {PullState.SETTLING: settling, PullState.SETTLED: [], PullState.ABANDONED: []}
+        expected = states.get(self.pull.state, [AttachPrefix if self.prefix else Attach])
         actions = self.pull.attach()
         assert [type(action.message) for action in actions] == expected
         self.check(actions)
 
     def reserve(self) -> None:
         self.reserved = True
-        self.check(self.pull.reserve(self.sink_blocks))
+        self.arrived.update(self.sink_blocks[: self.num_held])
+        self.check(self.pull.reserve(self.sink_blocks, self.num_held))
 
     def read_done(self) -> None:
         start = self.data.draw(st.sampled_from(sorted(self.reading)))
@@ -252,5 +272,6 @@ def test_each_reserved_block_is_admitted_or_released_once(data: st.DataObject) -
     for _ in range(data.draw(st.integers(5, 30), label="steps")):
         data.draw(st.sampled_from(worker.steps()))()
         worker.check_blocks()
-    event(f"{worker.pull.state}, {'with' if worker.reading else 'without'} reads open")
+    what = "prefix" if worker.prefix else "handoff"
+    event(f"{what}: {worker.pull.state}, {'with' if worker.reading else 'without'} reads open")
     worker.tear_down()

@@ -66,9 +66,12 @@ class EagerClient:
         self.opened = 0
         self.resyncs = 0
         self.heartbeats = asyncio.Queue[Message]()
+        self.hellos = asyncio.Queue[Hello]()
 
     def hello(self, link: ControlClient) -> Hello:
-        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())
+        hello = Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())
+        self.hellos.put_nowait(hello)
+        return hello
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         self.opened += 1
@@ -94,7 +97,8 @@ async def test_answers_to_earlier_hellos_are_not_taken_for_a_loss() -> None:
     client, worker = EagerClient(), SlowWorker()
     link = ControlClient(context, address, new_incarnation(), client, monotonic, PULSE)
     linking = asyncio.create_task(link.run())
-    await asyncio.sleep(1.2)  # the worker loads its model; the client repeats its Hello meanwhile
+    for _ in range(3):  # the worker loads its model; the client repeats its Hello meanwhile
+        await client.hellos.get()
     serving = asyncio.create_task(server.run(worker))
     try:
         async with asyncio.timeout(20):

@@ -146,7 +146,11 @@ BAD = [
     ("gateway", "request-budget-s", "0"),
     ("gateway", "request-budget-s", "86401"),
     ("gateway", "shutdown-grace-s", "-1"),
-    ("serve", "prefill", "0"),
+    ("gateway", "tenant-header", "X Tenant"),
+    ("gateway", "tenant-header", "X-Tenant\n"),
+    ("gateway", "local-prefill-tokens", "-1"),
+    ("gateway", "prefix-index-blocks", "-1"),
+    ("serve", "prefill", "-1"),
     ("serve", "decode", "65"),
     ("serve", "grace-s", "0"),
 ]
@@ -162,6 +166,12 @@ def test_a_bad_value_is_named(role: str, option: str, value: str, by: str, monke
         monkeypatch.setenv("BATON_" + option.replace("-", "_").upper(), value)
     with pytest.raises(OperatorError, match=option):
         load(ROLES[role], f"baton {role}", arguments)
+
+
+def test_a_stack_may_have_no_prefill_workers_and_must_have_decode_workers() -> None:
+    assert load(ServeSettings, "baton serve", ["--prefill=0"]).prefill == 0
+    with pytest.raises(OperatorError, match="--decode"):
+        load(ServeSettings, "baton serve", ["--decode=0"])
 
 
 def test_every_bad_value_is_named_at_once() -> None:

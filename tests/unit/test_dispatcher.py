@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from common.contract.errors import Cause
+from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
     Abort,
     Ack,
     Decode,
+    Failed,
     FinishReason,
     HelloRefused,
     Message,
     Prefill,
+    PrefixHint,
     Role,
+    Source,
     Tokens,
     Welcome,
 )
@@ -30,7 +35,7 @@ from gateway.dispatcher import Dispatcher
 from gateway.generation import Delta, Generation, GenerationFailed
 from gateway.registry import Registry
 
-P, D = "p:1", "d:1"
+P, D, D2 = "p:1", "d:1", "d:2"
 PROMPT = (7, 8, 9)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
 FINGERPRINT = Fingerprint(config_hash="c", weights_hash="w", layout=LAYOUT)
@@ -52,7 +57,7 @@ class Link:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.worker: Incarnation | None = new_incarnation()
+        self.worker: Incarnation = new_incarnation()
         self.sent: list[Message] = []
 
     def send(self, message: Message) -> None:
@@ -60,15 +65,17 @@ class Link:
 
 
 class Bench:
-    """A dispatcher with a prefill and a decode worker that the test plays."""
+    """A dispatcher and workers that the test plays: a prefill and a decode worker, unless told otherwise."""
 
-    def __init__(self) -> None:
-        self.registry = Registry((P,), (D,), "c")
-        self.dispatcher = Dispatcher(new_incarnation(), self.registry, monotonic, Pulse())
-        self.links = {P: Link(P), D: Link(D)}
+    def __init__(
+        self, prefill: tuple[str, ...] = (P,), decode: tuple[str, ...] = (D,), *, opened: bool = True, **options: int
+    ) -> None:
+        self.registry = Registry(prefill, decode, "c")
+        self.dispatcher = Dispatcher(new_incarnation(), self.registry, monotonic, Pulse(), **options)
+        self.links = {address: Link(address) for address in (*prefill, *decode)}
         self.dispatcher._links.update(self.links)  # type: ignore[arg-type]
-        self.open(P)
-        self.open(D)
+        for address in self.links if opened else ():
+            self.open(address)
         self.tasks: list[asyncio.Task[list[Delta]]] = []
 
     def open(self, address: str, *, restarted: bool = False) -> None:
@@ -80,38 +87,81 @@ class Bench:
     def link(self, address: str) -> Any:
         return self.links[address]
 
-    async def request(self, budget_s: float = 30.0) -> tuple[RequestKey, asyncio.Task[list[Delta]]]:
+    async def request(
+        self, prompt: Sequence[int] = PROMPT, *, n: int = 1, salt: str = "", budget_s: float = 30.0
+    ) -> tuple[RequestKey, asyncio.Task[list[Delta]]]:
         """A client asks; its key, and what it is given."""
 
         async def collect() -> list[Delta]:
             return [delta async for delta in self.dispatcher.generate(generation)]
 
+        sampling = SamplingParams(max_tokens=99)
         generation = Generation(
-            token_ids=PROMPT, num_choices=1, sampling=SamplingParams(max_tokens=9), budget_s=budget_s
+            token_ids=tuple(prompt), num_choices=n, sampling=sampling, budget_s=budget_s, cache_salt=salt
         )
-        before = len(self.links[D].sent)
+        known = set(self.work)
         task = asyncio.create_task(collect())
         self.tasks.append(task)
-        while len(self.links[D].sent) == before:
+        while self.work.keys() == known:
             await asyncio.sleep(0)
-        prefill, decode = self.links[P].sent[-1], self.links[D].sent[-1]
+        (key,) = self.work.keys() - known
+        return key, task
+
+    @property
+    def work(self) -> dict[RequestKey, dict[str, Prefill | Decode]]:
+        """What each worker was given, by request."""
+        work: dict[RequestKey, dict[str, Prefill | Decode]] = {}
+        for address, link in self.links.items():
+            for message in link.sent:
+                if isinstance(message, Prefill | Decode):
+                    work.setdefault(message.key, {})[address] = message
+        return work
+
+    def hint(self, key: RequestKey) -> PrefixHint | None:
+        """What the prefill worker was told of the prompt's beginning."""
+        prefill = self.work[key][P]
         assert isinstance(prefill, Prefill)
-        assert isinstance(decode, Decode)
-        assert decode.key == prefill.key
-        return decode.key, task
+        return prefill.prefix
 
     def tokens(
-        self, address: str, key: RequestKey, position: int, *ids: int, reason: FinishReason | None = None
+        self,
+        address: str,
+        key: RequestKey,
+        position: int,
+        *ids: int,
+        reason: FinishReason | None = None,
+        choice: int = 0,
     ) -> None:
+        """Output tokens, from `position` of the output."""
+        (prompt,) = {work.token_ids for work in self.work[key].values()}
         message = Tokens(
             request=key.request,
             attempt=key.attempt,
-            choice=0,
-            position=len(PROMPT) + position,
+            choice=choice,
+            position=len(prompt) + position,
             token_ids=ids,
             finish_reason=reason,
         )
         self.dispatcher.on_message(self.link(address), message)
+
+    async def whole(self, prompt: Sequence[int], output: Sequence[int], **options: Any) -> RequestKey:
+        """A request from beginning to end, wherever it is sent."""
+        key, task = await self.request(prompt, **options)
+        *prefill, decode = self.work[key]
+        for address in prefill:
+            self.tokens(address, key, 0, output[0])
+        self.tokens(decode, key, 0, *output, reason="stop")
+        await task
+        return key
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A metric's value."""
+        return next(
+            sample.value
+            for metric in self.dispatcher.collect()
+            for sample in metric.samples
+            if sample.name == f"baton_gateway_{name}" and sample.labels == labels
+        )
 
     def sent(self, address: str, kind: type[Message]) -> list[Message]:
         return [message for message in self.links[address].sent if isinstance(message, kind)]
@@ -253,12 +303,213 @@ async def test_a_hello_does_not_list_what_has_ended_here(bench: Bench) -> None:
 
 async def test_messages_about_another_attempt_are_stale(bench: Bench) -> None:
     key, _ = await bench.request()
-    bench.tokens(D, RequestKey(key.request, 2), 0, 10)
+    message = Tokens(request=key.request, attempt=2, choice=0, position=len(PROMPT), token_ids=(10,))
+    bench.dispatcher.on_message(bench.link(D), message)
     assert bench.dispatcher.num_stale_messages == 1
 
 
 async def test_a_worker_that_refuses_gets_no_work(bench: Bench) -> None:
     bench.dispatcher.on_refused(bench.link(P), HelloRefused(cause=Cause.CAPACITY, message="full"))
-    assert not bench.dispatcher.ready().ready
+    key, _ = await bench.request()
+    assert set(bench.work[key]) == {D}
     bench.open(P)
+    key, _ = await bench.request()
+    assert set(bench.work[key]) == {P, D}
+    bench.dispatcher.on_refused(bench.link(D), HelloRefused(cause=Cause.CAPACITY, message="full"))
+    assert not bench.dispatcher.ready().ready
+
+
+# --- a decode worker computes the prompt -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="gateway.dispatcher")
+    return caplog
+
+
+async def test_a_gateway_without_prefill_workers_is_whole(log: pytest.LogCaptureFixture) -> None:
+    bench = Bench(prefill=())
+    readiness = bench.dispatcher.ready()
+    assert (readiness.ready, readiness.reason, readiness.max_sequence_tokens) == (True, "ready", 50)
+    await asyncio.wait_for(bench.dispatcher.wait_usable(), 1)
+    key, task = await bench.request()
+    (decode,) = bench.work[key].values()
+    assert isinstance(decode, Decode)
+    assert decode.source is None
+    worker = bench.registry.workers[D]
+    assert (worker.in_flight, worker.in_flight_tokens) == (1, 3)
+    bench.tokens(D, key, 0, 10, reason="stop")
+    assert [delta.token_ids for delta in await task] == [(10,)]
+    assert (worker.in_flight, worker.in_flight_tokens) == (0, 0)
+    assert bench.counted("local_prefills_total", reason="colocated") == 1
+    assert [record for record in log.records if record.levelno > logging.INFO] == []
+    bench.dispatcher.on_lost(bench.link(D), "dead")
+    assert bench.dispatcher.ready().reason == "no decode worker is usable"
+    await bench.close()
+
+
+async def test_without_a_prefill_worker_the_decode_worker_computes_the_prompt(
+    bench: Bench, log: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        bench.dispatcher.on_lost(bench.link(P), "dead")
+        readiness = bench.dispatcher.ready()
+        assert readiness.ready
+        assert readiness.reason.startswith("degraded: no prefill worker")
+        for _ in range(3):
+            key = await bench.whole(PROMPT, (10, 11))
+            assert set(bench.work[key]) == {D}
+        assert bench.in_flight() == (0, 0, 0, 0)
+        assert bench.counted("local_prefills_total", reason="no_prefill_worker") == 3 * number
+        assert len([r for r in log.records if r.levelno == logging.WARNING]) == number, "once for each outage"
+        bench.open(P)
+        assert bench.dispatcher.ready().reason == "ready"
+        key, _ = await bench.request()
+        assert set(bench.work[key]) == {P, D}
+        assert len([r for r in log.records if "usable again" in r.getMessage()]) == number
+        bench.tasks[-1].cancel()
+        await asyncio.gather(bench.tasks[-1], return_exceptions=True)
+
+
+async def test_with_no_worker_at_all_both_roles_are_named(bench: Bench) -> None:
+    for address in (P, D):
+        bench.dispatcher.on_lost(bench.link(address), "dead")
+    readiness = bench.dispatcher.ready()
+    assert (readiness.ready, readiness.reason) == (False, "no prefill and no decode worker is usable")
+    assert readiness.max_sequence_tokens is None
+
+
+async def test_a_gateway_starts_once_each_role_has_a_worker() -> None:
+    bench = Bench(opened=False)
+    bench.open(D)
     assert bench.dispatcher.ready().ready
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(bench.dispatcher.wait_usable(), 0.01)
+    bench.open(P)
+    await asyncio.wait_for(bench.dispatcher.wait_usable(), 1)
+    await bench.close()
+
+
+async def test_a_misfit_does_not_end_a_gateway_that_serves() -> None:
+    other = replace(welcome(Role.PREFILL), fingerprint=replace(FINGERPRINT, weights_hash="other"))
+    bench = Bench(opened=False)
+    bench.dispatcher._misfit = asyncio.get_running_loop().create_future()
+    bench.open(D)
+    _, task = await bench.request()
+    bench.dispatcher.on_open(bench.link(P), other)
+    assert not bench.dispatcher._misfit.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    bench.dispatcher.on_open(bench.link(P), other)
+    with pytest.raises(FingerprintMismatchError):
+        await bench.dispatcher._misfit
+    await bench.close()
+
+
+async def test_a_short_prompt_is_computed_by_the_decode_worker() -> None:
+    bench = Bench(local_prefill_tokens=3)
+    key = await bench.whole((7, 8, 9), (10, 11))
+    assert set(bench.work[key]) == {D}
+    key = await bench.whole((6, 7, 8, 9), (10, 11))
+    assert set(bench.work[key]) == {P, D}
+    assert bench.counted("local_prefills_total", reason="short") == 1
+    assert bench.counted("local_prefills_total", reason="no_prefill_worker") == 0
+    await bench.close()
+
+
+# --- what the workers' caches probably hold --------------------------------------------------------------------------
+
+PROMPT_1 = tuple(range(100, 140))
+OUTPUT_1 = tuple(range(140, 160))
+PROMPT_2 = (*PROMPT_1, *OUTPUT_1, *range(160, 180))
+"""A conversation's next turn: 80 tokens, of which 59, in 3 full blocks of 16, are in the decode worker's cache."""
+
+
+async def test_the_next_turn_is_told_where_the_last_one_was_decoded() -> None:
+    bench = Bench(prefix_index_blocks=1000)
+    key = await bench.whole(PROMPT_1, OUTPUT_1)
+    assert bench.hint(key) is None
+    key = await bench.whole(PROMPT_2, (1, 2))
+    source = Source(address=D, incarnation=bench.links[D].worker)
+    assert bench.hint(key) == PrefixHint(source=source, num_tokens=48)
+    assert bench.counted("prefix_hints_total") == 1
+    key = await bench.whole(PROMPT_2, (1, 2))
+    assert bench.hint(key) is None, "by now the prefill worker has it itself"
+    await bench.close()
+
+
+async def test_the_next_turn_goes_where_the_last_one_was_decoded_if_little_is_left_to_compute() -> None:
+    bench = Bench(decode=(D, D2), prefix_index_blocks=1000, local_prefill_tokens=32)
+    await bench.whole(PROMPT_1, OUTPUT_1)
+    _, task = await bench.request(PROMPT_1)  # makes D the busier one
+    assert bench.registry.workers[D].in_flight == 1
+    key = await bench.whole(PROMPT_2, (1, 2))
+    assert set(bench.work[key]) == {D}
+    assert bench.counted("local_prefills_total", reason="short") == 2
+    key = await bench.whole((*PROMPT_2, 5), (1, 2))
+    assert set(bench.work[key]) == {D}, "it has kept what it computed itself"
+    task.cancel()
+    await bench.close()
+
+
+async def test_another_salt_shares_nothing() -> None:
+    bench = Bench(prefix_index_blocks=1000)
+    await bench.whole(PROMPT_1, OUTPUT_1, salt="one")
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2), salt="another")) is None
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2), salt="one")) is not None
+    await bench.close()
+
+
+async def test_nothing_is_remembered_unless_asked_for(bench: Bench) -> None:
+    await bench.whole(PROMPT_1, OUTPUT_1)
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_cache_dies_with_its_worker_and_not_with_a_session(restarted: bool) -> None:
+    bench = Bench(prefix_index_blocks=1000)
+    await bench.whole(PROMPT_1, OUTPUT_1)
+    bench.dispatcher.on_lost(bench.link(D), "silent")
+    bench.open(D, restarted=restarted)
+    assert (bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None) == restarted
+    await bench.close()
+
+
+async def test_a_request_that_the_client_ends_leaves_what_it_has_heard() -> None:
+    """A stop string ends a request like a client that leaves: what was decoded until then is cached."""
+    bench = Bench(prefix_index_blocks=1000)
+    key, task = await bench.request(PROMPT_1)
+    bench.tokens(D, key, 0, *OUTPUT_1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is not None
+    await bench.close()
+
+
+@pytest.mark.parametrize("spoken", [False, True])
+async def test_a_request_that_fails_leaves_nothing_with_its_decode_worker(spoken: bool) -> None:
+    bench = Bench(prefix_index_blocks=1000)
+    key, task = await bench.request(PROMPT_1)
+    bench.tokens(P, key, 0, OUTPUT_1[0])
+    if spoken:
+        bench.tokens(D, key, 0, *OUTPUT_1)
+    bench.dispatcher.on_message(
+        bench.link(D), Failed(request=key.request, attempt=key.attempt, cause=Cause.TRANSFER, message="")
+    )
+    assert await failure(task) is Cause.TRANSFER
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
+    await bench.close()
+
+
+async def test_of_several_choices_the_first_is_remembered() -> None:
+    bench = Bench(prefix_index_blocks=1000)
+    key, task = await bench.request(PROMPT_1, n=2)
+    bench.tokens(D, key, 0, *reversed(OUTPUT_1), choice=1, reason="stop")
+    bench.tokens(D, key, 0, *OUTPUT_1, reason="stop")
+    await task
+    hint = bench.hint(await bench.whole(PROMPT_2, (1, 2)))
+    assert hint is not None
+    assert hint.num_tokens == 48
+    await bench.close()

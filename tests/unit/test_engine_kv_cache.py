@@ -26,6 +26,14 @@ def test_a_block_is_contiguous_over_all_layers() -> None:
     assert memory.count(0) == len(memory) - 1, "something else was written"
 
 
+def test_blocks_are_the_cache_itself() -> None:
+    cache = KVCache(LAYOUT, 5, torch.device("cpu"))
+    assert cache.blocks.shape == (5, 3, 2, 2, 8, 4)
+    assert cache.blocks.data_ptr() == cache.address
+    assert cache.blocks[3].data_ptr() == cache.address + 3 * LAYOUT.block_bytes
+    assert cache.blocks[3].is_contiguous()
+
+
 def test_copy_and_clear_concern_all_layers_of_one_block() -> None:
     cache = KVCache(LAYOUT, 3, torch.device("cpu"))
     for layer in range(3):

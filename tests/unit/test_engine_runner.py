@@ -1,5 +1,12 @@
 from __future__ import annotations
 
+import asyncio
+import itertools
+import math
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -7,9 +14,13 @@ import torch
 from checkpoints import make_checkpoint
 
 from common.contract.errors import OperatorError
+from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
+from common.engine.costs import Costs
+from common.engine.engine import Engine
 from common.engine.runner import ModelRunner, load_runner
+from common.runtime.config import DecodeSettings, WorkerSettings
 
 torch.set_num_threads(1)
 
@@ -24,7 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runner(folder: Path) -> ModelRunner:
-    return load_runner(folder, kv_cache_bytes=2**16, block_size=BLOCK_SIZE, dtype="float32")
+    return load_runner(folder, kv_cache_bytes=2**16, block_size=BLOCK_SIZE, dtype="float32", swap_bytes=2**14)
+
+
+@pytest.fixture
+def engine(runner: ModelRunner) -> Iterator[Engine]:
+    fingerprint = Fingerprint(config_hash="config", weights_hash="weights", layout=runner.layout)
+    engine = Engine(ThreadPoolExecutor(max_workers=1), runner, fingerprint)
+    yield engine
+    engine.close()
 
 
 def ask(token_ids: list[int], choice: int, sampling: SamplingParams) -> Sample:
@@ -92,3 +111,146 @@ def test_a_cache_of_no_block_is_refused(folder: Path) -> None:
         OperatorError, match="a KV cache of 100 bytes does not hold one block: 4096 bytes for 16 tokens"
     ):
         load_runner(folder, kv_cache_bytes=100)
+
+
+def test_memory_that_the_machine_does_not_have_is_refused(folder: Path) -> None:
+    with pytest.raises(OperatorError, match=f"no memory for a KV cache of 10000 bytes and a swap space of {2**60}: "):
+        load_runner(folder, kv_cache_bytes=10_000, swap_bytes=2**60)
+
+
+def test_knows_its_swap_space(folder: Path, runner: ModelRunner) -> None:
+    assert runner.num_host_blocks == 2**14 // runner.layout.block_bytes == 8
+    assert load_runner(folder, kv_cache_bytes=2**16, swap_bytes=4095).num_host_blocks == 0
+
+
+def test_without_swap_space_swaps_are_refused(folder: Path) -> None:
+    runner = load_runner(folder, kv_cache_bytes=2**16, block_size=BLOCK_SIZE)
+    assert runner.num_host_blocks == 0
+    with pytest.raises(AssertionError, match="no room at 0"):
+        runner.swap_out([(0, 0)])
+    with pytest.raises(AssertionError, match="nothing is at 0"):
+        runner.swap_in([(0, 0)])
+
+
+def test_a_step_of_nothing_gives_nothing(runner: ModelRunner) -> None:
+    assert runner.step([]) == []
+    assert not runner.cache.blocks.any()
+
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, logprobs=5)
+
+
+def decode(runner: ModelRunner, tokens: list[int], table: list[int], num: int) -> list[SampledToken]:
+    """Append `num` tokens to `tokens`, whose KV but the last token's is in `table`."""
+    outcomes: list[SampledToken] = []
+    for _ in range(num):
+        last = Slice(token_ids=tokens[-1:], start=len(tokens) - 1, block_table=table, samples=(ask(tokens, 0, GREEDY),))
+        outcome = runner.step([last])[0][0]
+        assert isinstance(outcome, SampledToken)
+        tokens.append(outcome.token_id)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def test_a_sequence_that_was_swapped_goes_on_as_if_it_never_was(runner: ModelRunner) -> None:
+    """Preempted in the middle of a block, and again later; meanwhile others use its blocks and its slots."""
+    runner.step([Slice(token_ids=PROMPT[:-1], start=0, block_table=[0, 1, 2])])
+    undisturbed = decode(runner, list(PROMPT), [0, 1, 2, 3, 4], 9)
+    runner.cache.blocks.fill_(math.nan)
+
+    def others_use(blocks: list[int]) -> None:
+        runner.step([Slice(token_ids=range(100, 100 + BLOCK_SIZE * len(blocks)), start=0, block_table=blocks)])
+
+    tokens = list(PROMPT)
+    runner.step([Slice(token_ids=PROMPT[:-1], start=0, block_table=[9, 4, 11])])
+    outcomes = decode(runner, tokens, [9, 4, 11], 2)
+    runner.swap_out([(9, 5), (4, 0), (11, 3)])
+    others_use([4, 9, 10, 11])
+    runner.swap_out([(10, 1), (4, 2)])
+    runner.swap_in([(3, 4), (5, 11), (0, 6)])
+    others_use([9, 10])
+    outcomes += decode(runner, tokens, [11, 6, 4, 0], 4)
+    runner.swap_out([(11, 2), (6, 3), (4, 7), (0, 0)])
+    others_use([0, 4, 6, 11])
+    runner.swap_in([(2, 0), (3, 11), (7, 15), (0, 14)])
+    outcomes += decode(runner, tokens, [0, 11, 15, 14, 3], 3)
+    assert outcomes == undisturbed
+
+
+async def test_a_step_copies_then_swaps_out_then_in_then_computes(engine: Engine) -> None:
+    """Block 2 is copied to 5, swapped from there to slot 1, and from there to 7, which the slice then attends to."""
+    runner = engine.runner
+    tokens, stale = [*PROMPT, 50], [7] * BLOCK_SIZE
+    last = Slice(token_ids=[50], start=10, block_table=[3, 1, 7], samples=(ask(tokens, 0, GREEDY),))
+    answers: list[object] = []
+
+    def prepare() -> None:
+        """Every place on the way holds something else, which is valid KV."""
+        runner.step([Slice(token_ids=PROMPT, start=0, block_table=[3, 1, 2])])
+        for block, token in ((5, 60), (7, 70), (8, 80)):
+            runner.step([Slice(token_ids=[token, *stale[1:]], start=0, block_table=[block])])
+        runner.swap_out([(8, 1)])
+
+    for order in itertools.permutations(range(4)):
+        prepare()
+        parts = [
+            lambda: runner.copy_block(2, 5),
+            lambda: runner.swap_out([(5, 1)]),
+            lambda: runner.swap_in([(1, 7)]),
+            lambda: answers.append(runner.step([last])),
+        ]
+        for part in order:
+            parts[part]()
+    right, *wrong = answers
+    assert right not in wrong, "another order cannot be told from the right one"
+    prepare()
+    assert await engine.step([last], [(2, 5)], [(5, 1)], [(1, 7)]) == right
+
+
+async def test_a_step_may_only_move_blocks(engine: Engine) -> None:
+    cache = engine.runner.cache
+    cache.blocks[2] = 1.0
+    assert await engine.step([], copies=[(2, 5)], swap_outs=[(5, 1)], swap_ins=[(1, 7)]) == []
+    assert bool((cache.blocks[[2, 5, 7]] == 1.0).all())
+    assert await engine.step([]) == []
+    assert engine.num_steps == 2
+
+
+async def test_a_step_is_timed_on_its_thread(engine: Engine) -> None:
+    """The time that a step waits for the thread is not its own."""
+    assert engine.last_step_s == 0.0
+    gate = threading.Event()
+    blocking = asyncio.create_task(engine.call(gate.wait))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(engine.step([Slice(token_ids=PROMPT, start=0, block_table=[3, 1, 2])]))
+    await asyncio.sleep(0.2)
+    opened = time.perf_counter()
+    gate.set()
+    await waiting
+    assert 0.0 < engine.last_step_s <= time.perf_counter() - opened
+    await blocking
+
+
+async def test_a_step_that_fails_does_not_count(engine: Engine) -> None:
+    with pytest.raises(AssertionError, match="no room at 8"):
+        await engine.step([], swap_outs=[(0, 8)])
+    assert (engine.num_steps, engine.last_step_s) == (0, 0.0)
+
+
+async def load(settings: WorkerSettings, folder: Path, swap_bytes: int) -> tuple[Costs, int, bool]:
+    engine = await Engine.load(settings, folder, lambda done, total: None, swap_bytes=swap_bytes)
+    try:
+        return engine.costs, engine.runner.num_host_blocks, bool(engine.runner.cache.blocks.any())
+    finally:
+        engine.close()
+
+
+async def test_loading_measures_the_costs(folder: Path) -> None:
+    settings = DecodeSettings(model=str(folder), device="cpu", num_threads=1, kv_cache_bytes=2**18, dtype="float32")
+    costs, num_host_blocks, dirty = await load(settings, folder, 2**17)
+    assert num_host_blocks == 2**17 // 8192
+    assert 0 < costs.prefill_s_per_token < 1
+    assert 0 < costs.swap_s_per_block < 1
+    assert not dirty
+    costs, num_host_blocks, _ = await load(settings, folder, 0)
+    assert (num_host_blocks, costs.swap_s_per_block) == (0, math.inf)

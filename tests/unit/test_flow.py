@@ -24,12 +24,15 @@ from common.contract.messages import (
     FinishReason,
     Message,
     Prefill,
+    PrefixHint,
     Resend,
     Role,
+    Source,
     TokenLogprobs,
     Tokens,
 )
 from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
 from gateway.flow import Action, Deliver, Done, Fail, Flow, FlowState, Place, Send
 from gateway.generation import Delta, Generation
 
@@ -61,13 +64,21 @@ CANCELLED = Cancelled(request=REQUEST, attempt=1)
 class Run:
     """A flow, and everything that it ever asked for."""
 
-    def __init__(self, num_choices: int = 1) -> None:
+    def __init__(self, num_choices: int = 1, *, local: bool = False, prefix: PrefixHint | None = None) -> None:
+        """`local`: the decode worker computes the prompt."""
         generation = Generation(
-            token_ids=PROMPT, num_choices=num_choices, sampling=SamplingParams(max_tokens=50), budget_s=9
+            token_ids=PROMPT,
+            num_choices=num_choices,
+            sampling=SamplingParams(max_tokens=50),
+            budget_s=9,
+            tier=Tier.BATCH,
+            tenant="acme",
+            cache_salt="salt",
         )
-        self.flow = Flow(KEY, generation, Place("p:1", Incarnation("P")), Place("d:1", Incarnation("D")))
+        prefill = None if local else Place("p:1", Incarnation("P"))
+        self.flow = Flow(KEY, generation, prefill, Place("d:1", Incarnation("D")))
         self.actions: list[Action] = []
-        self.do(self.flow.start(9))
+        self.do(self.flow.start(9, prefix))
 
     def do(self, actions: Iterable[Action]) -> list[Action]:
         actions = list(actions)
@@ -98,7 +109,7 @@ class Run:
         if self.flow.state is FlowState.DONE:
             assert len(self.sent(Ack)) + len(self.sent(Abort)) == 1
         else:
-            assert self.sent(Abort) == [(P, ABORT), (D, ABORT)]
+            assert self.sent(Abort) == [(role, ABORT) for role in self.flow.places]
             assert self.sent(Ack) == []
         state, story = self.flow.state, list(self.flow.story)
         for event in EVERY_EVENT:
@@ -141,7 +152,75 @@ def test_both_workers_are_given_their_part_at_once() -> None:
         assert (work.key, work.token_ids, work.prompt_len) == (KEY, PROMPT, START)
         assert (work.choices, work.budget_s) == ((0, 1, 2), 9)
         assert work.sampling == SamplingParams(max_tokens=50)
-    assert (decode.source.address, decode.source.incarnation) == ("p:1", "P")
+        assert (work.tier, work.tenant, work.cache_salt) == (Tier.BATCH, "acme", "salt")
+    assert prefill.prefix is None
+    assert decode.source == Source(address="p:1", incarnation=Incarnation("P"))
+
+
+def test_a_hint_goes_to_the_prefill_worker() -> None:
+    hint = PrefixHint(source=Source(address="d:2", incarnation=Incarnation("E")), num_tokens=16)
+    run = Run(prefix=hint)
+    ((_, prefill),) = run.sent(Prefill)
+    assert isinstance(prefill, Prefill)
+    assert prefill.prefix == hint
+    assert "16 tokens" in run.flow.story[0]
+
+
+# --- a decode worker alone -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def local() -> Iterator[Run]:
+    run = Run(local=True)
+    yield run
+    if run.flow.state is not FlowState.RUNNING:
+        run.check_end()
+
+
+def test_a_decode_worker_alone_gets_a_prompt_and_no_source() -> None:
+    run = Run(num_choices=2, local=True)
+    assert [(type(a.message), a.role) for a in run.actions if isinstance(a, Send)] == [(Decode, D)]
+    ((_, decode),) = run.sent(Decode)
+    assert isinstance(decode, Decode)
+    assert (decode.key, decode.token_ids, decode.prompt_len, decode.choices) == (KEY, PROMPT, START, (0, 1))
+    assert (decode.source, decode.tier, decode.tenant, decode.cache_salt) == (None, Tier.BATCH, "acme", "salt")
+
+
+def test_every_token_comes_from_the_decode_worker_alone(local: Run) -> None:
+    local.on(D, tokens(START, 1), tokens(START + 2, 3))
+    assert local.sent(Resend) == [(D, resend(START + 1))]
+    local.on(D, tokens(START + 1, 2, 3, end="stop"), FINISHED)
+    assert local.text() == [1, 2, 3]
+    assert local.sent(Ack) == [(D, ACK)]
+
+
+def test_a_request_that_ends_with_its_first_token_is_acknowledged_to_a_decode_worker_alone(local: Run) -> None:
+    local.on(D, tokens(START, 1, end="length"))
+    assert local.sent(Ack) == [(D, ACK)]
+    assert local.sent(Abort) == []
+
+
+@pytest.mark.parametrize("spoken", [False, True])
+@pytest.mark.parametrize("end", ["failed", "lost", "unknown", "time", "client"])
+def test_every_end_concerns_the_decode_worker_alone(local: Run, spoken: bool, end: str) -> None:
+    if spoken:
+        local.on(D, tokens(START, 1))
+    match end:
+        case "failed":
+            local.on(D, failed())
+        case "lost":
+            local.do(local.flow.worker_lost(D, "dead"))
+        case "unknown":
+            local.do(local.flow.on_resync(D, frozenset()))
+        case "time":
+            local.do(local.flow.fail(Cause.DEADLINE, "late"))
+        case "client":
+            local.do(local.flow.cancel())
+    assert local.sent(Abort) == [(D, ABORT)]
+
+
+def test_a_decode_worker_alone_that_knows_the_request_is_asked_for_all_of_it(local: Run) -> None:
+    assert local.do(local.flow.on_resync(D, frozenset([KEY]))) == [Send(D, resend(START))]
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -403,7 +482,8 @@ def test_the_client_sees_every_token_once_whatever_is_lost_or_repeated(data: st.
     num_choices = data.draw(st.integers(1, 3), label="choices")
     lengths = [data.draw(st.integers(1, 9), label=f"tokens of {choice}") for choice in range(num_choices)]
     truth = [[100 * choice + index for index in range(length)] for choice, length in enumerate(lengths)]
-    run = Run(num_choices)
+    local = data.draw(st.booleans(), label="a decode worker alone")
+    run = Run(num_choices, local=local)
 
     def frame(choice: int, start: int, stop: int) -> Tokens:
         end: FinishReason | None = "stop" if stop == lengths[choice] else None
@@ -413,7 +493,7 @@ def test_the_client_sees_every_token_once_whatever_is_lost_or_repeated(data: st.
         asked = [message for _, message in run.sent(Resend)][num_answered:]
         return [frame(m.choice, m.position - START, lengths[m.choice]) for m in asked if isinstance(m, Resend)]
 
-    first = [(P, frame(choice, 0, 1)) for choice in range(num_choices)]
+    first = [] if local else [(P, frame(choice, 0, 1)) for choice in range(num_choices)]
     rest = []
     for choice, length in enumerate(lengths):
         cuts = sorted(data.draw(st.sets(st.integers(1, length)), label=f"cuts of {choice}") | {0, length})
@@ -444,7 +524,7 @@ def test_the_client_sees_every_token_once_whatever_is_lost_or_repeated(data: st.
 
 
 class Workers:
-    """A prefill and a decode worker as the gateway sees them, and wires that lose and repeat.
+    """A prefill and a decode worker, or a decode worker alone, as the gateway sees them; wires that lose and repeat.
 
     Output token `i` of choice `c` is `100 * c + i`. Messages of one worker arrive in order, unless they are lost: then
     the session is opened again before long.
@@ -454,11 +534,12 @@ class Workers:
         self.choose = choose
         self.lengths = [choose([1, 2, 3, 6, 12]) for _ in range(choose([1, 1, 2, 3]))]
         self.reasons = [choose(["stop", "length"]) for _ in self.lengths]
-        self.run = Run(len(self.lengths))
-        self.generated = [1 for _ in self.lengths]
+        self.local = choose([False, False, True])
+        self.run = Run(len(self.lengths), local=self.local)
+        self.generated = [0 if self.local else 1 for _ in self.lengths]
         self.sent = [0 for _ in self.lengths]
         self.settled = False
-        self.given_up = all(length == 1 for length in self.lengths)
+        self.given_up = not self.local and all(length == 1 for length in self.lengths)
         self.wires: dict[Role, deque[Message]] = {P: deque(), D: deque()}
         self.to_decode: deque[Message] = deque()
         self.lossy = False
@@ -466,7 +547,7 @@ class Workers:
         self.ended: list[FinishReason | None] = [None for _ in self.lengths]
         self.done = False
         self.goodbyes: list[Message] = []
-        for choice in range(len(self.lengths)):
+        for choice in range(0 if self.local else len(self.lengths)):
             self.wires[P].append(self.frame(choice, 0))
         if self.given_up:
             self.wires[P].append(FINISHED)
@@ -492,7 +573,7 @@ class Workers:
         return steps
 
     def decode(self) -> None:
-        """A step of the decode worker; before the first, it settles."""
+        """A step of the decode worker; before the first, it settles, or computes the prompt."""
         going_on = [choice for choice, length in enumerate(self.lengths) if self.generated[choice] < length]
         for choice in going_on:
             self.generated[choice] += 1
@@ -533,7 +614,8 @@ class Workers:
         """Both sides find out; a session that is opened again for nothing does no harm."""
         self.lossy = False
         self.take(self.run.flow.on_resync(D, frozenset([KEY])))
-        self.take(self.run.flow.on_resync(P, frozenset([KEY])))
+        if not self.local:
+            self.take(self.run.flow.on_resync(P, frozenset([KEY])))
 
     def take(self, actions: list[Action]) -> None:
         self.run.flow.check_invariants()

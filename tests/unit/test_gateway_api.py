@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import aiohttp
@@ -9,6 +11,10 @@ import openai
 import pytest
 from gateway_fixtures import (
     BOS,
+    CHAT,
+    CHAT_PATH,
+    COMPLETION,
+    COMPLETIONS_PATH,
     CONTEXT,
     EOS,
     MESSAGES,
@@ -18,12 +24,15 @@ from gateway_fixtures import (
     byte_level,
     encode,
     openai_client,
+    post,
     serve,
+    settings,
     stream_of,
 )
 
 from common.contract.errors import Cause
 from common.contract.sampling import MAX_SEED
+from common.contract.tiers import Tier
 from gateway.generation import GenerationFailed, Readiness
 
 
@@ -220,6 +229,56 @@ async def test_sampling_reaches_the_generation() -> None:
     assert completion.seed != chat.seed
     assert short.max_tokens == 9
     assert chat.max_tokens == CONTEXT - len(generator.generations[-1].token_ids), "all that the context leaves"
+
+
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [
+        (None, Tier.STANDARD),
+        ("interactive", Tier.INTERACTIVE),
+        ("standard", Tier.STANDARD),
+        ("batch", Tier.BATCH),
+        ("auto", Tier.STANDARD),
+        ("default", Tier.STANDARD),
+        ("priority", Tier.INTERACTIVE),
+        ("flex", Tier.BATCH),
+    ],
+)
+async def test_tiers_by_our_names_and_by_those_of_openai(name: str | None, tier: Tier) -> None:
+    generator = ScriptedGenerator()
+    for path, body in ((COMPLETIONS_PATH, COMPLETION), (CHAT_PATH, CHAT)):
+        for change in [{"service_tier": name}, {}] if name is None else [{"service_tier": name}]:
+            assert (await post(path, body | change, generator))[0] == 200
+    assert {generation.tier for generation in generator.generations} == {tier}
+
+
+async def salts(*requests: tuple[str | None, str | None], header: str | None = "X-Tenant") -> list[tuple[str, str]]:
+    """(tenant, salt on the wire) of requests with a tenant's header and a `cache_salt` of their own."""
+    generator = ScriptedGenerator()
+    api_settings = dataclasses.replace(settings(), tenant_header=header)
+    for index, (tenant, salt) in enumerate(requests):
+        path, body = ((COMPLETIONS_PATH, COMPLETION), (CHAT_PATH, CHAT))[index % 2]
+        body = body if salt is None else body | {"cache_salt": salt}
+        headers = None if tenant is None else {"x-tenant": tenant}
+        assert (await post(path, body, generator, headers=headers, api_settings=api_settings))[0] == 200
+    return [(generation.tenant, generation.cache_salt) for generation in generator.generations]
+
+
+async def test_a_tenant_is_named_by_the_operators_header_alone() -> None:
+    assert await salts(("acme", None), header=None) == [("", "")]
+    assert await salts(("acme", None), header="X-Other") == [("", "")]
+    named = await salts(("acme", None), (None, None), ("", None), ("Müller & Söhne " * 17, None))
+    assert [tenant for tenant, _ in named] == ["acme", "", "", ("Müller & Söhne " * 17).strip()]
+
+
+async def test_prefix_caches_are_separated_by_tenant_and_by_salt() -> None:
+    tenants, own = (None, "acme", "acm", "acme e"), (None, "e", "\n", "acme", "x" * 128)
+    given = list(itertools.product(tenants, own))
+    found = [salt for _, salt in await salts(*given)]
+    assert found == [salt for _, salt in await salts(*given)], "every gateway comes to the same"
+    assert len(set(found)) == len(given)
+    assert found[0] == ""
+    assert max(len(salt) for salt in found) <= 256
 
 
 async def test_a_default_length_is_cut_to_the_context() -> None:

@@ -69,6 +69,14 @@ COMMON_CASES = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"user": 5}, "user"),
     ({"service_tier": 5}, "service_tier"),
+    ({"service_tier": ""}, "service_tier"),
+    ({"service_tier": "scale"}, "service_tier"),
+    ({"service_tier": "Batch"}, "service_tier"),
+    ({"service_tier": ["batch"]}, "service_tier"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 129}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "\ud800"}, "cache_salt"),
     ({"model": 5}, "model"),
     ({"best_of": 2}, "best_of"),
     ({"echo": True}, "echo"),
@@ -167,6 +175,34 @@ async def test_what_is_not_a_json_object_is_refused(path: str, body: bytes) -> N
     status, answer, _ = await post(path, body)
     assert status == 400
     assert_error(answer, None)
+
+
+async def test_a_wrong_tier_is_told_the_right_ones() -> None:
+    _, answer, _ = await post(CHAT_PATH, CHAT | {"service_tier": "gold"})
+    for name in ("interactive", "standard", "batch", "auto", "default", "priority", "flex"):
+        assert name in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS_PATH, CHAT_PATH])
+@pytest.mark.parametrize(
+    "names", [["x" * 257], ["a\tb"], ["a\u2028b"], [b"\xff"], ["acme", "umbrella"], ["acme", "acme"]], ids=repr
+)
+async def test_a_tenant_that_is_no_name_is_refused(path: str, names: list[str | bytes]) -> None:
+    """Two headers mean that somebody has added to what another wrote: nobody says which of them to believe."""
+    generator = ScriptedGenerator()
+    body = json.dumps(COMPLETION | CHAT).encode()
+    lines = b"".join(b"X-Tenant: %b\r\n" % (n if isinstance(n, bytes) else n.encode()) for n in names)
+    async with serve(generator, dataclasses.replace(settings(), tenant_header="x-tenant")) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" % path.encode()
+        writer.write(head + lines + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        head, _, answer = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        writer.close()
+    assert b" 400 " in head.splitlines()[0]
+    assert_error(json.loads(answer), None, "invalid_tenant")
+    assert "x-tenant" in json.loads(answer)["error"]["message"]
+    assert generator.generations == []
 
 
 async def test_a_number_that_overflows_a_double_is_refused() -> None:

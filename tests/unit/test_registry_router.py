@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
-from common.contract.messages import Heartbeat, Role, Welcome
+from common.contract.messages import Heartbeat, PrefixHint, Role, Source, Welcome
+from gateway.flow import Place
 from gateway.registry import Registry, WorkerView
-from gateway.router import least_loaded_decode, least_loaded_prefill
+from gateway.router import Handoff, Local, LocalPrefill, choose, least_loaded_decode, least_loaded_prefill
 
 P1, P2, D1, D2 = "p1:1", "p2:1", "d1:1", "d2:1"
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
@@ -127,6 +129,28 @@ def test_a_session_that_opens_again_in_the_same_life_never_counts_below_zero(reg
     registry.took(D1, 5)
     registry.left(D1, LIFE, 100)
     assert in_flight(registry, D1) == (1, 5)
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_what_there_should_be(registry: Registry) -> None:
+    assert not registry.colocated
+    assert registry.missing() == [Role.PREFILL, Role.DECODE]
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    assert registry.missing() == [Role.PREFILL]
+    registry.opened(P1, LIFE, welcome(Role.PREFILL))
+    assert registry.missing() == []
+    registry.heartbeat(P1, load(draining=True))
+    assert registry.missing() == [Role.PREFILL]
+
+
+def test_without_prefill_workers_none_is_missing() -> None:
+    registry = Registry((), (D1,), "c")
+    assert registry.colocated
+    assert registry.missing() == [Role.DECODE]
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    assert registry.missing() == []
 
 
 # --- misfits ---------------------------------------------------------------------------------------------------------
@@ -246,3 +270,124 @@ def test_equal_workers_share_the_work(registry: Registry) -> None:
         registry.took(worker.address, 1)
         taken.append(worker.address)
     assert taken == [D1, D2] * 3
+
+
+# --- routes ----------------------------------------------------------------------------------------------------------
+
+WORKERS = (P1, P2, D1, D2)
+
+
+def opened(*addresses: str, prefill: Sequence[str] = (P1, P2)) -> Registry:
+    registry = Registry(tuple(prefill), (D1, D2), "c")
+    for address in addresses:
+        registry.opened(address, LIFE, welcome(Role.PREFILL if address in prefill else Role.DECODE))
+    return registry
+
+
+def held(**tokens: int) -> dict[Place, int]:
+    """Cached tokens by worker, `d1=32`."""
+    return {Place(f"{name}:1", LIFE): count for name, count in tokens.items()}
+
+
+def handoff(registry: Registry, num_tokens: int, cached: dict[Place, int], threshold: int = 0) -> Handoff:
+    route = choose(registry, num_tokens, cached, threshold)
+    assert isinstance(route, Handoff)
+    return route
+
+
+def local(registry: Registry, num_tokens: int, cached: dict[Place, int], threshold: int = 0) -> tuple[str, str]:
+    route = choose(registry, num_tokens, cached, threshold)
+    assert isinstance(route, Local)
+    return route.decode.address, route.reason
+
+
+def hint(address: str, num_tokens: int) -> PrefixHint:
+    return PrefixHint(source=Source(address=address, incarnation=LIFE), num_tokens=num_tokens)
+
+
+def test_a_handoff_is_between_the_least_loaded() -> None:
+    registry = opened(*WORKERS)
+    registry.took(P1, 5)
+    registry.took(D1, 5)
+    route = handoff(registry, 100, held(p1=16, d1=16))
+    assert (route.prefill.address, route.decode.address) == (P2, D2)
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [
+        ({}, None),
+        ({"d2": 32}, (D2, 32)),
+        ({"p2": 32, "d2": 16}, (P2, 32)),
+        ({"d1": 32, "d2": 32}, (D2, 32)),
+        ({"p1": 32, "d2": 32}, None),
+        ({"p1": 16, "d2": 32}, (D2, 32)),
+        ({"p1": 48, "d2": 32}, None),
+        ({"elsewhere": 64}, None),
+    ],
+    ids=str,
+)
+def test_the_hint_names_who_holds_more_than_the_chosen_one(
+    cached: dict[str, int], expected: tuple[str, int] | None
+) -> None:
+    registry = opened(*WORKERS)
+    registry.took(P2, 5)
+    registry.took(D1, 5)
+    route = handoff(registry, 100, held(**cached))
+    assert route.prefill.address == P1
+    assert route.prefix == (None if expected is None else hint(*expected))
+
+
+def test_a_hint_names_no_life_that_has_ended_and_no_worker_that_leaves() -> None:
+    registry = opened(*WORKERS)
+    cached = {Place(D1, NEXT_LIFE): 64} | held(d2=32)
+    assert handoff(registry, 100, cached).prefix == hint(D2, 32)
+    registry.heartbeat(D2, load(draining=True))
+    assert handoff(registry, 100, cached).prefix is None
+
+
+@pytest.mark.parametrize(("threshold", "is_local"), [(0, False), (9, False), (10, True), (11, True)])
+def test_a_prompt_is_short_by_what_is_left_to_compute(threshold: int, is_local: bool) -> None:
+    for num_tokens, cached in ((10, {}), (42, held(d1=32))):
+        route = choose(opened(*WORKERS), num_tokens, cached, threshold)
+        assert isinstance(route, Local) == is_local
+        assert route.decode.address == D1
+
+
+def test_what_a_prefill_worker_holds_makes_no_prompt_short() -> None:
+    assert handoff(opened(*WORKERS), 42, held(p1=32), 10).prefix is None
+
+
+def test_of_the_workers_for_which_a_prompt_is_short_the_least_loaded_computes_it() -> None:
+    registry = opened(*WORKERS)
+    registry.took(D1, 1)
+    assert local(registry, 42, held(d1=32, d2=32), 10) == (D2, LocalPrefill.SHORT)
+    assert local(registry, 42, held(d1=32, d2=16), 10) == (D1, LocalPrefill.SHORT)
+
+
+def test_a_crowded_worker_is_not_sought_for_its_cache() -> None:
+    registry = opened(*WORKERS)
+    registry.took(D2, 1)
+    for _ in range(6):
+        registry.took(D1, 1)
+    assert local(registry, 42, held(d1=32), 10) == (D1, LocalPrefill.SHORT), "2 * 1 + 4 requests"
+    registry.took(D1, 1)
+    route = handoff(registry, 42, held(d1=32), 10)
+    assert (route.decode.address, route.prefix) == (D2, hint(D1, 32))
+
+
+def test_where_prefill_workers_exist_and_none_is_usable_a_decode_worker_computes() -> None:
+    registry = opened(D1, D2)
+    assert local(registry, 100, {}) == (D1, LocalPrefill.NO_PREFILL_WORKER)
+    assert local(registry, 100, {}, 100) == (D1, LocalPrefill.SHORT), "it would have been computed there anyway"
+    assert local(registry, 100, held(d2=16)) == (D2, LocalPrefill.NO_PREFILL_WORKER), "it has less to compute"
+
+
+def test_where_there_are_no_prefill_workers_decode_workers_compute() -> None:
+    registry = opened(D1, D2, prefill=())
+    assert local(registry, 100, {}) == (D1, LocalPrefill.COLOCATED)
+    assert local(registry, 10, {}, 64) == (D1, LocalPrefill.COLOCATED)
+    assert local(registry, 100, held(d1=16, d2=32)) == (D2, LocalPrefill.COLOCATED)
+    for _ in range(5):
+        registry.took(D2, 1)
+    assert local(registry, 100, held(d1=16, d2=32)) == (D1, LocalPrefill.COLOCATED)

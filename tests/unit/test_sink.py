@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import (
     Attach,
+    AttachPrefix,
     BlocksReady,
     Detach,
     FinishReason,
@@ -226,10 +228,27 @@ def test_after_a_loss_the_pull_attaches_again(pull: Pull) -> None:
 
 
 def test_after_a_loss_a_settling_pull_asks_again(pull: Pull) -> None:
+    """The source may have lost this sink, and still hold the lease."""
     settling(pull)
-    assert pull.attach() == [SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.attach() == [SendToSource(Attach(**ABOUT)), SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
+    assert pull.prefill_done(done(None)) == []
     assert isinstance(pull.settled(settled())[0], Admit)
     assert pull.attach() == []
+
+
+def test_a_lease_that_takes_the_place_of_another_brings_its_own_first_tokens(pull: Pull) -> None:
+    """Those of the other one would let the pull settle before the offer is complete, or begin from wrong tokens."""
+    offered(pull)
+    pull.prefill_done(done(None))
+    new = {"lease": LeaseId("l2"), "epoch": 8}
+    pull.blocks_ready(ready(0, 20, 21, 22, **new))
+    pull.reserve(SINK_BLOCKS)
+    assert pull.read_done(0, None) == []
+    assert pull.state is PullState.PULLING
+    assert sent(pull.prefill_done(done(None, None, **new))) == [Settle]
+    [admit] = pull.settled(settled(**new))
+    assert len(admit.first_tokens) == 2
 
 
 # --- what the source may not do ----------------------------------------------------------------------------------
@@ -429,3 +448,156 @@ def test_a_reservation_comes_once(pull: Pull) -> None:
     pulling(pull)
     with pytest.raises(AssertionError, match="pulling to pulling"):
         pull.reserve((60, 61, 62))
+
+
+# --- blocks that the sink holds already ----------------------------------------------------------------------------
+
+
+def test_held_blocks_are_not_read(pull: Pull) -> None:
+    offered(pull)
+    assert pull.reserve(SINK_BLOCKS, num_held=2) == []
+    assert pull.blocks_ready(ready(0, 10)) == []
+    assert pull.blocks_ready(ready(1, 11, 12)) == [StartRead(2, (12,), (52,), None)]
+    pull.prefill_done(done(None))
+    assert sent(pull.read_done(2, None)) == [Settle]
+    assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
+
+
+def test_checksums_of_held_blocks_are_skipped_with_them(pull: Pull) -> None:
+    pull.blocks_ready(ready(0, 10, 11, 12, checksums=(1, 2, 3)))
+    assert pull.reserve(SINK_BLOCKS, num_held=1) == [StartRead(1, (11, 12), (51, 52), (2, 3))]
+
+
+def test_with_every_block_held_the_source_settles_all_the_same(pull: Pull) -> None:
+    """The first tokens, and the end of the source's lease, depend on it."""
+    offered(pull)
+    assert pull.reserve(SINK_BLOCKS, num_held=3) == []
+    assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
+    assert pull.state is PullState.PULLING
+    assert sent(pull.prefill_done(done(None))) == [Settle]
+    assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
+
+
+def test_with_every_block_held_nothing_lost_is_asked_for_again(pull: Pull) -> None:
+    offered(pull)
+    pull.reserve(SINK_BLOCKS, num_held=3)
+    assert sent(pull.prefill_done(done(None))) == [Settle]
+
+
+def test_with_every_block_held_and_the_first_token_known_a_reservation_settles(pull: Pull) -> None:
+    pull.blocks_ready(ready(0, 10, 11, 12))
+    pull.prefill_done(done(None))
+    assert sent(pull.reserve(SINK_BLOCKS, num_held=3)) == [Settle]
+
+
+def test_held_blocks_are_released_with_the_others_and_never_in_quarantine(pull: Pull) -> None:
+    offered(pull)
+    pull.reserve(SINK_BLOCKS, num_held=1)
+    pull.blocks_ready(ready(0, 10, 11))
+    actions = pull.abandon(Cause.DEADLINE, "late")
+    assert released(actions) == [50, 52]
+    assert pull.quarantined == (51,)
+    assert released(pull.read_done(1, None)) == [51]
+
+
+@pytest.mark.parametrize("num_held", [-1, 4])
+def test_no_more_is_held_than_was_reserved(pull: Pull, num_held: int) -> None:
+    offered(pull)
+    with pytest.raises(AssertionError):
+        pull.reserve(SINK_BLOCKS, num_held=num_held)
+
+
+# --- pulls of a prefix ---------------------------------------------------------------------------------------------
+
+
+HASHES = tuple(BlockHash(bytes([number]) * 32) for number in range(4))
+
+
+@pytest.fixture
+def prefix():
+    """A prefix pull of four blocks, whose invariants are checked at the end."""
+    subject = Pull(KEY, Source(address="d:1", incarnation=Incarnation("d")), HASHES)
+    yield subject
+    subject.check_invariants()
+
+
+def test_the_life_of_a_prefix_pull(prefix: Pull) -> None:
+    assert prefix.attach() == [SendToSource(AttachPrefix(**ABOUT, block_hashes=HASHES))]
+    assert prefix.blocks_ready(ready(0, 10, 11, 12)) == [WantBlocks(3)], "fewer than asked for will do"
+    assert prefix.reserve(SINK_BLOCKS) == [StartRead(0, (10, 11, 12), SINK_BLOCKS, None)]
+    assert prefix.read_done(0, None) == [SendToSource(Settle(**ABOUT, **LEASE))]
+    assert prefix.settled(settled()) == [Admit(SINK_BLOCKS, ())]
+    assert prefix.over
+
+
+def test_held_blocks_of_a_prefix_are_not_read(prefix: Pull) -> None:
+    prefix.blocks_ready(ready(0, 10, 11, 12))
+    assert prefix.reserve(SINK_BLOCKS, num_held=2) == [StartRead(2, (12,), (52,), None)]
+    assert sent(prefix.read_done(2, None)) == [Settle]
+
+
+def test_a_prefix_that_is_held_whole_is_settled_at_once(prefix: Pull) -> None:
+    prefix.blocks_ready(ready(0, 10, 11, 12))
+    assert sent(prefix.reserve(SINK_BLOCKS, num_held=3)) == [Settle]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(ready(0), id="an offer that is only opened"),
+        pytest.param(ready(0, num_blocks=0), id="nothing"),
+        pytest.param(ready(0, 10, 11), id="a part"),
+        pytest.param(ready(1, 11, 12), id="the end only"),
+        pytest.param(ready(0, 10, 11, 12, 13, 14, num_blocks=5), id="more than was asked for"),
+        pytest.param(ready(0, 10, 11, 12, 13), id="more than was announced"),
+        pytest.param(ready(0, 10, 11, 12, checksums=(1, 2)), id="too few checksums"),
+    ],
+)
+def test_a_prefix_is_offered_whole_or_not_at_all(prefix: Pull, message: BlocksReady) -> None:
+    prefix.attach()
+    actions = prefix.blocks_ready(message)
+    assert sent(actions) == [Detach]
+    assert gave_up(actions) is Cause.TRANSFER
+
+
+def test_first_tokens_of_a_prefix_are_nobodys(prefix: Pull) -> None:
+    prefix.blocks_ready(ready(0, 10, 11, 12))
+    assert prefix.prefill_done(done("stop")) == []
+    prefix.reserve(SINK_BLOCKS)
+    assert prefix.prefill_done(done(None)) == []
+    prefix.read_done(0, None)
+    assert prefix.settled(settled()) == [Admit(SINK_BLOCKS, ())]
+
+
+def test_after_a_loss_a_prefix_pull_asks_again(prefix: Pull) -> None:
+    prefix.attach()
+    prefix.blocks_ready(ready(0, 10, 11, 12))
+    assert sent(prefix.attach()) == [AttachPrefix]
+    assert prefix.blocks_ready(ready(0, 10, 11, 12)) == []
+    prefix.reserve(SINK_BLOCKS)
+    assert sent(prefix.attach()) == [AttachPrefix]
+    assert prefix.blocks_ready(ready(0, 10, 11, 12)) == []
+    prefix.read_done(0, None)
+    assert sent(prefix.attach()) == [Settle], "another loan would help nobody"
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+def test_a_prefix_that_is_lent_anew_is_taken_if_nothing_was_read(prefix: Pull, reserved: bool) -> None:
+    """The source had lost this sink, and its loan with it."""
+    prefix.blocks_ready(ready(0, 10, 11, 12))
+    if reserved:
+        prefix.reserve(SINK_BLOCKS)
+    new = {"lease": LeaseId("l2"), "epoch": 8}
+    actions = prefix.blocks_ready(ready(0, 20, 21, 22, **new))
+    if reserved:
+        assert gave_up(actions) is Cause.LEASE_LOST
+        return
+    assert actions == []
+    assert prefix.reserve(SINK_BLOCKS) == [StartRead(0, (20, 21, 22), SINK_BLOCKS, None)]
+    assert prefix.read_done(0, None) == [SendToSource(Settle(**ABOUT, **new))]
+
+
+def test_a_source_without_the_prefix_ends_the_pull(prefix: Pull) -> None:
+    prefix.attach()
+    actions = prefix.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.LEASE_LOST, message="not here"))
+    assert gave_up(actions) is Cause.LEASE_LOST

@@ -10,6 +10,7 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import (
     Attach,
+    AttachPrefix,
     BlocksReady,
     Detach,
     FinishReason,
@@ -21,7 +22,7 @@ from common.contract.messages import (
     Tokens,
 )
 from kv_transfer import source
-from kv_transfer.source import Action, Dropped, LeaseTable, Send, Unpin
+from kv_transfer.source import Action, Dropped, LeaseTable, Return, Send, Unpin
 
 R1, R2 = RequestId("r1"), RequestId("r2")
 D1, D2 = Incarnation("d1"), Incarnation("d2")
@@ -280,7 +281,7 @@ def test_nothing_is_valid_before_the_offer_is_complete(table: LeaseTable) -> Non
 
 def test_nothing_is_valid_under_a_later_lease_on_the_same_request(table: LeaseTable) -> None:
     offer = completed(table)
-    table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived")
+    table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=1.0)
     later = completed(table, attempt=2)
     assert later.epoch > offer.epoch
     assert later.lease != offer.lease
@@ -302,6 +303,31 @@ def test_tombstones_are_bounded_and_a_forgotten_settle_is_invalid(monkeypatch: p
         assert verdict(table.settle(settle(offers[-1]), D1))
         table.check_invariants()
     assert [verdict(table.settle(settle(offer), D1)) for offer in offers] == [False, True, True]
+
+
+def test_a_sink_that_was_lost_here_alone_attaches_and_settles(table: LeaseTable) -> None:
+    """The lease was held all the while: what the sink has read is good, whatever became of its session."""
+    offer = completed(table)
+    table.sink_said_hello(D1, (), 5.0)
+    table.sink_said_hello(D1, {key()}, 6.0)
+    assert told(table.attach(attach(), D1, 6.0)) == [(D1, BlocksReady), (D1, PrefillDone)]
+    assert verdict(table.settle(settle(offer), D1))
+    assert (len(table), table.num_readers) == (0, 0)
+
+
+def test_a_sink_that_attaches_only_to_hear_its_verdict_again_is_not_kept_waiting(table: LeaseTable) -> None:
+    offer = completed(table)
+    assert verdict(table.settle(settle(offer), D1))
+    assert table.attach(attach(), D1, 5.0) == []
+    assert verdict(table.settle(settle(offer), D1))
+    assert (table.num_parked, table.next_expiry()) == (0, math.inf)
+
+
+@pytest.mark.parametrize(("attempt", "sink"), [(1, D2), (2, D1)], ids=["another sink", "another attempt"])
+def test_a_settle_takes_back_no_attach_but_its_own(table: LeaseTable, attempt: int, sink: Incarnation) -> None:
+    table.attach(attach(attempt), sink, 0.0)
+    assert not verdict(table.settle(Settle(request=R1, attempt=1, lease=LeaseId("l"), epoch=1), D1))
+    assert table.num_parked == 1
 
 
 # --- who is attached ---------------------------------------------------------------------------------------------
@@ -423,7 +449,7 @@ def test_a_sink_reads_until_it_says_that_it_does_not(table: LeaseTable, end: str
     """Whatever becomes of the lease: a read under way needs this worker's progress to come to its end."""
     opened(table)
     if end == "withdrawn":
-        table.withdraw(R1, Cause.CANCELLED, "aborted")
+        table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)
     elif end == "superseded":
         table.attach(attach(), D2, 1.0)
         table.detach(Detach(request=R1, attempt=1), D2, 1.0)
@@ -463,7 +489,7 @@ def test_parked_attaches_are_bounded_and_the_oldest_is_told(table: LeaseTable, m
 
 def test_a_withdrawal_reaches_a_parked_sink(table: LeaseTable) -> None:
     table.attach(attach(), D1, 0.0)
-    assert withdrawals(table.withdraw(R1, Cause.TOO_LARGE, "no")) == [(D1, 1, Cause.TOO_LARGE)]
+    assert withdrawals(table.withdraw(R1, Cause.TOO_LARGE, "no", now=1.0)) == [(D1, 1, Cause.TOO_LARGE)]
     assert table.num_parked == 0
 
 
@@ -527,17 +553,17 @@ def test_a_parked_attach_waits_for_the_prefill_that_supersedes_nothing(table: Le
 
 def test_a_withdrawal_tells_the_sink_and_unpins(table: LeaseTable) -> None:
     offer = completed(table)
-    actions = table.withdraw(R1, Cause.CANCELLED, "aborted")
+    actions = table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)
     assert withdrawals(actions) == [(D1, 1, Cause.CANCELLED)]
     assert unpinned(actions) == [BLOCKS]
     assert not verdict(table.settle(settle(offer), D1))
-    assert table.withdraw(R1, Cause.CANCELLED, "aborted again") == []
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted again", now=1.0) == []
 
 
 def test_a_withdrawal_after_a_valid_settle_is_inert(table: LeaseTable) -> None:
     offer = completed(table)
     table.settle(settle(offer), D1)
-    assert table.withdraw(R1, Cause.CANCELLED, "aborted") == []
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
     assert verdict(table.settle(settle(offer), D1)), "what was valid stays valid: the answer may have been lost"
 
 
@@ -624,3 +650,135 @@ def test_nothing_is_pinned_twice_or_for_ever(table: LeaseTable) -> None:
     assert table.num_blocks == 3
     table.settle(settle(offer), D1)
     assert (len(table), table.num_blocks, table.next_expiry()) == (0, 0, math.inf)
+
+
+# --- cached prefixes, lent -----------------------------------------------------------------------------------------
+
+
+def lent(table: LeaseTable, sink: Incarnation = D1) -> BlocksReady:
+    """Lend `BLOCKS` as R1 at 0 s; what the sink is offered."""
+    [(to, offer)] = sent(table.lend(key(), BLOCKS, sink, deadline=30.0, now=0.0))
+    assert to == sink
+    assert isinstance(offer, BlocksReady)
+    return offer
+
+
+def attach_prefix(attempt: int = 1, request: RequestId = R1) -> AttachPrefix:
+    return AttachPrefix(request=request, attempt=attempt, block_hashes=(bytes(32),) * 5)
+
+
+def returned(actions: list[Action]) -> list[tuple[int, ...]]:
+    assert not any(isinstance(each, Unpin | Dropped) for each in actions), "nobody has asked for this here"
+    return [each.block_ids for each in actions if isinstance(each, Return)]
+
+
+def test_a_lent_prefix_is_offered_whole_and_ends_with_a_valid_settle(table: LeaseTable) -> None:
+    offer = lent(table)
+    assert (offer.start, offer.block_ids, offer.num_blocks, offer.checksums) == (0, BLOCKS, 3, None)
+    assert (table.num_lent, table.num_readers, table.num_blocks) == (1, 1, 3)
+    actions = table.settle(settle(offer), D1)
+    assert verdict(actions)
+    assert returned(actions) == [BLOCKS]
+    assert (len(table), table.num_lent, table.num_readers) == (0, 0, 0)
+    assert verdict(table.settle(settle(offer), D1)), "the answer may have been lost"
+
+
+def test_a_lent_prefix_is_offered_again_to_its_sink(table: LeaseTable) -> None:
+    offer = lent(table)
+    for again in (attach_prefix(), attach()):
+        assert sent(table.attach(again, D1, 5.0)) == [(D1, offer)]
+    assert verdict(table.settle(settle(offer), D1))
+
+
+@pytest.mark.parametrize(("attempt", "sink"), [(1, D2), (2, D1), (2, D2)])
+@pytest.mark.parametrize("make", [attach, attach_prefix])
+def test_a_lent_prefix_is_for_nobody_else(table: LeaseTable, make, attempt: int, sink: Incarnation) -> None:
+    offer = lent(table)
+    actions = table.attach(make(attempt), sink, 1.0)
+    assert told(actions) == [(sink, OfferWithdrawn)]
+    assert not verdict(table.settle(settle(offer, attempt=attempt), sink))
+    assert verdict(table.settle(settle(offer), D1))
+
+
+def test_the_offer_of_a_request_is_not_a_prefix(table: LeaseTable) -> None:
+    offer = completed(table)
+    assert withdrawals(table.attach(attach_prefix(), D1, 1.0)) == [(D1, 1, Cause.SUPERSEDED)]
+    assert verdict(table.settle(settle(offer), D1)), "the attached sink is attached still"
+
+
+@pytest.mark.parametrize("how", ["detached", "lost", "given up"])
+def test_a_lent_prefix_ends_with_its_sinks_interest(table: LeaseTable, how: str) -> None:
+    offer = lent(table)
+    if how == "detached":
+        actions = table.detach(Detach(request=R1, attempt=1), D1, 1.0)
+    else:
+        actions = table.sink_said_hello(D1, () if how == "lost" else {key(request=R2)}, 1.0)
+    assert returned(actions) == [BLOCKS]
+    assert (len(table), table.num_readers, table.num_expired) == (0, 0, 0)
+    assert not verdict(table.settle(settle(offer), D1)), "the blocks may have changed since"
+
+
+@pytest.mark.parametrize(("attempt", "sink"), [(1, D2), (2, D1)], ids=["another sink", "another attempt"])
+def test_a_lent_prefix_outlasts_what_is_not_its_sinks(table: LeaseTable, attempt: int, sink: Incarnation) -> None:
+    offer = lent(table)
+    assert table.detach(Detach(request=R1, attempt=attempt), sink, 1.0) == []
+    table.sink_said_hello(D2, (), 1.0)
+    table.sink_said_hello(D1, {key()}, 1.0)
+    assert verdict(table.settle(settle(offer), D1))
+
+
+def test_a_lent_prefix_expires_and_only_its_sink_is_told(table: LeaseTable) -> None:
+    offer = lent(table)
+    assert table.next_expiry() == 30.0
+    assert table.expire(29.9) == []
+    actions = table.expire(30.0)
+    assert returned(actions) == [BLOCKS]
+    assert withdrawals(actions) == [(D1, 1, Cause.DEADLINE)]
+    assert (table.num_expired, table.num_readers) == (1, 1)
+    assert not verdict(table.settle(settle(offer), D1))
+    table.detach(Detach(request=R1, attempt=1), D1, 31.0)
+    assert table.num_readers == 0, "its reads have ended"
+
+
+def test_a_lent_prefix_is_not_reclaimed(table: LeaseTable) -> None:
+    lent(table)
+    assert table.reclaim(99, unattached_before=math.inf) == []
+
+
+def test_a_lent_prefix_can_be_withdrawn(table: LeaseTable) -> None:
+    lent(table)
+    actions = table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)
+    assert withdrawals(actions) == [(D1, 1, Cause.CANCELLED)]
+    assert returned(actions) == [BLOCKS]
+
+
+def test_checksums_of_a_lent_prefix_travel_with_it() -> None:
+    table = LeaseTable(unattached_ttl_s=TTL_S, checksums=True)
+    [(_, offer)] = sent(table.lend(key(), BLOCKS, D1, 30.0, 0.0, [7, 8, 9]))
+    assert offer.checksums == (7, 8, 9)
+    with pytest.raises(AssertionError, match="checksum"):
+        table.lend(key(request=R2), BLOCKS, D1, 30.0, 0.0)
+
+
+def test_a_request_that_bears_the_name_of_a_lent_prefix_gets_its_lease(table: LeaseTable) -> None:
+    """Only a faulty sink names its pull after a gateway's request; it must not cost that request anything."""
+    stale = lent(table)
+    actions = table.open(key(), (20, 21), 600.0, 1.0)
+    assert withdrawals(actions) == [(D1, 1, Cause.SUPERSEDED)]
+    assert returned(actions) == [BLOCKS]
+    assert not verdict(table.settle(settle(stale), D1))
+    [(_, offer)] = sent(table.attach(attach(), D2, 2.0))
+    assert offer.num_blocks == 2
+
+
+def test_a_parked_attach_under_the_name_of_a_prefix_is_told(table: LeaseTable) -> None:
+    table.attach(attach(), D2, 0.0)
+    actions = table.lend(key(), BLOCKS, D1, 30.0, 0.0)
+    assert told(actions) == [(D2, OfferWithdrawn), (D1, BlocksReady)]
+    assert table.num_parked == 0
+
+
+def test_a_request_with_a_lease_is_lent_nothing(table: LeaseTable) -> None:
+    opened(table)
+    with pytest.raises(AssertionError, match="open 3 blocks"):
+        table.lend(key(), BLOCKS, D1, 30.0, 0.0)

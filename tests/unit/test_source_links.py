@@ -1,4 +1,4 @@
-"""A decode worker's links to its sources, over real ZeroMQ, against a source that the test plays by hand."""
+"""A sink's links to its sources, over real ZeroMQ, against a source that the test plays by hand."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 
 import pytest
-import zmq
-import zmq.asyncio
+from played_source import FINGERPRINT, WAIT_S, PlayedSource
 
-from common.contract.codec import decode, encode
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
-from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
     Attach,
     Detach,
@@ -25,18 +22,15 @@ from common.contract.messages import (
     Welcome,
 )
 from common.runtime.clock import Pulse
-from decode_worker.source_links import SourceLinks
+from kv_transfer.source_links import SourceLinks
 
-WAIT_S = 10.0
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
-FINGERPRINT = Fingerprint(config_hash="c", weights_hash="w", layout=LAYOUT)
 KEY = RequestKey(RequestId("r1"), 1)
 ATTACH = Attach(request=KEY.request, attempt=KEY.attempt)
 REFUSED = HelloRefused(cause=Cause.FINGERPRINT, message="other weights")
 
 
 class Events:
-    """What the worker was told."""
+    """What the sink was told."""
 
     def __init__(self) -> None:
         self._told: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
@@ -75,57 +69,22 @@ class Net:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.sink = new_incarnation()
-        self.source = new_incarnation()
+        sink = new_incarnation()
         self.events = Events()
         pulse = Pulse(interval_s=0.05, timeout_s=20.0)
-        self.links = SourceLinks(self.sink, FINGERPRINT, self.events, lambda: self.now, pulse)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.address = f"127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
-
-    async def expect(self, kind: type[Message]) -> Message:
-        """The next message of this kind from the worker; others are skipped."""
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                _, frame = await self._socket.recv_multipart()
-                for message in decode(frame)[1]:
-                    if isinstance(message, kind):
-                        return message
-
-    async def send(self, *messages: Message) -> None:
-        await self._socket.send_multipart([self.sink.encode(), encode(self.source, messages)])
-
-    async def welcome(self) -> Hello:
-        """Answer the newest Hello."""
-        hello = await self.expect(Hello)
-        while await self._socket.poll(50):
-            hello = await self.expect(Hello)
-        assert isinstance(hello, Hello)
-        await self.send(
-            Welcome(
-                number=hello.number,
-                role=Role.PREFILL,
-                fingerprint=FINGERPRINT,
-                max_sequence_tokens=1,
-                transport="zmq",
-                transport_metadata=b"how to",
-                open_requests=(),
-            )
-        )
-        return hello
+        self.links = SourceLinks(sink, Role.PREFILL, FINGERPRINT, self.events, lambda: self.now, pulse)
+        self.source = PlayedSource(sink)
+        self.address = self.source.address
 
     async def opened(self) -> Net:
         assert self.links.need(self.address) is None
-        await self.welcome()
-        assert await self.events.next() == ("open", self.address, self.source)
+        await self.source.welcome()
+        assert await self.events.next() == ("open", self.address, self.source.incarnation)
         return self
 
     async def close(self) -> None:
         await self.links.close()
-        self._context.destroy(linger=0)
+        self.source.close()
 
 
 @pytest.fixture
@@ -139,31 +98,36 @@ async def test_a_link_opens_at_first_need_and_is_kept(net: Net) -> None:
     net.events.pulls = (KEY,)
     assert net.links.need(net.address) is None
     assert net.links.need(net.address) is None, "it is on its way"
-    hello = await net.welcome()
-    assert (hello.role, hello.fingerprint, hello.open_requests) == (Role.DECODE, FINGERPRINT, (KEY,))
-    assert await net.events.next() == ("open", net.address, net.source)
-    assert net.links.need(net.address) == net.source
-    assert net.links.transport_metadata(net.address) == b"how to"
+    hello = await net.source.welcome()
+    assert (hello.role, hello.fingerprint, hello.open_requests) == (Role.PREFILL, FINGERPRINT, (KEY,))
+    assert await net.events.next() == ("open", net.address, net.source.incarnation)
+    assert net.links.need(net.address) == net.links.at(net.address) == net.source.incarnation
+    assert net.links.welcome(net.address).transport_metadata == b"how to"
     net.links.send(net.address, ATTACH)
-    assert await net.expect(Attach) == ATTACH
-    await net.send(Detach(request=KEY.request, attempt=KEY.attempt))
-    assert await net.events.next() == ("message", net.source, Detach(request=KEY.request, attempt=KEY.attempt))
+    assert await net.source.expect(Attach) == ATTACH
+    await net.source.send(Detach(request=KEY.request, attempt=KEY.attempt))
+    assert await net.events.next() == (
+        "message",
+        net.source.incarnation,
+        Detach(request=KEY.request, attempt=KEY.attempt),
+    )
 
 
 async def test_a_source_that_goes_is_lost_and_found_at_the_next_need(net: Net) -> None:
     await net.opened()
-    await net.send(Goodbye())
-    assert await net.events.next() == ("lost", net.address, net.source, Cause.WORKER_LOST)
+    await net.source.send(Goodbye())
+    assert await net.events.next() == ("lost", net.address, net.source.incarnation, Cause.WORKER_LOST)
     net.links.send(net.address, ATTACH)  # inert
+    assert net.links.at(net.address) is None
     await net.events.none()
-    net.source = new_incarnation()
+    net.source.incarnation = new_incarnation()
     await net.opened()
-    assert net.links.need(net.address) == net.source
+    assert net.links.need(net.address) == net.source.incarnation
 
 
 async def test_a_source_that_never_answers_is_lost(net: Net) -> None:
     assert net.links.need(net.address) is None
-    await net.expect(Hello)
+    await net.source.expect(Hello)
     net.now += 21.0
     assert await net.events.next() == ("lost", net.address, None, Cause.WORKER_LOST)
     await net.opened()
@@ -171,15 +135,15 @@ async def test_a_source_that_never_answers_is_lost(net: Net) -> None:
 
 async def test_after_lost_messages_the_source_is_open_again(net: Net) -> None:
     await net.opened()
-    await net.send(HelloRequired())
-    await net.welcome()
-    assert await net.events.next() == ("open", net.address, net.source)
+    await net.source.send(HelloRequired())
+    await net.source.welcome()
+    assert await net.events.next() == ("open", net.address, net.source.incarnation)
 
 
 async def test_a_source_that_refuses_is_told_of_and_asked_again_at_the_next_need(net: Net) -> None:
     assert net.links.need(net.address) is None
-    await net.expect(Hello)
-    await net.send(REFUSED)
+    await net.source.expect(Hello)
+    await net.source.send(REFUSED)
     assert await net.events.next() == ("lost", net.address, None, Cause.FINGERPRINT)
     await net.opened()
 
@@ -187,10 +151,10 @@ async def test_a_source_that_refuses_is_told_of_and_asked_again_at_the_next_need
 async def test_a_source_that_refuses_within_a_session_does_not_end_the_worker(net: Net) -> None:
     """Another worker has taken its place, or its places are taken, while messages were lost."""
     await net.opened()
-    await net.send(HelloRequired())
-    await net.expect(Hello)
-    await net.send(REFUSED)
-    assert (await net.events.next())[:3] == ("lost", net.address, net.source)
+    await net.source.send(HelloRequired())
+    await net.source.expect(Hello)
+    await net.source.send(REFUSED)
+    assert (await net.events.next())[:3] == ("lost", net.address, net.source.incarnation)
     await asyncio.sleep(0.2)
     while not net.events.empty:
         told = await net.events.next()
@@ -201,4 +165,4 @@ async def test_a_source_that_refuses_within_a_session_does_not_end_the_worker(ne
 async def test_closing_says_goodbye(net: Net) -> None:
     await net.opened()
     await net.links.close()
-    assert await net.expect(Goodbye) == Goodbye()
+    assert await net.source.expect(Goodbye) == Goodbye()

@@ -1,4 +1,4 @@
-"""Links from a decode worker to the prefill workers that it pulls from: opened at first need, closed when lost."""
+"""Links from a worker to those that it pulls from: opened at first need, closed when lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class SourceEvents(Protocol):
-    """What the worker does about its sources."""
+    """What the sink does about its sources."""
 
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from this address that are not over."""
@@ -42,9 +42,16 @@ class SourceLinks:
     """One link for each address. A link that is lost or refused is closed; the next need opens another."""
 
     def __init__(
-        self, me: Incarnation, fingerprint: Fingerprint, events: SourceEvents, clock: Clock, pulse: Pulse
+        self,
+        me: Incarnation,
+        role: Role,
+        fingerprint: Fingerprint,
+        events: SourceEvents,
+        clock: Clock,
+        pulse: Pulse,
     ) -> None:
         self._me = me
+        self._role = role
         self._fingerprint = fingerprint
         self._events = events
         self._clock = clock
@@ -60,6 +67,12 @@ class SourceLinks:
             task = asyncio.create_task(link.run())
             task.add_done_callback(self._watch)
             self._links[address] = (link, task)
+        return self.at(address)
+
+    def at(self, address: str) -> Incarnation | None:
+        """The incarnation at the other end of the link to `address`, if there is one and it is open."""
+        if address not in self._links:
+            return None
         link = self._links[address][0]
         return link.worker if link.state is LinkState.OPEN else None
 
@@ -68,11 +81,11 @@ class SourceLinks:
         if address in self._links:
             self._links[address][0].send(message)
 
-    def transport_metadata(self, address: str) -> bytes:
-        """Of the source at `address`, whose link is open."""
+    def welcome(self, address: str) -> Welcome:
+        """What the source at `address`, whose link is open, has said of itself."""
         welcome = self._links[address][0].welcome
         assert welcome is not None
-        return welcome.transport_metadata
+        return welcome
 
     async def close(self) -> None:
         """Close every link."""
@@ -98,7 +111,7 @@ class SourceLinks:
     def hello(self, link: ControlClient) -> Hello:
         """This worker's fingerprint and the pulls that are not over."""
         pulls = tuple(self._events.open_pulls(link.address))
-        return Hello(role=Role.DECODE, fingerprint=self._fingerprint, open_requests=pulls)
+        return Hello(role=self._role, fingerprint=self._fingerprint, open_requests=pulls)
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         """A session opens."""

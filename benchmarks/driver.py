@@ -1,0 +1,317 @@
+"""The decode scheduler of the product, driven without a wire: on a real engine, or on the clock of a cost model.
+
+One worker does both (colocated), or prompts arrive computed after a delay (what a decode worker sees of a handoff). The
+scheduler is the one that decode workers run, so that policies can be compared on one trace, baselines included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from benchmarks.baselines import BatchAtATime
+from common.contract.block_hashes import BlockChain
+from common.contract.ids import Incarnation, RequestId
+from common.contract.messages import Decode, FinishReason, Source, Tokens
+from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
+from common.engine.batch import InvalidLogitsError, Sampled, SampledToken
+from common.engine.block_pool import BlockPool
+from common.engine.runner import ModelRunner
+from common.engine.sequence import finish_reason
+from decode_worker.request import DecodeRequest, Generation, LocalPrompt
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.step import Step
+from kv_transfer.sink import Pull
+
+_SOMEWHERE = Source(address="p:1", incarnation=Incarnation("p"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request of a trace."""
+
+    time_s: float
+    prompt: tuple[int, ...]
+    num_output: int
+    """Tokens after which it ends: the model of a cost model knows, a real one is stopped there."""
+    max_tokens: int
+    """What the client has allowed, and the scheduler is told."""
+    tier: Tier = Tier.STANDARD
+    tenant: str = ""
+    handoff: bool = False
+    """Whether its prompt is computed elsewhere."""
+
+
+@dataclass(slots=True, eq=False)
+class Story:
+    """What became of a request."""
+
+    arrival: Arrival
+    token_ids: list[int] = field(default_factory=list)
+    """The output."""
+    times_s: list[float] = field(default_factory=list)
+    """When each token was there."""
+    steps: list[int] = field(default_factory=list)
+    """The step that made it."""
+
+
+class Execution(Protocol):
+    """Something that carries out a step."""
+
+    def run(self, step: Step) -> list[tuple[Sampled, ...]]:
+        """The outcomes of the step's decodes, then of its chunks."""
+
+    def seconds(self, step: Step) -> float:
+        """How long the last step took; 0 when the clock has seen it itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """A cost model of a step, in seconds, fitted to a machine or made up; say which."""
+
+    step_s: float = 0.010
+    decode_s: float = 0.0001
+    """For each sequence that decodes."""
+    prompt_token_s: float = 0.0001
+    swap_block_s: float = 0.0001
+
+
+class Modelled:
+    """No engine: every token is the position, and a step takes what `timing` says."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+
+    def run(self, step: Step) -> list[tuple[Sampled, ...]]:
+        """Tokens that nobody reads."""
+        decodes: list[tuple[Sampled, ...]] = [(SampledToken(7),)] * len(step.decodes)
+        chunks: list[tuple[Sampled, ...]] = [
+            tuple(SampledToken(7) for _ in range(_num_samples(chunk.prompt))) if chunk.last else ()
+            for chunk in step.chunks
+        ]
+        return decodes + chunks
+
+    def seconds(self, step: Step) -> float:
+        """By the cost model."""
+        timing = self._timing
+        num_prompt = sum(chunk.end - chunk.start for chunk in step.chunks)
+        num_swapped = len(step.swap_outs) + len(step.swap_ins)
+        return (
+            timing.step_s
+            + timing.decode_s * len(step.decodes)
+            + timing.prompt_token_s * num_prompt
+            + timing.swap_block_s * num_swapped
+        )
+
+
+class Real:
+    """A model runner."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def run(self, step: Step) -> list[tuple[Sampled, ...]]:
+        """As the decode worker's engine does it."""
+        for source, destination in step.copies:
+            self._runner.copy_block(source, destination)
+        self._runner.swap_out(step.swap_outs)
+        self._runner.swap_in(step.swap_ins)
+        return self._runner.step(step.slices())
+
+    def seconds(self, step: Step) -> float:
+        """The real clock has run."""
+        return 0.0
+
+
+class Driver:
+    """Runs a trace to its end. `now` is simulated time for a cost model, time since the start for a real engine."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        scheduler: DecodeScheduler | BatchAtATime,
+        execution: Execution,
+        *,
+        block_size: int,
+        max_sequence_tokens: int,
+        eos_token_ids: Sequence[int] = (),
+        real_time: bool = False,
+        after_step: Callable[[Driver, Step], None] | None = None,
+    ) -> None:
+        self.pool = pool
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.num_steps = 0
+        self.block_steps = 0
+        """Blocks in use, summed over the steps."""
+        self.slot_steps = 0
+        """Tokens generated in steps, summed over the steps."""
+        self.scheduler_s: list[float] = []
+        """Time that each step's scheduling took, from the real clock."""
+        self._execution = execution
+        self._block_size = block_size
+        self._max_sequence_tokens = max_sequence_tokens
+        self._eos_token_ids = eos_token_ids
+        self._began = time.perf_counter() if real_time else None
+        self._after_step = after_step
+        self._stories: dict[RequestId, Story] = {}
+        self._open: dict[RequestId, DecodeRequest] = {}
+
+    def run(self, arrivals: Iterable[Arrival], *, until_s: float = float("inf")) -> list[Story]:
+        """Every request to its end, or until a moment; in the order of arrival."""
+        coming = sorted(arrivals, key=lambda arrival: arrival.time_s)
+        due = deque(coming)
+        while (due or self._open) and self._time() < until_s:
+            while due and due[0].time_s <= self.now:
+                self._arrive(due.popleft())
+            if not due and isinstance(self.scheduler, BatchAtATime):
+                self.scheduler.no_more()
+            if not self._step():
+                opens_at = self.scheduler.opens_at() if isinstance(self.scheduler, BatchAtATime) else math.inf
+                moment = min(opens_at, due[0].time_s if due else math.inf)
+                assert moment < math.inf, f"{len(self._open)} requests wait, and nothing happens"
+                self._wait_until(moment)
+        return list(self._stories.values())
+
+    def _time(self) -> float:
+        if self._began is not None:
+            self.now = time.perf_counter() - self._began
+        return self.now
+
+    def _wait_until(self, moment: float) -> None:
+        if self._began is None:
+            self.now = max(self.now, moment)
+        else:
+            time.sleep(max(0.0, moment - self._time()))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        number = len(self._stories)
+        work = Decode(
+            request=RequestId(f"r{number}"),
+            attempt=1,
+            token_ids=arrival.prompt,
+            prompt_len=len(arrival.prompt),
+            choices=(0,),
+            sampling=SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0),
+            budget_s=1e6,
+            tier=arrival.tier,
+            tenant=arrival.tenant,
+            source=_SOMEWHERE if arrival.handoff else None,
+        )
+        pull = Pull(work.key, _SOMEWHERE) if arrival.handoff else None
+        chain = BlockChain(self._block_size)
+        request = DecodeRequest(work, Incarnation("g"), float("inf"), self.now, chain, pull)
+        assert self.scheduler.fits(work), arrival
+        self._stories[work.request] = Story(arrival)
+        self._open[work.request] = request
+        self.scheduler.want(request, self.now)
+
+    def _step(self) -> bool:
+        """One step; whether there was anything to do."""
+        began = time.perf_counter()
+        for reservation in self.scheduler.reserve(self.now):
+            request = reservation.request
+            tokens = self._first_tokens(request, [SampledToken(7)] * len(request.work.choices))
+            self.scheduler.settled(request, reservation.block_ids, tokens)
+            self._take_firsts(request)
+        number = self.pool.step_started()
+        step = self.scheduler.schedule(self.now)
+        scheduling_s = time.perf_counter() - began
+        if step.empty:
+            self.pool.step_finished(number)
+            return self.scheduler.has_work or self.scheduler.num_running > 0
+        outcomes = self._execution.run(step)
+        self.now += self._execution.seconds(step)
+        self._time()
+        self.num_steps += 1
+        self.block_steps += self.pool.num_used
+        self.slot_steps += len(step.decodes)
+        began = time.perf_counter()
+        self.pool.step_finished(number)
+        for generation, (outcome,) in zip(step.decodes, outcomes, strict=False):
+            self._advance(generation, outcome)
+        by_chunk = dict(zip(map(id, step.chunks), outcomes[len(step.decodes) :], strict=True))
+        for chunk in self.scheduler.chunks_done(step.chunks):
+            if chunk.last:
+                self._computed(chunk.prompt, by_chunk[id(chunk)])
+        self.scheduler_s.append(scheduling_s + time.perf_counter() - began)
+        if self._after_step is not None:
+            self._after_step(self, step)
+        return True
+
+    def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
+        if prompt.generation is not None:
+            self.scheduler.recomputed(prompt.generation)
+            self._advance(prompt.generation, outcomes[0])
+            return
+        self.scheduler.computed(prompt.request, self._first_tokens(prompt.request, outcomes))
+        self._take_firsts(prompt.request)
+
+    def _first_tokens(self, request: DecodeRequest, outcomes: Sequence[Sampled]) -> list[Tokens]:
+        work = request.work
+        return [
+            Tokens(
+                request=work.request,
+                attempt=1,
+                choice=choice,
+                position=len(work.token_ids),
+                token_ids=(_token(outcome),),
+                finish_reason=self._reason(request, _token(outcome), 1),
+            )
+            for choice, outcome in zip(work.choices, outcomes, strict=True)
+        ]
+
+    def _take_firsts(self, request: DecodeRequest) -> None:
+        for generation in request.generations:
+            self._record(request, generation.sequence.token_ids[-1])
+        if request.finished:
+            self._close(request)
+
+    def _advance(self, generation: Generation, outcome: Sampled) -> None:
+        sequence, token = generation.sequence, _token(outcome)
+        sequence.num_computed = sequence.num_tokens
+        generation.append(token, None, self._reason(generation.request, token, sequence.num_output + 1))
+        self._record(generation.request, token)
+        if generation.finish_reason is not None:
+            self.scheduler.remove(generation)
+            if generation.request.finished:
+                self._close(generation.request)
+
+    def _reason(self, request: DecodeRequest, token: int, num_output: int) -> FinishReason | None:
+        work = request.work
+        if num_output >= self._stories[work.request].arrival.num_output:
+            return "stop"
+        num_tokens = work.prompt_len + num_output
+        return finish_reason(
+            token, num_output, work.sampling, self._eos_token_ids, num_tokens, self._max_sequence_tokens
+        )
+
+    def _record(self, request: DecodeRequest, token: int) -> None:
+        story = self._stories[request.work.request]
+        story.token_ids.append(token)
+        story.times_s.append(self.now)
+        story.steps.append(self.num_steps)
+
+    def _close(self, request: DecodeRequest) -> None:
+        self.scheduler.forget(request)
+        del self._open[request.work.request]
+
+
+def gaps_s(stories: Iterable[Story]) -> list[float]:
+    """Seconds between the tokens of each request, of all together (ITL)."""
+    return [later - earlier for story in stories for earlier, later in itertools.pairwise(story.times_s)]
+
+
+def _token(outcome: Sampled) -> int:
+    assert not isinstance(outcome, InvalidLogitsError), outcome
+    return outcome.token_id
+
+
+def _num_samples(prompt: LocalPrompt) -> int:
+    return 1 if prompt.generation is not None else len(prompt.request.work.choices)

@@ -1,0 +1,177 @@
+"""What scheduling costs in each step of a decode worker, from 1 to 4,096 running sequences and 100,000 waiting ones.
+
+Everything that the scheduler and the block pool do for a step is timed: letting in, settling, growing, planning,
+removing what ended. Sampling, messages and the model are not there. Sequences end after 200 tokens on average and are
+replaced at once, so that what changes in a step grows with what runs.
+
+    python -m benchmarks.scheduler_cost
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+
+from benchmarks.record import record
+from common.contract.block_hashes import BlockChain
+from common.contract.ids import Incarnation, RequestId
+from common.contract.messages import Decode, Source, Tokens
+from common.contract.sampling import SamplingParams
+from common.engine.block_pool import BlockPool
+from common.engine.costs import Costs
+from decode_worker.policy import Policy
+from decode_worker.request import DecodeRequest
+from decode_worker.scheduler import DecodeScheduler
+from kv_transfer.sink import Pull
+
+BLOCK_SIZE = 16
+MEAN_OUTPUT = 200
+PROMPT = tuple(range(500))
+SOURCE = Source(address="p:1", incarnation=Incarnation("p"))
+RUNNING = (1, 4, 16, 64, 256, 1024, 2048, 4096)
+QUEUED = (0, 1_000, 10_000, 100_000)
+
+
+class Load:
+    """A scheduler in steady state: as many requests come as end."""
+
+    def __init__(self, num_running: int, num_queued: int, seed: int, *, pressure: bool) -> None:
+        self.draw = random.Random(seed)
+        blocks_each = -(-(len(PROMPT) + MEAN_OUTPUT) // BLOCK_SIZE)
+        num_blocks = num_running * blocks_each * (1 if pressure else 4) + 64
+        self.pool = BlockPool(num_blocks)
+        policy = Policy(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=num_running,
+            max_sequence_tokens=8192,
+            token_budget=num_running + 1024,
+            num_host_blocks=num_blocks if pressure else 0,
+        )
+        self.scheduler = DecodeScheduler(self.pool, policy, Costs())
+        self.num_running, self.num_queued = num_running, num_queued
+        self.num_requests = 0
+        self.ends: dict[RequestId, int] = {}
+        self.timed = 0.0
+
+    def arrive(self) -> None:
+        """One more request."""
+        number = self.num_requests
+        self.num_requests += 1
+        work = Decode(
+            request=RequestId(f"r{number}"),
+            attempt=1,
+            token_ids=(number, *PROMPT),
+            prompt_len=len(PROMPT) + 1,
+            choices=(0,),
+            sampling=SamplingParams(max_tokens=8 * MEAN_OUTPUT),
+            budget_s=1.0,
+            tenant=f"t{number % 100}",
+            source=SOURCE,
+        )
+        self.ends[work.request] = max(2, round(self.draw.expovariate(1 / MEAN_OUTPUT)))
+        chain = BlockChain(BLOCK_SIZE)
+        # Hashing a prompt is part of its arrival, not of a step.
+        chain.extend(work.token_ids, len(work.token_ids))
+        request = DecodeRequest(work, Incarnation("g"), 1e9, float(number), chain, Pull(work.key, SOURCE))
+        began = time.perf_counter()
+        self.scheduler.want(request, float(number))
+        self.timed += time.perf_counter() - began
+
+    def step(self) -> float:
+        """One step; seconds that the scheduler took for it."""
+        self.timed = 0.0
+        while len(self.ends) < self.num_running + self.num_queued:
+            self.arrive()
+        if self.num_requests == len(self.ends):
+            self.timed = 0.0  # filling the queue at the start is not a step's cost
+        began = time.perf_counter()
+        reservations = self.scheduler.reserve(0.0)
+        self.timed += time.perf_counter() - began
+        for reservation in reservations:
+            work = reservation.request.work
+            first = Tokens(request=work.request, attempt=1, choice=0, position=len(work.token_ids), token_ids=(5,))
+            began = time.perf_counter()
+            self.scheduler.settled(reservation.request, reservation.block_ids, [first])
+            self.timed += time.perf_counter() - began
+        began = time.perf_counter()
+        number = self.pool.step_started()
+        step = self.scheduler.schedule(0.0)
+        self.timed += time.perf_counter() - began
+        ended = []
+        for generation in step.decodes:
+            sequence = generation.sequence
+            sequence.num_computed = sequence.num_tokens
+            last = sequence.num_output + 1 >= self.ends[sequence.key.request]
+            generation.append(5, None, "stop" if last else None)
+            if last:
+                ended.append(generation)
+        chunks = step.chunks
+        began = time.perf_counter()
+        self.pool.step_finished(number)
+        for generation in ended:
+            self.scheduler.remove(generation)
+            self.scheduler.forget(generation.request)
+            del self.ends[generation.request.work.request]
+        live = self.scheduler.chunks_done(chunks)
+        self.timed += time.perf_counter() - began
+        for chunk in live:
+            if chunk.last and chunk.prompt.generation is not None:
+                self.scheduler.recomputed(chunk.prompt.generation)
+        return self.timed
+
+
+def measure(num_running: int, num_queued: int, num_steps: int, seed: int, *, pressure: bool) -> dict[str, float]:
+    """Microseconds for each step."""
+    load = Load(num_running, num_queued, seed, pressure=pressure)
+    for _ in range(400):
+        load.step()
+    gc.collect()
+    gc.freeze()
+    taken = sorted(1e6 * load.step() for _ in range(num_steps))
+    gc.unfreeze()
+    return {
+        "p50_us": statistics.median(taken),
+        "p99_us": taken[int(0.99 * len(taken))],
+        "max_us": taken[-1],
+        "running": load.scheduler.num_running,
+        "preemptions": load.scheduler.num_swapped + load.scheduler.num_recomputed,
+    }
+
+
+def main() -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    figures: dict[str, dict[str, dict[str, float]]] = {"running": {}, "under_pressure": {}, "queued": {}}
+    for kind, pressure in (("running", False), ("under_pressure", True)):
+        for num_running in RUNNING:
+            found = measure(num_running, 0, args.steps, args.seed, pressure=pressure)
+            figures[kind][str(num_running)] = found
+            print(
+                f"{kind:<15} {num_running:6} running: p50 {found['p50_us']:8.1f} µs, p99 {found['p99_us']:8.1f} µs,"
+                f" {found['running']} running, {found['preemptions']} preempted",
+                flush=True,
+            )
+    for num_queued in QUEUED:
+        found = measure(256, num_queued, args.steps, args.seed, pressure=True)
+        figures["queued"][str(num_queued)] = found
+        print(
+            f"{num_queued:6} queued behind 256: p50 {found['p50_us']:8.1f} µs, p99 {found['p99_us']:8.1f} µs",
+            flush=True,
+        )
+    workload = {
+        "mean_output_tokens": MEAN_OUTPUT,
+        "prompt_tokens": len(PROMPT),
+        "block_size": BLOCK_SIZE,
+        "steps": args.steps,
+    }
+    print(record("scheduler-cost", workload=workload, figures=figures, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()

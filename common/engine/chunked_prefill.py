@@ -1,0 +1,195 @@
+"""Which tokens of which prompts are computed in the next step: chunks of several prompts under one token budget.
+
+The most urgent prompt's chunk comes first: by tier, then by deadline. A deadline is arrival + the tier's target + the
+time that the prompt's own uncached tokens take, so a short prompt comes before a long one that arrived a little
+earlier, and a long one cannot be passed for ever. A lower tier whose oldest prompt has waited too long gets an eighth
+of each step.
+
+Pure state: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Generic, Protocol, TypeVar
+
+from common.contract.tiers import Tier
+from common.engine.fair_queue import AGED_SHARE
+from common.engine.lazy_heap import LazyHeap
+
+Urgency = tuple[int, float, int]
+"""(rank of the tier, deadline, arrival number): the least comes first."""
+
+
+class Prompt(Protocol):
+    """Tokens that are to be computed into blocks that are there for all of them."""
+
+    num_computed: int
+    """Leading tokens whose KV is in the cache."""
+
+    def __hash__(self) -> int:
+        """By identity."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All of its tokens."""
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to be computed."""
+
+    @property
+    def urgency(self) -> Urgency:
+        """Fixed while it is here, and unique."""
+
+
+P = TypeVar("P", bound=Prompt)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk(Generic[P]):
+    """Tokens `[start, end)` of a prompt, computed in one step."""
+
+    prompt: P
+    start: int
+    end: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the prompt ends with this chunk."""
+        return self.end == len(self.prompt.token_ids)
+
+
+class ChunkQueue(Generic[P]):
+    """Prompts that have blocks and are not computed to their end. They are told apart by identity.
+
+    A prompt has at most one chunk in flight: until that is done, it is not in another step.
+    """
+
+    def __init__(self, *, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+        self._order: list[Urgency] = []
+        """The urgencies of all prompts, sorted."""
+        self._prompts: dict[Urgency, P] = {}
+        self._added: tuple[LazyHeap[P], ...] = tuple(LazyHeap() for _ in Tier)
+        """Prompts of each rank, the oldest first."""
+        self._added_at: dict[P, float] = {}
+        self._in_flight: dict[P, Chunk[P]] = {}
+        self._owed = [0] * len(Tier)
+        """By rank, of an aged tier: eighths of tokens that its share has not brought it yet."""
+        self._num_uncomputed = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, prompt: P) -> bool:
+        return prompt in self._added_at
+
+    def __iter__(self) -> Iterator[P]:
+        """The most urgent first."""
+        return (self._prompts[urgency] for urgency in self._order)
+
+    def in_flight(self, prompt: P) -> bool:
+        """Whether a chunk of `prompt` is in a step that is not done."""
+        return prompt in self._in_flight
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to be computed, of all prompts."""
+        return self._num_uncomputed
+
+    def add(self, prompt: P, now: float) -> None:
+        """Compute `prompt`, which is not here and has uncomputed tokens; it ages from `now` on."""
+        assert prompt.num_uncomputed > 0, prompt
+        assert prompt.urgency not in self._prompts, prompt
+        insort(self._order, prompt.urgency)
+        self._prompts[prompt.urgency] = prompt
+        self._added[prompt.urgency[0]].add(prompt, now)
+        self._added_at[prompt] = now
+        self._num_uncomputed += prompt.num_uncomputed
+
+    def remove(self, prompt: P) -> None:
+        """Forget `prompt`, at any moment: what a step in flight computes of it counts no more. Inert when absent."""
+        if self._added_at.pop(prompt, None) is None:
+            return
+        del self._order[bisect_left(self._order, prompt.urgency)]
+        del self._prompts[prompt.urgency]
+        self._added[prompt.urgency[0]].discard(prompt)
+        self._in_flight.pop(prompt, None)
+        self._num_uncomputed -= prompt.num_uncomputed
+
+    def from_rank(self, rank: int) -> Iterator[P]:
+        """Those of the tier of `rank` and of the lower ones, the most urgent first."""
+        return (self._prompts[self._order[index]] for index in range(bisect_left(self._order, (rank,)), len(self)))
+
+    def schedule(self, token_budget: int, chunk_size: int, now: float) -> list[Chunk[P]]:
+        """The next step: chunks of at most `chunk_size`, at most `token_budget` tokens in all, by urgency."""
+        sizes: dict[P, int] = {}
+        left = self._fill_shares(sizes, token_budget, chunk_size, now)
+        self._fill(sizes, self, left, chunk_size)
+        chunks = []
+        for prompt in sorted(sizes, key=lambda prompt: prompt.urgency):
+            chunk = Chunk(prompt, prompt.num_computed, prompt.num_computed + sizes[prompt])
+            self._in_flight[prompt] = chunk
+            chunks.append(chunk)
+        return chunks
+
+    def step_done(self, chunks: Sequence[Chunk[P]]) -> list[Chunk[P]]:
+        """Account for a finished step; returns its chunks of prompts that have been here since. A prompt whose last
+        chunk is done leaves."""
+        live = [chunk for chunk in chunks if self._in_flight.get(chunk.prompt) is chunk]
+        for chunk in live:
+            del self._in_flight[chunk.prompt]
+            if chunk.last:
+                self.remove(chunk.prompt)
+            else:
+                self._num_uncomputed -= chunk.end - chunk.start
+            chunk.prompt.num_computed = chunk.end
+        return live
+
+    def _tier(self, rank: int) -> Iterator[P]:
+        return takewhile(lambda prompt: prompt.urgency[0] == rank, self.from_rank(rank))
+
+    def _fill_shares(self, sizes: dict[P, int], token_budget: int, chunk_size: int, now: float) -> int:
+        """Give the aged tiers that stand behind another one their shares of the budget; what is left of it."""
+        left = token_budget
+        for rank in range(self._order[0][0] + 1 if self._order else len(Tier), len(Tier)):
+            oldest = self._added[rank].first()
+            if oldest is None or now - self._added_at[oldest] <= self._ageing_s:
+                self._owed[rank] = 0
+                continue
+            owed = min(self._owed[rank] + token_budget, AGED_SHARE * token_budget)
+            share = min(owed // AGED_SHARE, left)
+            unused = self._fill(sizes, self._tier(rank), share, chunk_size)
+            left -= share - unused
+            # What is less than a token, or found no room, counts in a later step; what nobody wanted does not.
+            self._owed[rank] = 0 if unused else owed - AGED_SHARE * share
+        return left
+
+    def _fill(self, sizes: dict[P, int], prompts: Iterable[P], budget: int, most: int) -> int:
+        """Give prompts, in order, tokens of `budget`, to each up to `most`; what is left of it."""
+        for prompt in prompts:
+            if budget == 0:
+                break
+            if prompt in self._in_flight:
+                continue
+            size = sizes.get(prompt, 0)
+            more = min(prompt.num_uncomputed - size, most - size, budget)
+            if more:
+                sizes[prompt] = size + more
+                budget -= more
+        return budget
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        assert self._order == sorted(self._prompts), "out of order"
+        assert [prompt.urgency for prompt in self] == self._order, "an urgency has changed"
+        assert set(self) == self._added_at.keys() == {prompt for heap in self._added for prompt in heap}
+        assert self._num_uncomputed == sum(prompt.num_uncomputed for prompt in self)
+        assert all(prompt.num_uncomputed > 0 for prompt in self), "a computed prompt stays"
+        for prompt, chunk in self._in_flight.items():
+            assert prompt in self, "a chunk in flight of a prompt that has left"
+            assert chunk.start == prompt.num_computed, "a prompt has moved under its chunk"

@@ -1,0 +1,417 @@
+"""Whose turn it is: requests that wait, ordered by tier, then by what their tenant has received, then by deadline.
+
+Tenants of a tier share a worker by virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024, algorithms 2 and 4): each tenant's counter says how much service it has received, the least one is
+served next, and a tenant that comes back after an absence starts no lower than those who were here, so that nobody
+saves up. Between two tenants that always have work waiting, the difference of service is bounded by
+2·max(w_p·L_in, w_q·M): weights of a prompt and an output token, longest prompt, tokens that fit into memory.
+
+Tiers are strict, but for ageing: a lower tier whose oldest request has waited too long has one turn in eight.
+
+Pure state: no clock, no I/O. Whatever is asked costs as much as what it touches, never as much as what waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from common.contract.tiers import Tier
+from common.engine.lazy_heap import LazyHeap
+
+T = TypeVar("T", bound=Hashable)
+
+AGED_SHARE = 8
+"""An aged lower tier has one turn in so many."""
+_MIN_SWEEP = 1024
+"""Tenants that are remembered at least, before those who are away are looked through."""
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """What a tenant has received: at step `s` its counter is `level + rate * s`."""
+
+    level: float
+    rate: float = 0.0
+    """Service of each step."""
+    order: int = 0
+    """When it began to wait: who began earlier comes first among equals."""
+    waits: bool = False
+
+    @property
+    def active(self) -> bool:
+        """Whether it has something waiting, or is being served at this moment."""
+        return self.waits or self.rate > 0
+
+
+class _Ranking:
+    """Accounts by counter, the least first.
+
+    Counters of one rate keep their order while steps pass. So there is a heap for each rate, by level, and the least
+    of all is the least of their tops; n sequences in service make at most about sqrt(2n) different rates. Charges only
+    raise a level: an entry may be too low, and is put right when it comes to the top.
+    """
+
+    def __init__(self) -> None:
+        self._heaps: dict[float, list[tuple[float, int, int, str]]] = {}
+        """Rate → (level, order, entry number, tenant)."""
+        self._members: dict[str, tuple[_Account, int]] = {}
+        """Account, and the number of its only valid entry."""
+        self._num_entries = 0
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, tenant: str) -> bool:
+        return tenant in self._members
+
+    def put(self, tenant: str, account: _Account) -> None:
+        """Enter `tenant` with its present rate, be it new or here with another rate."""
+        self._last_number += 1
+        self._members[tenant] = account, self._last_number
+        self._push(account.rate, (account.level, account.order, self._last_number, tenant))
+        self._compact()
+
+    def discard(self, tenant: str) -> None:
+        """Forget `tenant`; inert when it is not here."""
+        self._members.pop(tenant, None)
+        self._compact()
+
+    def least(self, step: int, num: int = 1) -> list[str]:
+        """The `num` tenants with the least counters, or as many as there are, in order."""
+        tops = [top for rate in list(self._heaps) if (top := self._top(rate, step)) is not None]
+        heapq.heapify(tops)
+        taken: list[tuple[float, tuple[float, int, int, str]]] = []
+        while tops and len(taken) < num:
+            rate = heapq.heappop(tops)[2]
+            taken.append((rate, heapq.heappop(self._heaps[rate])))
+            self._num_entries -= 1
+            top = self._top(rate, step)
+            if top is not None:
+                heapq.heappush(tops, top)
+        for rate, entry in taken:
+            self._push(rate, entry)
+        return [entry[3] for _, entry in taken]
+
+    def _push(self, rate: float, entry: tuple[float, int, int, str]) -> None:
+        heapq.heappush(self._heaps.setdefault(rate, []), entry)
+        self._num_entries += 1
+
+    def _top(self, rate: float, step: int) -> tuple[float, int, float] | None:
+        """(counter, order, rate) of the least one of its rate; a heap without any is dropped."""
+        heap = self._heaps[rate]
+        while heap:
+            level, order, number, tenant = heap[0]
+            account, valid = self._members.get(tenant, (None, 0))
+            if account is None or valid != number:
+                heapq.heappop(heap)
+                self._num_entries -= 1
+            elif account.level > level:
+                heapq.heapreplace(heap, (account.level, order, number, tenant))
+            else:
+                return level + rate * step, order, rate
+        del self._heaps[rate]
+        return None
+
+    def _compact(self) -> None:
+        """Leave one entry for each account, once there are twice as many."""
+        if self._num_entries <= 2 * len(self._members) + 16:
+            return
+        self._heaps.clear()
+        self._num_entries = 0
+        for tenant, (account, number) in self._members.items():
+            self._push(account.rate, (account.level, account.order, number, tenant))
+
+    def check_invariants(self) -> None:
+        """Assert that every account has one valid entry, in the heap of its rate, and not too high."""
+        entries = [(rate, entry) for rate, heap in self._heaps.items() for entry in heap]
+        assert len(entries) == self._num_entries <= 2 * len(self._members) + 16, "entries pile up"
+        valid = {
+            tenant: (rate, level)
+            for rate, (level, _, number, tenant) in entries
+            if tenant in self._members and self._members[tenant][1] == number
+        }
+        assert valid.keys() == self._members.keys(), "an account has no entry"
+        for tenant, (rate, level) in valid.items():
+            account = self._members[tenant][0]
+            assert rate == account.rate, f"{tenant!r} is in the heap of another rate"
+            assert level <= account.level, f"{tenant!r} has an entry above its level"
+
+
+class VirtualTokenCounters:
+    """How much service each tenant of one tier has received, and who is to be served next."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._waiting = _Ranking()
+        self._active = _Ranking()
+        self._step = 0
+        self._last_departed = 0.0
+        """Counter of the tenant that was the last to become inactive, when it did."""
+        self._num_begun = 0
+        self._sweep_at = _MIN_SWEEP
+
+    def __getitem__(self, tenant: str) -> float:
+        """The counter of `tenant`; that of a newcomer, if nothing is known of it."""
+        account = self._accounts.get(tenant)
+        return self._floor() if account is None else self._counter(account)
+
+    def charge(self, tenant: str, num_tokens: float) -> None:
+        """`tenant` has received service."""
+        assert num_tokens >= 0, num_tokens
+        self._account(tenant).level += num_tokens
+
+    def flow(self, tenant: str, change_of_tokens_per_step: float, step: int) -> None:
+        """From `step` on, `tenant` receives so much more (or less) with every step."""
+        self.advance(step)
+        account = self._account(tenant)
+        was_active = account.active
+        account.rate += change_of_tokens_per_step
+        account.level -= change_of_tokens_per_step * step
+        assert account.rate >= 0, (tenant, account.rate)
+        if account.waits:
+            self._waiting.put(tenant, account)
+        self._rank(tenant, account, was_active)
+
+    def advance(self, step: int) -> None:
+        """`step` is the present one."""
+        assert step >= self._step, (step, self._step)
+        self._step = step
+
+    def begin_waiting(self, tenant: str) -> None:
+        """`tenant` has something waiting; if it was away, it is lifted to the least of those who were not."""
+        account = self._account(tenant)
+        assert not account.waits, tenant
+        was_active = account.active
+        if not was_active:
+            account.level += max(0.0, self._floor() - self._counter(account))
+        self._num_begun += 1
+        account.waits, account.order = True, self._num_begun
+        self._waiting.put(tenant, account)
+        self._rank(tenant, account, was_active)
+
+    def end_waiting(self, tenant: str) -> None:
+        """`tenant` has nothing waiting any more."""
+        account = self._accounts[tenant]
+        account.waits = False
+        self._waiting.discard(tenant)
+        self._rank(tenant, account, was_active=True)
+
+    def least(self, num: int = 1) -> list[str]:
+        """The `num` tenants to be served next, or as many as have something waiting, in order."""
+        return self._waiting.least(self._step, num)
+
+    def _counter(self, account: _Account) -> float:
+        return account.level + account.rate * self._step
+
+    def _floor(self) -> float:
+        """Where a tenant starts that comes (back): no credit for absence."""
+        least = self._active.least(self._step)
+        return self._counter(self._accounts[least[0]]) if least else self._last_departed
+
+    def _rank(self, tenant: str, account: _Account, was_active: bool) -> None:
+        """Keep the ranking of active tenants right after a change."""
+        if account.active:
+            self._active.put(tenant, account)
+        elif was_active:
+            self._active.discard(tenant)
+            self._last_departed = self._counter(account)
+
+    def _account(self, tenant: str) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            if len(self._accounts) >= self._sweep_at:
+                self._sweep()
+            account = self._accounts[tenant] = _Account(self._floor())
+        return account
+
+    def _sweep(self) -> None:
+        """Forget who is away and would be lifted on return: a newcomer starts at the same counter."""
+        floor = self._floor()
+        self._accounts = {t: a for t, a in self._accounts.items() if a.active or self._counter(a) > floor}
+        self._sweep_at = 2 * len(self._accounts) + _MIN_SWEEP
+
+    def check_invariants(self) -> None:
+        """Assert that the rankings hold those whom they should."""
+        self._waiting.check_invariants()
+        self._active.check_invariants()
+        assert len(self._accounts) <= self._sweep_at
+        assert {t for t, a in self._accounts.items() if a.waits} == set(self._waiting.least(self._step, 2**60))
+        assert {t for t, a in self._accounts.items() if a.active} == set(self._active.least(self._step, 2**60))
+
+
+@dataclass(slots=True, eq=False)
+class _Line(Generic[T]):
+    """What waits in one tier."""
+
+    counters: VirtualTokenCounters = field(default_factory=VirtualTokenCounters)
+    queues: dict[str, LazyHeap[T]] = field(default_factory=dict)
+    """Tenant → what it has waiting, by deadline."""
+    arrivals: LazyHeap[T] = field(default_factory=LazyHeap)
+    """The oldest first."""
+    arrived: dict[T, float] = field(default_factory=dict)
+    num_passed: int = 0
+    """Turns of higher tiers since this one had its last, while it was aged."""
+
+    def add(self, item: T, tenant: str, deadline: float, now: float) -> None:
+        if tenant not in self.queues:
+            self.queues[tenant] = LazyHeap()
+            self.counters.begin_waiting(tenant)
+        self.queues[tenant].add(item, deadline)
+        self.arrivals.add(item, now)
+        self.arrived[item] = now
+
+    def discard(self, item: T, tenant: str) -> None:
+        self.queues[tenant].discard(item)
+        self.arrivals.discard(item)
+        del self.arrived[item]
+        if not self.queues[tenant]:
+            del self.queues[tenant]
+            self.counters.end_waiting(tenant)
+
+    def first(self, num: int) -> list[T]:
+        """The next `num`, if this were the only tier."""
+        items: list[T] = []
+        for tenant in self.counters.least(num):
+            items += self.queues[tenant].smallest(num - len(items))
+        return items
+
+    def aged(self, before: float) -> bool:
+        """Whether the oldest has come before that time."""
+        oldest = self.arrivals.first()
+        return oldest is not None and self.arrived[oldest] < before
+
+    def check_invariants(self) -> None:
+        self.counters.check_invariants()
+        self.arrivals.check_invariants()
+        for queue in self.queues.values():
+            queue.check_invariants()
+        assert set(self.queues) == set(self.counters.least(2**60))
+        assert sorted(map(id, self.arrivals)) == sorted(id(item) for queue in self.queues.values() for item in queue)
+        assert self.arrived.keys() == set(self.arrivals)
+
+
+class _Preview(Generic[T]):
+    """What a line would look like after some turns that nobody has taken yet."""
+
+    def __init__(self, line: _Line[T], num: int) -> None:
+        self._line = line
+        self._num = num
+        self._items: list[T] | None = None
+        self._taken: set[T] = set()
+        self._oldest: float | None = None
+        self.num_passed = line.num_passed
+
+    @property
+    def num_left(self) -> int:
+        return len(self._line.arrivals) - len(self._taken)
+
+    def aged(self, before: float) -> bool:
+        """Whether the oldest that is left has come before that time."""
+        if self._oldest is None:
+            left = (item for item in self._line.arrivals.smallest(len(self._taken) + 1) if item not in self._taken)
+            self._oldest = next((self._line.arrived[item] for item in left), math.inf)
+        return self._oldest < before
+
+    def take(self) -> T:
+        """The next one's turn."""
+        if self._items is None:
+            self._items = self._line.first(self._num)
+        item = self._items[len(self._taken)]
+        self._taken.add(item)
+        self._oldest = None
+        self.num_passed = 0
+        return item
+
+
+class FairQueue(Generic[T]):
+    """Requests that wait, in the order in which they should be served.
+
+    Items are told apart by identity (`eq=False`), or are hashable by value and distinct.
+    """
+
+    def __init__(self, *, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+        self._lines: dict[Tier, _Line[T]] = {tier: _Line() for tier in Tier}
+        self._places: dict[T, tuple[Tier, str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._places
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._places)
+
+    def num_in(self, tier: Tier) -> int:
+        """How many wait in `tier`."""
+        return len(self._lines[tier].arrivals)
+
+    def aged(self, tier: Tier, now: float) -> bool:
+        """Whether the oldest in `tier` has waited so long that the tier gets its share whatever waits before it."""
+        return self._lines[tier].aged(now - self._ageing_s)
+
+    def counter(self, tier: Tier, tenant: str) -> float:
+        """The service that `tenant` is taken to have received in `tier`."""
+        return self._lines[tier].counters[tenant]
+
+    def add(self, item: T, *, tier: Tier, tenant: str, deadline: float, now: float) -> None:
+        """`item`, which is not here, waits from `now` on. A tenant that was away is lifted (see module)."""
+        assert item not in self._places, item
+        self._places[item] = tier, tenant
+        self._lines[tier].add(item, tenant, deadline, now)
+
+    def discard(self, item: T) -> None:
+        """Forget `item`, unserved; inert when it is not here."""
+        place = self._places.pop(item, None)
+        if place is not None:
+            tier, tenant = place
+            self._lines[tier].discard(item, tenant)
+
+    def first(self, now: float, num: int = 1) -> list[T]:
+        """The next `num`, or as many as there are, in the order in which they would be taken if nobody were charged
+        meanwhile. Takes none."""
+        order: list[T] = []
+        previews = [_Preview(line, num) for line in self._lines.values()]
+        before = now - self._ageing_s
+        for _ in range(min(num, len(self))):
+            waiting = [preview for preview in previews if preview.num_left]
+            due = (p for p in waiting[1:] if p.num_passed >= AGED_SHARE - 1 and p.aged(before))
+            turn = next(due, waiting[0])
+            order.append(turn.take())
+            for lower in previews[previews.index(turn) + 1 :]:
+                lower.num_passed += lower.aged(before)
+        return order
+
+    def take(self, item: T, now: float) -> None:
+        """`item`, whether or not it is the first, waits no longer: it is being served."""
+        tier, _ = self._places[item]
+        self.discard(item)
+        self._lines[tier].num_passed = 0
+        for lower in list(self._lines)[tier.rank + 1 :]:
+            self._lines[lower].num_passed += self.aged(lower, now)
+
+    def charge(self, tier: Tier, tenant: str, num_tokens: float) -> None:
+        """`tenant` has received service: 1 for a computed prompt token, 2 for an output token."""
+        self._lines[tier].counters.charge(tenant, num_tokens)
+
+    def flow(self, tier: Tier, tenant: str, change_of_tokens_per_step: float, step: int) -> None:
+        """From `step` on, `tenant` receives so much more (or less) with every step."""
+        self._lines[tier].counters.flow(tenant, change_of_tokens_per_step, step)
+
+    def advance(self, step: int) -> None:
+        """`step` is the present one: what flows has flowed until now."""
+        for line in self._lines.values():
+            line.counters.advance(step)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        for tier, line in self._lines.items():
+            line.check_invariants()
+            assert all(self._places[item] == (tier, t) for t, queue in line.queues.items() for item in queue)
+        assert sum(self.num_in(tier) for tier in Tier) == len(self._places)

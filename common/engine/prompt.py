@@ -1,0 +1,54 @@
+"""Computing a prompt, whichever worker does it: what the engine is asked for a chunk, and what its answer means."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
+from common.contract.messages import Decode, Prefill, Tokens
+from common.engine.batch import InvalidLogitsError, Sample, Sampled, Slice
+from common.engine.sequence import finish_reason
+
+
+def prompt_slice(work: Prefill | Decode, start: int, end: int, block_table: Seq[int]) -> Slice:
+    """Tokens `[start, end)` of `work`; with the last one, the first token of each choice is sampled."""
+    samples: tuple[Sample, ...] = ()
+    if end == len(work.token_ids):
+        samples = tuple(
+            Sample(
+                params=work.sampling, choice=choice, position=end, token_ids=work.token_ids, prompt_len=work.prompt_len
+            )
+            for choice in work.choices
+        )
+    return Slice(token_ids=work.token_ids[start:end], start=start, block_table=block_table, samples=samples)
+
+
+def first_tokens(
+    work: Prefill | Decode, outcomes: Seq[Sampled], eos_token_ids: Collection[int], max_sequence_tokens: int
+) -> list[Tokens]:
+    """The first token of each choice, as a message. Raises `InvalidLogitsError` if one could not be sampled."""
+    num_tokens = len(work.token_ids) + 1
+    tokens = []
+    for choice, outcome in zip(work.choices, outcomes, strict=True):
+        if isinstance(outcome, InvalidLogitsError):
+            raise outcome
+        reason = finish_reason(
+            outcome.token_id,
+            num_tokens - work.prompt_len,
+            work.sampling,
+            eos_token_ids,
+            num_tokens,
+            max_sequence_tokens,
+        )
+        tokens.append(
+            Tokens(
+                request=work.request,
+                attempt=work.attempt,
+                choice=choice,
+                position=len(work.token_ids),
+                token_ids=(outcome.token_id,),
+                logprobs=None if outcome.logprobs is None else (outcome.logprobs,),
+                finish_reason=reason,
+            )
+        )
+    return tokens

@@ -1,0 +1,154 @@
+"""How many blocks will be in use at most, if every sequence grows, and ends, as expected.
+
+Blocks in use rise while sequences grow and fall when one ends, so the peak lies just before an expected end. With the
+sequences sorted by the steps they have left, `r_1 <= … <= r_n`, the blocks in use just before the k-th end are
+
+    used now + (n - k + 1) * r_k / block_size - (blocks held now by the first k - 1, which are back by then)
+
+("Past-Future Scheduler for LLM Serving under SLA Guarantees", ASPLOS 2025, section 3.3). The sequences are kept in that
+order, which time does not change; a step in which nobody comes or goes costs nothing, and whoever wants to come in is
+judged by a few vector operations. Blocks are counted as fractions: a sequence grows by 1 / block_size in each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+_FIRST_CAPACITY = 64
+
+
+class Forecast:
+    """Expected ends, and blocks that come back with each. One entry for each sequence that holds blocks."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._end_of: dict[Hashable, int] = {}
+        self._keys: list[Hashable] = []
+        """In the order of their ends, as the two arrays are."""
+        self._ends = np.zeros(_FIRST_CAPACITY)
+        self._private = np.zeros(_FIRST_CAPACITY)
+        """Blocks that a sequence alone holds, less those that it has grown by since step 0."""
+        self._sum_of_ends = 0
+        self._curve: _Curve | None = None
+        """Of the last question, until something changes."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._end_of
+
+    def end_of(self, key: Hashable) -> int:
+        """The step at which a sequence is expected to end."""
+        return self._end_of[key]
+
+    def keys(self) -> list[Hashable]:
+        """Every sequence that is entered."""
+        return list(self._keys)
+
+    def put(self, key: Hashable, *, step: int, end_step: int, num_private: int) -> None:
+        """Enter or replace a sequence: the present step, the one at which it is expected to end, and the blocks that
+        it alone holds now; from now on it grows."""
+        self.remove(key)
+        self._insert(key, end_step, num_private - step / self._block_size)
+
+    def postpone(self, key: Hashable, end_step: int) -> None:
+        """A sequence will end later than was expected."""
+        private = float(self._private[self._index(key)])
+        self.remove(key)
+        self._insert(key, end_step, private)
+
+    def remove(self, key: Hashable) -> None:
+        """Forget a sequence; inert when it is unknown."""
+        if key not in self._end_of:
+            return
+        index, num = self._index(key), len(self._keys)
+        self._sum_of_ends -= self._end_of.pop(key)
+        del self._keys[index]
+        for array in (self._ends, self._private):
+            array[index : num - 1] = array[index + 1 : num]
+        self._curve = None
+
+    def most(self, step: int, num_used: int, newcomers: Sequence[tuple[int, int]] = ()) -> int:
+        """A bound on `peak` that costs nothing: everyone's growth, as if nobody ended before all others have."""
+        left = self._sum_of_ends - step * len(self._keys) + sum(num_steps for num_steps, _ in newcomers)
+        return math.ceil(num_used + (left + len(self._keys)) / self._block_size)
+
+    def peak(self, step: int, num_used: int, newcomers: Sequence[tuple[int, int]] = ()) -> int:
+        """The most blocks in use from now on.
+
+        `step` is the present one, `num_used` the blocks in use now, those of the newcomers included; a newcomer is
+        (steps it is expected to take, blocks that it alone holds). Sequences that have outlived their expectation
+        count as ending with the next step.
+        """
+        if self._curve is None or self._curve.step != step:
+            num = len(self._keys)
+            grown = self._private[:num] + step / self._block_size
+            self._curve = _Curve(self._block_size, step, np.maximum(self._ends[:num] - step, 1), grown)
+        curve = self._curve
+        for num_steps, num_private in newcomers[1:]:
+            curve = curve.beside(num_steps, num_private)
+        return math.ceil(num_used + (curve.highest_with(*newcomers[0]) if newcomers else curve.highest))
+
+    def _index(self, key: Hashable) -> int:
+        index = int(np.searchsorted(self._ends[: len(self._keys)], self._end_of[key]))
+        while self._keys[index] != key:
+            index += 1
+        return index
+
+    def _insert(self, key: Hashable, end_step: int, private: float) -> None:
+        num = len(self._keys)
+        if num == len(self._ends):
+            self._ends = np.resize(self._ends, 2 * num)
+            self._private = np.resize(self._private, 2 * num)
+        index = int(np.searchsorted(self._ends[:num], end_step, side="right"))
+        for array, value in ((self._ends, end_step), (self._private, private)):
+            array[index + 1 : num + 1] = array[index:num]
+            array[index] = value
+        self._keys.insert(index, key)
+        self._end_of[key] = end_step
+        self._sum_of_ends += end_step
+        self._curve = None
+
+
+class _Curve:
+    """Blocks in use over the steps to come, relative to those in use now."""
+
+    def __init__(self, block_size: int, step: int, steps: Floats, private: Floats) -> None:
+        """`steps` left of each sequence, ascending, and the blocks that it alone holds."""
+        self.step = step
+        self._block_size = block_size
+        self._steps = steps
+        self._private = private
+        self._returned = np.concatenate(([0.0], np.cumsum(private)))
+        """Blocks held now by the first k."""
+        growth = steps / block_size
+        in_use = np.arange(len(steps), 0, -1) * growth - self._returned[:-1]
+        # What a newcomer adds to this: its growth until its own end, and afterwards the blocks that it gives back.
+        self._highest_before = np.maximum.accumulate(in_use + growth)
+        self._highest_after = np.maximum.accumulate(in_use[::-1])[::-1]
+        self.highest = float(in_use.max(initial=0.0))
+
+    def highest_with(self, num_steps: int, num_private: int) -> float:
+        """The peak with one more sequence, whose blocks count as in use now already."""
+        index = int(np.searchsorted(self._steps, num_steps))
+        # Just before its end the newcomer, and everyone who ends no earlier, have grown by `num_steps` tokens.
+        alive = len(self._steps) - index + 1
+        highest = alive * num_steps / self._block_size - float(self._returned[index])
+        if index > 0:
+            highest = max(highest, float(self._highest_before[index - 1]))
+        if index < len(self._steps):
+            highest = max(highest, float(self._highest_after[index]) - num_private)
+        return max(highest, 0.0)
+
+    def beside(self, num_steps: int, num_private: int) -> _Curve:
+        """The curve with one more sequence."""
+        index = int(np.searchsorted(self._steps, num_steps))
+        steps = np.insert(self._steps, index, num_steps)
+        return _Curve(self._block_size, self.step, steps, np.insert(self._private, index, num_private))

@@ -1,0 +1,26 @@
+"""What the operator of a decode worker decides, as the scheduler takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from common.contract.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What the operator has decided."""
+
+    block_size: int
+    max_num_seqs: int
+    max_sequence_tokens: int
+    token_budget: int = 1024
+    prefill_tokens: int = 128
+    prefill_priority: bool = False
+    memory_reserve: float = 0.05
+    num_host_blocks: int = 0
+    preempt_by: Literal["cost", "swap", "recompute"] = "cost"
+    ageing_s: float = 30.0
+    ttft_target_s: Callable[[Tier], float] = lambda tier: 1.0

@@ -1,0 +1,144 @@
+"""Who decodes in the next step, and who needs a block before it.
+
+Every running sequence advances by one token a step, so the step before which it needs its next block is known when it
+gets the last one: a calendar says whom a step concerns, and the others cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from common.engine.lazy_heap import LazyHeap
+from decode_worker.request import Generation, Stage
+
+Seniority = tuple[int, int]
+
+
+def seniority(generation: Generation) -> Seniority:
+    """(rank of the tier, order of arrival): the smallest is the last to be preempted and the first to come back."""
+    return generation.request.work.tier.rank, generation.order
+
+
+class RunningBatch:
+    """At most `max_num_seqs` running sequences, and those that are ready to join."""
+
+    def __init__(self, max_num_seqs: int, block_size: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._block_size = block_size
+        self._running: dict[Generation, None] = {}
+        self._ready: LazyHeap[Generation] = LazyHeap()
+        self._newest: LazyHeap[Generation] = LazyHeap()
+        """Running sequences, the newest of the lowest tier first."""
+        self._due: defaultdict[int, list[Generation]] = defaultdict(list)
+        self._stepped_aside: list[Generation] = []
+        self.step = 0
+        """The number of the step that is being prepared, or was last."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch."""
+        return len(self._running)
+
+    @property
+    def num_ready(self) -> int:
+        """Sequences that wait for a place in it."""
+        return len(self._ready)
+
+    @property
+    def num_due_next(self) -> int:
+        """Running sequences that need a block before the next step, at most."""
+        return len(self._due.get(self.step + 1, ()))
+
+    def __contains__(self, generation: Generation) -> bool:
+        return generation in self._running
+
+    def running(self) -> list[Generation]:
+        """The batch, in the order of joining."""
+        return list(self._running)
+
+    def ready(self) -> list[Generation]:
+        """Those that wait for a place."""
+        return list(self._ready)
+
+    def add(self, generation: Generation) -> None:
+        """Its blocks are here: it joins as soon as there is a place."""
+        generation.stage = Stage.READY
+        self._ready.add(generation, seniority(generation))
+
+    def next_step(self) -> list[Generation]:
+        """Begin the next step: fill the batch; those that have joined."""
+        self.step += 1
+        joined = []
+        while (generation := self._ready.first()) is not None:
+            if len(self._running) >= self._max_num_seqs and not self._make_place(generation):
+                break
+            self._ready.discard(generation)
+            generation.stage = Stage.RUNNING
+            self._running[generation] = None
+            rank, order = seniority(generation)
+            self._newest.add(generation, (-rank, -order))
+            self.fed(generation)
+            joined.append(generation)
+        return joined
+
+    def left(self) -> list[Generation]:
+        """Those that `next_step` has sent back to wait, for sequences of a higher tier."""
+        aside, self._stepped_aside = self._stepped_aside, []
+        return aside
+
+    def due(self) -> list[Generation]:
+        """Running sequences that cannot take part in this step without another block, senior ones first."""
+        due = [g for g in self._due.pop(self.step, ()) if g in self._running and g.due_step == self.step]
+        due.sort(key=seniority)
+        return due
+
+    def fed(self, generation: Generation) -> None:
+        """It runs from this step on, with the blocks that it has: enter the step at which they do not suffice."""
+        sequence = generation.sequence
+        spare_slots = len(sequence.block_table) * self._block_size - sequence.num_tokens
+        generation.due_step = self.step if spare_slots < 0 else self.step + spare_slots + 1
+        self._due[generation.due_step].append(generation)
+
+    def sit_out(self, generation: Generation) -> None:
+        """It needs a block that is not there: it does not take part in this step."""
+        generation.due_step = self.step + 1
+        self._due[generation.due_step].append(generation)
+
+    def newest(self) -> Generation | None:
+        """Of the running and the ready sequences, the newest of the lowest tier."""
+        running = self._newest.first()
+        ready = self._newest_ready()
+        if running is None or ready is None:
+            return running or ready
+        return max(running, ready, key=seniority)
+
+    def discard(self, generation: Generation) -> None:
+        """It has ended, or lost its blocks; inert when it is not here."""
+        self._ready.discard(generation)
+        if generation in self._running:
+            del self._running[generation]
+            self._newest.discard(generation)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        assert len(self._running) <= self._max_num_seqs
+        assert set(self._newest) == set(self._running)
+        assert not set(self._ready) & set(self._running)
+        for generation in self._running:
+            assert generation.stage is Stage.RUNNING, generation.sequence
+            assert generation.due_step > self.step, generation.sequence
+            assert generation in self._due[generation.due_step], "a sequence has dropped out of the calendar"
+        assert all(generation.stage is Stage.READY for generation in self._ready)
+
+    def _newest_ready(self) -> Generation | None:
+        return max(self._ready, key=seniority, default=None)
+
+    def _make_place(self, generation: Generation) -> bool:
+        """Send a running sequence of a lower tier back to wait, with its blocks."""
+        newest = self._newest.first()
+        if newest is None or seniority(newest)[0] <= seniority(generation)[0]:
+            return False
+        self.discard(newest)
+        self.add(newest)
+        self._stepped_aside.append(newest)
+        return True

@@ -1,0 +1,69 @@
+"""One step of the engine, as the scheduler plans it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.engine.chunked_prefill import Chunk
+
+from common.engine.batch import Sample, Slice
+from common.engine.prompt import prompt_slice
+from decode_worker.request import Generation, LocalPrompt
+
+
+@dataclass(slots=True)
+class Step:
+    """What the engine does next: copies, then swaps, then the tokens of `decodes` and `chunks`."""
+
+    decodes: list[Generation] = field(default_factory=list)
+    chunks: list[Chunk[LocalPrompt]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(block, block)."""
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)
+    """(block, slot of host memory)."""
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)
+    """(slot of host memory, block)."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.decodes or self.chunks or self.copies or self.swap_outs or self.swap_ins)
+
+    def slices(self) -> list[Slice]:
+        """What the engine computes: the decodes, then the chunks."""
+        decodes = [_decode_slice(generation) for generation in self.decodes]
+        return decodes + [_chunk_slice(chunk) for chunk in self.chunks]
+
+
+def _decode_slice(generation: Generation) -> Slice:
+    """The last token of a sequence, and the one to come."""
+    sequence = generation.sequence
+    return Slice(
+        token_ids=sequence.token_ids[-1:],
+        start=sequence.num_tokens - 1,
+        block_table=sequence.block_table,
+        samples=(_next_token(generation),),
+    )
+
+
+def _chunk_slice(chunk: Chunk[LocalPrompt]) -> Slice:
+    prompt = chunk.prompt
+    if prompt.generation is None:
+        return prompt_slice(prompt.request.work, chunk.start, chunk.end, prompt.block_table)
+    return Slice(
+        token_ids=prompt.token_ids[chunk.start : chunk.end],
+        start=chunk.start,
+        block_table=prompt.block_table,
+        samples=(_next_token(prompt.generation),) if chunk.last else (),
+    )
+
+
+def _next_token(generation: Generation) -> Sample:
+    sequence = generation.sequence
+    return Sample(
+        params=sequence.sampling,
+        choice=sequence.choice,
+        position=sequence.num_tokens,
+        token_ids=sequence.token_ids,
+        prompt_len=sequence.prompt_len,
+    )

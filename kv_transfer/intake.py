@@ -1,0 +1,290 @@
+"""The pull side of a worker: its pulls, carried out.
+
+Life cycle of a pull in the worker:
+
+    1. `begin`: a link to the source is opened, or is there, and the pull attaches.
+    2. The offer opens: `on_want_blocks`. The worker calls `reserve` when it has room, or `abandon`.
+    3. Blocks are read as the source announces them; a read's end is told by the mover, never assumed.
+    4. The source settles: `on_pulled`, and the blocks are the worker's. Any other end: `on_gave_up`, after `on_release`
+       of every block that nothing can write to; the others are in quarantine, and follow when their reads have ended.
+
+Each pull that has begun ends in exactly one `on_pulled` or `on_gave_up`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from prometheus_client.metrics_core import Metric
+
+from common.contract.errors import Cause, TransferError
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages import (
+    BlocksReady,
+    Message,
+    OfferWithdrawn,
+    PrefillDone,
+    Role,
+    Settled,
+    Source,
+    Tokens,
+    Welcome,
+)
+from common.runtime.clock import Clock
+from common.runtime.config import WorkerSettings
+from common.runtime.probes import counter, gauge
+from kv_transfer.mover import Mover
+from kv_transfer.regions import Region
+from kv_transfer.sink import Action, Admit, GaveUp, Pull, PullState, Release, SendToSource, StartRead, WantBlocks
+from kv_transfer.source_links import SourceLinks
+from kv_transfer.transport import ReadId, Transport
+
+log = logging.getLogger(__name__)
+
+Fits = Callable[[Sequence[Tokens]], bool]
+"""Whether first tokens are those that were asked for."""
+
+
+class IntakeEvents(Protocol):
+    """What the worker does about its intake. Every method may call the intake again."""
+
+    def on_want_blocks(self, pull: Pull, num_blocks: int) -> None:
+        """The offer is open: call `reserve` when there is room, or `abandon`. Told once a pull."""
+
+    def on_pulled(self, pull: Pull, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
+        """Settled and valid: the reserved blocks hold the KV; of a prefix there are no first tokens."""
+
+    def on_release(self, block_ids: Sequence[int]) -> None:
+        """These reserved blocks, those that were held included, are no longer a pull's, and nothing writes to them."""
+
+    def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
+        """The pull is over, by `abandon` too. `cause` is as it was given there; None also when the first tokens ended
+        the request: nobody needs to be told."""
+
+
+class Intake:
+    """The shell around pulls, links to sources and the mover. Runs on the event loop's thread.
+
+    It owns the worker's one mover, which serves the reads of peers too (`mover.set_serving`).
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        me: Incarnation,
+        role: Role,
+        fingerprint: Fingerprint,
+        region: Region,
+        make_transport: Callable[[], Transport],
+        events: IntakeEvents,
+        clock: Clock,
+    ) -> None:
+        self.mover = Mover(region, make_transport, self._on_read, self.on_died)
+        self.transport_metadata = b""
+        """What sinks need in order to read from here; known once started."""
+        self._transport = settings.transport
+        self._quarantine_bound_s = settings.quarantine_bound_s
+        self._block_bytes = region.block_bytes
+        self._events = events
+        self._clock = clock
+        self._links = SourceLinks(me, role, fingerprint, self, clock, settings.pulse)
+        self._pulls: dict[RequestId, tuple[Pull, Fits | None]] = {}
+        """Pulls that have neither settled nor been given up."""
+        self._quarantine: dict[Pull, float] = {}
+        """Abandoned pulls with reads under way → since when, or since when the last fence was raised for them."""
+        self._reads: dict[ReadId, tuple[Pull, int]] = {}
+        self._read_ids = itertools.count()
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls that have neither settled nor been given up."""
+        return len(self._pulls)
+
+    @property
+    def num_reads(self) -> int:
+        """Reads under way."""
+        return len(self._reads)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks that an unfinished read of an abandoned pull may still write to."""
+        return sum(len(pull.quarantined) for pull in self._quarantine)
+
+    # --- its life ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the transport. Raises `TransferError` when it cannot work here."""
+        self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.transport_metadata = await self.mover.start()
+
+    async def run(self) -> None:
+        """Wait, until cancelled, for the mover's thread or a link to die of a bug, and raise what it died of."""
+        await self._died
+
+    async def close(self) -> None:
+        """End every read and every link."""
+        await self.mover.close()  # before the links: sources must go on serving the reads that it lets end
+        await self._links.close()
+
+    # --- what the worker wants -----------------------------------------------------------------------------------
+
+    def begin(self, pull: Pull, fits: Fits | None = None) -> None:
+        """Attach as soon as the source can be reached; `on_gave_up` may come before this returns.
+
+        One pull for each request; the last one must have ended. First tokens that do not `fit` end the pull.
+        """
+        assert pull.key.request not in self._pulls, f"{pull.key} is pulled already"
+        self._pulls[pull.key.request] = (pull, fits)
+        source = self._links.need(pull.source.address)
+        if source is not None:
+            self._attach(pull, source, self._links.welcome(pull.source.address))
+
+    def reserve(self, pull: Pull, block_ids: Sequence[int], num_held: int = 0) -> None:
+        """Read into these blocks, one for each of the offer, after the first `num_held`, which are valid already.
+
+        They are the pull's until `on_pulled` or `on_release`.
+        """
+        self._do(pull, pull.reserve(block_ids, num_held))
+
+    def abandon(self, pull: Pull, cause: Cause | None, why: str) -> None:
+        """Give a pull up; inert when it is over."""
+        self._do(pull, pull.abandon(cause, why))
+
+    def tick(self, now: float) -> None:
+        """Replace the agents that have held blocks in quarantine for too long; needed while there are any."""
+        overdue = {pull.source for pull, since in self._quarantine.items() if now - since > self._quarantine_bound_s}
+        for source in overdue:
+            log.warning("blocks in quarantine for %.1f s: replacing the agent for %s", self._quarantine_bound_s, source)
+            self._replace_agent(source)
+            for pull in self._quarantine:
+                if pull.source == source:
+                    self._quarantine[pull] = now
+
+    def _replace_agent(self, source: Source) -> None:
+        """The fence for a source that is still there; each of its pulls fails and may be tried again."""
+        self.mover.drop_source(source.incarnation)
+        if self._links.at(source.address) == source.incarnation:
+            self.mover.add_source(source.incarnation, self._links.welcome(source.address).transport_metadata)
+
+    # --- events from sources and the mover -----------------------------------------------------------------------
+
+    def open_pulls(self, address: str) -> Collection[RequestKey]:
+        """The pulls from this address that are not over."""
+        pulls = (*(pull for pull, _ in self._pulls.values()), *self._quarantine)
+        return [pull.key for pull in pulls if pull.source.address == address]
+
+    def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
+        """Attach, or attach again, every pull from this address."""
+        if welcome.transport == self._transport:
+            self.mover.add_source(source, welcome.transport_metadata)
+        for pull in self._pulling_from(address):
+            self._attach(pull, source, welcome)
+
+    def on_source_message(self, source: Incarnation, message: Message) -> None:
+        """A message from a source, about one of its pulls."""
+        if not isinstance(message, BlocksReady | PrefillDone | Settled | OfferWithdrawn):
+            return
+        pull, fits = self._pulls.get(message.request, (None, None))
+        if pull is None or pull.key != message.key or pull.source.incarnation != source:
+            return
+        match message:
+            case BlocksReady():
+                self._do(pull, pull.blocks_ready(message))
+            case PrefillDone() if fits is not None and not fits(message.first_tokens):
+                self.abandon(pull, Cause.TRANSFER, "the first tokens are not those asked for")
+            case PrefillDone():
+                self._do(pull, pull.prefill_done(message))
+            case Settled():
+                self._do(pull, pull.settled(message))
+            case OfferWithdrawn():
+                self._do(pull, pull.withdrawn(message))
+
+    def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
+        """Nothing pulled from this source can be settled any more; the fence gives its quarantined blocks back."""
+        for pull in self._pulling_from(address):
+            self.abandon(pull, cause, f"the source at {address}: {why}")
+        if source is not None:
+            self.mover.drop_source(source)
+
+    def on_died(self, error: BaseException) -> None:
+        """The mover's thread or a link's task has died of a bug: so does the worker, loudly."""
+        if not self._died.done():
+            self._died.set_exception(error)
+
+    def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
+        pull, start = self._reads.pop(read_id)
+        self._do(pull, pull.read_done(start, None if error is None else str(error)))
+
+    # --- the steps between ---------------------------------------------------------------------------------------
+
+    def _attach(self, pull: Pull, source: Incarnation, welcome: Welcome) -> None:
+        if welcome.transport != self._transport:
+            message = f"this worker moves blocks by {self._transport}, its source by {welcome.transport}"
+            self.abandon(pull, Cause.TRANSFER, message)
+        elif source != pull.source.incarnation:
+            self.abandon(pull, Cause.WORKER_LOST, "the source has restarted")
+        else:
+            self._do(pull, pull.attach())
+
+    def _do(self, pull: Pull, actions: Iterable[Action]) -> None:
+        """Carry out what the pull decided; what the worker then calls finds the books in order."""
+        self._enter(pull)
+        for action in actions:
+            match action:
+                case SendToSource(message):
+                    self._links.send(pull.source.address, message)
+                case StartRead():
+                    read_id = ReadId(next(self._read_ids))
+                    self._reads[read_id] = (pull, action.start)
+                    source = pull.source.incarnation
+                    self.mover.read(read_id, source, action.source_blocks, action.sink_blocks, action.checksums)
+                case WantBlocks(num_blocks):
+                    self._events.on_want_blocks(pull, num_blocks)
+                case Admit(block_ids, first_tokens):
+                    self._events.on_pulled(pull, block_ids, first_tokens)
+                case Release(block_ids):
+                    self._events.on_release(block_ids)
+                case GaveUp(cause, message):
+                    self._events.on_gave_up(pull, cause, message)
+
+    def _enter(self, pull: Pull) -> None:
+        """Keep a pull on the right one of the books."""
+        if pull.over:
+            self._quarantine.pop(pull, None)
+        elif pull.state is PullState.ABANDONED:
+            self._quarantine.setdefault(pull, self._clock())
+        if pull.state in (PullState.SETTLED, PullState.ABANDONED) and self._has(pull):
+            del self._pulls[pull.key.request]
+
+    def _has(self, pull: Pull) -> bool:
+        return self._pulls.get(pull.key.request, (None, None))[0] is pull
+
+    def _pulling_from(self, address: str) -> list[Pull]:
+        return [pull for pull, _ in self._pulls.values() if pull.source.address == address]
+
+    # --- what others see -----------------------------------------------------------------------------------------
+
+    def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of this moment."""
+        mover = self.mover
+        yield gauge("baton_pulls", "Pulls that have begun and not ended.", self.num_pulls)
+        yield gauge("baton_reads", "Reads under way.", self.num_reads)
+        yield gauge("baton_blocks_quarantined", "Blocks that an unfinished read may write to.", self.num_quarantined)
+        yield counter("baton_transfer_bytes", "Bytes pulled.", mover.num_blocks_read * self._block_bytes)
+        yield counter("baton_transfer_seconds", "Durations of reads, summed; reads overlap.", mover.read_seconds)
+        yield counter("baton_transfer_failures", "Reads that failed.", mover.num_reads_failed)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        for pull, _ in self._pulls.values():
+            pull.check_invariants()
+            assert pull.state not in (PullState.SETTLED, PullState.ABANDONED), pull.story
+        for pull in self._quarantine:
+            assert pull.quarantined, pull.story
+        for pull, _ in self._reads.values():
+            assert self._has(pull) or pull in self._quarantine, pull.story

@@ -1,0 +1,204 @@
+"""The lending side of a worker: what it offers to sinks, carried out.
+
+Life cycle of a lent prefix:
+
+    1. AttachPrefix arrives; the worker finds the leading blocks that its cache holds, and takes references to them.
+    2. They are pinned under a lease for this sink, and offered at once: a cached block is complete and never changes.
+    3. Settle(valid), Detach, the loss of the sink or `LENT_TTL_S` ends the lease; the worker gives its references back.
+
+The offers of requests that are being computed are opened, extended and completed by the worker itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from prometheus_client.metrics_core import Metric
+
+from common.contract.block_hashes import BlockHash
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import Attach, AttachPrefix, Detach, Message, Settle, Tokens
+from common.runtime.clock import Clock
+from common.runtime.probes import counter, gauge
+from kv_transfer.lease import withdrawn
+from kv_transfer.source import Action, Dropped, LeaseTable, Return, Send, Unpin
+
+LENT_TTL_S = 30.0
+"""Longest that a cached prefix stays pinned for a sink: what takes longer to pull is better computed."""
+MAX_LENT = 256
+"""Cached prefixes lent at once; one more is refused."""
+
+
+class LenderEvents(Protocol):
+    """What the worker does about its lender. Every method may call the lender again.
+
+    `on_unpinned` and `on_dropped` are about leases that the worker has opened itself, never about lent prefixes.
+    """
+
+    def find_prefix(self, block_hashes: Sequence[BlockHash]) -> Sequence[int]:
+        """The leading ones of these blocks that are cached here, each with a reference taken for the lender.
+
+        Empty if there are none, or if no reference can be taken without breaking a promise to a running request.
+        """
+
+    def on_returned(self, block_ids: Sequence[int]) -> None:
+        """The references that `find_prefix` took to these blocks are to be given back."""
+
+    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
+        """The lease that was opened for a request has ended: its references are to be given back."""
+
+    def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
+        """The lease of a request was ended from here (expiry, reclaim): whoever asked for it must learn so."""
+
+
+class Lender:
+    """The shell around the lease table. `set_serving` tells the mover whether peers may be reading.
+
+    `checksum`, which gives the CRC-32 of blocks, is there where the deployment runs with checksums.
+    """
+
+    def __init__(
+        self,
+        *,
+        events: LenderEvents,
+        send: Callable[[Incarnation, Message], None],
+        set_serving: Callable[[bool], None],
+        clock: Clock,
+        unattached_ttl_s: float = LENT_TTL_S,
+        checksum: Callable[[Sequence[int]], Sequence[int]] | None = None,
+    ) -> None:
+        self._events = events
+        self._send = send
+        self._set_serving = set_serving
+        self._clock = clock
+        self._checksum = checksum
+        self._leases = LeaseTable(unattached_ttl_s=unattached_ttl_s, checksums=checksum is not None)
+        self._serving = False
+        self._num_prefixes_lent = 0
+
+    @property
+    def num_leases(self) -> int:
+        """Leases held, lent prefixes included."""
+        return len(self._leases)
+
+    @property
+    def num_readers(self) -> int:
+        """Pulls whose reads may be under way."""
+        return self._leases.num_readers
+
+    @property
+    def num_parked(self) -> int:
+        """Attaches waiting for their Prefill."""
+        return self._leases.num_parked
+
+    # --- what sinks say ------------------------------------------------------------------------------------------
+
+    def on_message(self, sink: Incarnation, message: Attach | AttachPrefix | Settle | Detach) -> None:
+        """A message from a sink."""
+        match message:
+            case Attach():
+                self._do(self._leases.attach(message, sink, self._clock()))
+            case AttachPrefix():
+                self._lend(sink, message)
+            case Settle():
+                self._do(self._leases.settle(message, sink))
+            case Detach():
+                self._do(self._leases.detach(message, sink, self._clock()))
+
+    def on_hello(self, peer: Incarnation, open_requests: Collection[RequestKey]) -> None:
+        """A session (re)opens: the pulls that the peer does not list it has given up."""
+        self._do(self._leases.sink_said_hello(peer, set(open_requests), self._clock()))
+
+    def on_peer_lost(self, peer: Incarnation) -> None:
+        """A sink is gone: its leases wait for another, and what was lent to it is back."""
+        self.on_hello(peer, ())
+
+    def _lend(self, sink: Incarnation, message: AttachPrefix) -> None:
+        now = self._clock()
+        if message.request in self._leases:
+            self._do(self._leases.attach(message, sink, now))
+            return
+        if self._leases.num_lent >= MAX_LENT:
+            self._send(sink, withdrawn(message.key, Cause.CAPACITY, f"{MAX_LENT} prefixes are lent already"))
+            return
+        block_ids = self._events.find_prefix(message.block_hashes)
+        if not block_ids:
+            self._send(sink, withdrawn(message.key, Cause.LEASE_LOST, "nothing of this prefix is cached any more"))
+            return
+        assert len(block_ids) <= len(message.block_hashes), "more blocks than were asked for"
+        checksums = () if self._checksum is None else self._checksum(block_ids)
+        self._num_prefixes_lent += 1
+        self._do(self._leases.lend(message.key, block_ids, sink, now + LENT_TTL_S, now, checksums))
+
+    # --- what the worker computes --------------------------------------------------------------------------------
+
+    def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float) -> None:
+        """Offer the blocks of a request that is about to be computed; the caller has taken a reference to each."""
+        self._do(self._leases.open(key, block_ids, deadline, self._clock()))
+
+    def blocks_ready(self, request: RequestId, num_ready: int, checksums: Sequence[int] = ()) -> None:
+        """The step that wrote blocks up to `num_ready` is complete; `checksums` are those of the new blocks."""
+        self._do(self._leases.blocks_ready(request, num_ready, checksums, now=self._clock()))
+
+    def complete(self, request: RequestId, first_tokens: Sequence[Tokens]) -> None:
+        """The last chunk is done."""
+        self._do(self._leases.complete(request, first_tokens))
+
+    def withdraw(self, request: RequestId, cause: Cause, message: str) -> None:
+        """End the request's lease, or refuse the attach that waits for it (abort, failure); inert without either."""
+        self._do(self._leases.withdraw(request, cause, message, now=self._clock()))
+
+    # --- time and pressure ---------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> None:
+        """End what has outlived its time."""
+        self._do(self._leases.expire(now))
+
+    def next_expiry(self) -> float:
+        """When `expire` has something to do next; infinity if never. Any other call may bring it forward."""
+        return self._leases.next_expiry()
+
+    def reclaim(self, num_blocks: int, unattached_before: float) -> None:
+        """Under pressure: end complete offers that no sink has attached to since `unattached_before`, oldest first."""
+        self._do(self._leases.reclaim(num_blocks, unattached_before))
+
+    # --- what others see -----------------------------------------------------------------------------------------
+
+    def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of this moment."""
+        yield gauge("baton_leases", "Leases held.", len(self._leases))
+        yield gauge("baton_readers", "Pulls whose reads may be under way.", self._leases.num_readers)
+        yield gauge("baton_lease_blocks", "Blocks pinned by leases.", self._leases.num_blocks)
+        yield gauge("baton_attaches_parked", "Attaches waiting for their prefill.", self._leases.num_parked)
+        yield counter("baton_leases_expired", "Leases that outlived their time.", self._leases.num_expired)
+        yield counter("baton_leases_reclaimed", "Leases dropped under pressure.", self._leases.num_reclaimed)
+        yield counter("baton_prefixes_lent", "Cached prefixes offered to other workers.", self._num_prefixes_lent)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        self._leases.check_invariants()
+        assert self._leases.num_lent <= MAX_LENT
+        assert self._serving == (self._leases.num_readers > 0)
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        """Carry out what the lease table decided."""
+        self._serve_readers()
+        for action in actions:
+            match action:
+                case Send(sink, message):
+                    self._send(sink, message)
+                case Return(block_ids):
+                    self._events.on_returned(block_ids)
+                case Unpin(key, block_ids):
+                    self._events.on_unpinned(key, block_ids)
+                case Dropped(key, cause, message):
+                    self._events.on_dropped(key, cause, message)
+
+    def _serve_readers(self) -> None:
+        """Give the transport progress while somebody may be reading."""
+        serving = self._leases.num_readers > 0
+        if serving != self._serving:
+            self._serving = serving
+            self._set_serving(serving)

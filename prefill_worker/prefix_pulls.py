@@ -1,0 +1,115 @@
+"""Prefixes that another worker holds: whether to pull one instead of computing it, and which pulls are under way.
+
+In a conversation the KV of the last answer was born on a decode worker. Pulled from there, a turn computes only its
+new text. A pull is a sink's like any other (`kv_transfer.sink`), under a request id of its own; until it has settled,
+nothing of it is offered, and nothing is computed after it. Pure state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from common.contract.ids import RequestKey, new_request_id
+from common.engine.costs import Costs
+from kv_transfer.sink import Pull
+from prefill_worker.scheduler import PrefillRequest
+
+_LATENCY_S = 0.005
+"""Of a pull of any size: attach, offer, read, settle."""
+_FIRST_GUESS_BYTES_PER_S = 1e9
+_OBSERVATION_WEIGHT = 0.2
+_MAX_RATIO = 4.0
+"""Most that one observation counts as, relative to the estimate: the first read from a worker opens connections."""
+_MIN_PATIENCE_S = 1.0
+When = Literal["cost", "always", "never"]
+"""Whether to pull what another worker holds: if that is cheaper than computing it, always, never."""
+MAX_PULLS = 64
+"""Prefixes pulled at once; beyond, prompts are computed."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefixPull:
+    """A pull, the prompt that waits for it, and since when."""
+
+    pull: Pull
+    request: PrefillRequest
+    began: float
+    until: float
+    """When the prompt will be computed instead."""
+    num_blocks: int = 0
+    """Of the offer."""
+
+
+class PrefixPulls:
+    """The pulls under way, by their own request ids."""
+
+    def __init__(self, block_size: int, block_bytes: int, costs: Costs, when: When) -> None:
+        self._block_size = block_size
+        self._when = when
+        self._costs = costs
+        self._s_per_block = block_bytes / _FIRST_GUESS_BYTES_PER_S
+        self._pulls: dict[RequestKey, PrefixPull] = {}
+        self.num_tokens_pulled = 0
+        """Prompt tokens that were pulled instead of computed."""
+        self.ended = {"pulled": 0, "gave_up": 0}
+        """Pulls by how they ended."""
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def consider(self, request: PrefillRequest, now: float) -> PrefixPull | None:
+        """Begin a pull for a request that has its blocks, if somebody holds more of its prompt than this worker and
+        pulling that is expected to take less time than computing it (or the operator has decided)."""
+        hint = request.work.prefix
+        if hint is None or request.prefix_tried or len(self._pulls) >= MAX_PULLS:
+            return None
+        request.prefix_tried = True
+        # The last token is computed in any case, for its logits.
+        end = min(hint.num_tokens, len(request.work.token_ids) - 1) // self._block_size
+        num_new = end - request.num_computed // self._block_size
+        if num_new <= 0:
+            return None
+        pull_s = _LATENCY_S + num_new * self._s_per_block
+        compute_s = self._costs.recompute_s(num_new * self._block_size)
+        if self._when == "never" or (self._when == "cost" and pull_s >= compute_s):
+            return None
+        key = RequestKey(new_request_id(), 1)
+        pull = Pull(key, hint.source, request.block_hashes[:end])
+        prefix = PrefixPull(pull, request, now, now + max(_MIN_PATIENCE_S, 2 * compute_s))
+        self._pulls[key] = prefix
+        return prefix
+
+    def find(self, pull: Pull) -> PrefixPull:
+        """Of a pull under way."""
+        return self._pulls[pull.key]
+
+    def of(self, request: PrefillRequest) -> PrefixPull | None:
+        """The pull that a request waits for."""
+        return next((prefix for prefix in self._pulls.values() if prefix.request is request), None)
+
+    def pulled(self, pull: Pull, now: float) -> PrefixPull:
+        """It has settled: learn from how long it took."""
+        prefix = self._pulls.pop(pull.key)
+        num_read = prefix.num_blocks - prefix.request.num_computed // self._block_size
+        seen = max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_read)
+        old = self._s_per_block
+        seen = min(max(seen, old / _MAX_RATIO), old * _MAX_RATIO)
+        self._s_per_block = old + _OBSERVATION_WEIGHT * (seen - old)
+        self.num_tokens_pulled += num_read * self._block_size
+        self.ended["pulled"] += 1
+        return prefix
+
+    def gave_up(self, pull: Pull) -> PrefixPull:
+        """It has ended otherwise."""
+        self.ended["gave_up"] += 1
+        return self._pulls.pop(pull.key)
+
+    def overdue(self, now: float) -> list[PrefixPull]:
+        """Those that have taken too long."""
+        return [prefix for prefix in self._pulls.values() if prefix.until <= now]
+
+    def next_expiry(self) -> float:
+        """When the next one will be overdue; infinity if none is under way."""
+        return min((prefix.until for prefix in self._pulls.values()), default=math.inf)

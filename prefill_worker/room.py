@@ -1,0 +1,115 @@
+"""Who may have blocks now: what each tier may hold of the pool, and how far ahead of the engine prompts are let in.
+
+Pure state, for one scheduler.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from common.contract.tiers import Tier
+from common.engine.chunked_prefill import Prompt
+
+MOST_OF_POOL = {Tier.STANDARD: 7 / 8, Tier.BATCH: 3 / 4}
+"""The share of the pool that a tier, with those below it, may hold: prompts that are computed, and offers that wait for
+decode workers. So there is room for an interactive prompt on a worker full of offers of lower tiers that nobody
+fetches."""
+
+
+class TierHoldings:
+    """Which blocks the requests of the limited tiers hold.
+
+    A block counts once in a tier, and in those above it, however many of its requests share it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._most = {tier: int(num_blocks * share) for tier, share in MOST_OF_POOL.items()}
+        self._holders = {tier: [0] * num_blocks for tier in MOST_OF_POOL}
+        """Tier → how many requests of it, or of those below it, hold each block."""
+        self._num_blocks = dict.fromkeys(MOST_OF_POOL, 0)
+        self._num_requests = dict.fromkeys(Tier, 0)
+
+    def num_blocks(self, tier: Tier) -> int:
+        """Blocks that requests of a limited tier, and of those below it, hold."""
+        return self._num_blocks[tier]
+
+    def has_room(self, tier: Tier, cached: Sequence[int], num_new: int) -> bool:
+        """Whether a request of `tier` may hold the blocks `cached` and `num_new` more.
+
+        One that would be the only one of its tier always may: what fits into the pool is served in the end.
+        """
+        if self._num_requests[tier] == 0:
+            return True
+        for limited in _counted_in(tier):
+            holders = self._holders[limited]
+            num_blocks = self._num_blocks[limited] + num_new + sum(holders[block] == 0 for block in cached)
+            if num_blocks > self._most[limited]:
+                return False
+        return True
+
+    def add(self, tier: Tier, blocks: Iterable[int]) -> None:
+        """A request of `tier` holds these blocks."""
+        self._num_requests[tier] += 1
+        for limited in _counted_in(tier):
+            holders = self._holders[limited]
+            for block in blocks:
+                self._num_blocks[limited] += holders[block] == 0
+                holders[block] += 1
+
+    def remove(self, tier: Tier, blocks: Iterable[int]) -> None:
+        """A request of `tier` holds these blocks no more."""
+        self._num_requests[tier] -= 1
+        for limited in _counted_in(tier):
+            holders = self._holders[limited]
+            for block in blocks:
+                holders[block] -= 1
+                self._num_blocks[limited] -= holders[block] == 0
+
+    def check_invariants(self) -> None:
+        """Assert that the counts are those of the blocks."""
+        for tier, holders in self._holders.items():
+            assert all(num >= 0 for num in holders)
+            assert self._num_blocks[tier] == sum(num > 0 for num in holders)
+        assert all(num >= 0 for num in self._num_requests.values())
+
+
+def _counted_in(tier: Tier) -> list[Tier]:
+    return [limited for limited in MOST_OF_POOL if limited.rank <= tier.rank]
+
+
+class Horizon:
+    """The most urgent prompts of some tiers, as many as the next steps can give a chunk.
+
+    Whoever is less urgent would get blocks now and only sit on them. Later it may find more of its prefix cached, and
+    its tenant's turn may have passed to another.
+    """
+
+    def __init__(self, prompts: Iterable[Prompt], first_rank: int, num_tokens: int, chunk_size: int) -> None:
+        """`prompts` come in order of urgency; the tiers are those from `first_rank` on."""
+        self._first_rank = first_rank
+        self._num_tokens = num_tokens
+        self._chunk_size = chunk_size
+        self._heap: list[tuple[float, float, float, int]] = []
+        """The prompts' urgencies, negated, and the sizes of their next chunks: the least urgent first."""
+        self._num_within = 0
+        for prompt in prompts:
+            if self._num_within >= num_tokens:
+                break
+            self.add(prompt)
+
+    def add(self, prompt: Prompt) -> None:
+        """One more is let in."""
+        rank, deadline, order = prompt.urgency
+        if rank < self._first_rank:
+            return
+        size = min(prompt.num_uncomputed, self._chunk_size)
+        heapq.heappush(self._heap, (-rank, -deadline, -order, size))
+        self._num_within += size
+        while self._num_within - self._heap[0][3] >= self._num_tokens:
+            self._num_within -= heapq.heappop(self._heap)[3]
+
+    def reaches(self, prompt: Prompt) -> bool:
+        """Whether `prompt`, let in now, would be among them."""
+        rank, deadline, order = prompt.urgency
+        return self._num_within < self._num_tokens or (-rank, -deadline, -order) > self._heap[0][:3]

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from common.engine.batch import Sampled, Slice
+from common.engine.costs import Costs
+from common.engine.runner import ModelRunner, load_runner, measure_costs
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+class TimedRunner:
+    """A real runner on a machine of known speed: its clock stands still but for what it is asked to do."""
+
+    def __init__(self, runner: ModelRunner, *, step_s: float, token_s: float, block_s: float) -> None:
+        self._runner = runner
+        self._step_s, self._token_s, self._block_s = step_s, token_s, block_s
+        self.now = 0.0
+        self.sizes: list[int] = []
+        self.delays: list[float] = []
+        """Extra seconds of the next steps."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def clock(self) -> float:
+        return self.now
+
+    def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+        num_tokens = sum(len(each.token_ids) for each in slices)
+        self.sizes.append(num_tokens)
+        self.now += self._step_s + num_tokens * self._token_s + (self.delays.pop(0) if self.delays else 0.0)
+        return self._runner.step(slices)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.now += len(pairs) * self._block_s
+        self._runner.swap_out(pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.now += len(pairs) * self._block_s
+        self._runner.swap_in(pairs)
+
+
+def timed(folder: Path, *, kv_cache_bytes: int = 2**18, swap_bytes: int = 2**17, **speed: float) -> TimedRunner:
+    runner = load_runner(folder, kv_cache_bytes=kv_cache_bytes, swap_bytes=swap_bytes)
+    return TimedRunner(runner, **({"step_s": 0.0, "token_s": 1e-4, "block_s": 1e-5} | speed))
+
+
+def measured(runner: TimedRunner) -> Costs:
+    return measure_costs(runner, runner.clock)  # type: ignore[arg-type]
+
+
+def test_a_swap_is_out_and_in() -> None:
+    costs = Costs(prefill_s_per_token=0.002, swap_s_per_block=0.0005)
+    assert costs.recompute_s(300) == pytest.approx(0.6)
+    assert costs.swap_s(10) == pytest.approx(0.01)
+    assert costs.recompute_s(0) == costs.swap_s(0) == 0.0
+
+
+def test_without_swap_space_a_swap_is_never_the_cheaper_way() -> None:
+    costs = Costs(prefill_s_per_token=10.0, swap_s_per_block=math.inf)
+    assert costs.swap_s(1) == math.inf
+    assert costs.swap_s(0) == 0.0
+
+
+def test_the_estimate_follows_what_is_observed() -> None:
+    costs = Costs(prefill_s_per_token=0.001)
+    for _ in range(60):
+        costs.observe_prefill(100, 0.2)
+    assert costs.prefill_s_per_token == pytest.approx(0.002, rel=0.01)
+    for _ in range(60):
+        costs.observe_prefill(512, 0.0512)
+    assert costs.prefill_s_per_token == pytest.approx(0.0001, rel=0.05)
+
+
+def test_one_observation_moves_the_estimate_a_little() -> None:
+    costs = Costs(prefill_s_per_token=0.001)
+    costs.observe_prefill(16, 3600.0)
+    assert 0.001 < costs.prefill_s_per_token <= 0.0013 + 1e-12, "the process was stopped for an hour"
+    costs = Costs(prefill_s_per_token=0.001)
+    costs.observe_prefill(16, 0.0)
+    assert 0.0009 < costs.prefill_s_per_token < 0.001, "a clock that did not advance"
+
+
+def test_a_few_tokens_tell_nothing() -> None:
+    costs = Costs(prefill_s_per_token=0.001)
+    costs.observe_prefill(15, 1.0)
+    costs.observe_prefill(0, 1.0)
+    assert costs == Costs(prefill_s_per_token=0.001)
+
+
+def test_measures_what_the_machine_takes(folder: Path) -> None:
+    runner = timed(folder)
+    costs = measured(runner)
+    assert costs.prefill_s_per_token == pytest.approx(1e-4)
+    assert costs.swap_s_per_block == pytest.approx(1e-5)
+    assert max(runner.sizes) == 128
+
+
+def test_the_cost_of_a_step_is_spread_over_many_tokens(folder: Path) -> None:
+    costs = measured(timed(folder, step_s=5e-3, token_s=1e-4))
+    assert costs.prefill_s_per_token == pytest.approx(1e-4 + 5e-3 / 128)
+
+
+def test_a_slow_warm_up_and_one_interruption_do_not_show(folder: Path) -> None:
+    runner = timed(folder)
+    runner.delays = [0.05, 0.0, 0.0, 0.3]
+    assert measured(runner).prefill_s_per_token == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(("token_s", "sizes"), [(0.05, [16]), (0.02, [16, 32]), (0.01, [16, 32])])
+def test_a_slow_machine_is_measured_by_less(folder: Path, token_s: float, sizes: list[int]) -> None:
+    runner = timed(folder, token_s=token_s)
+    assert measured(runner).prefill_s_per_token == pytest.approx(token_s)
+    assert runner.sizes == sizes
+    assert runner.now <= 2.0
+
+
+def test_a_small_cache_and_a_small_swap_space_do(folder: Path) -> None:
+    block_bytes = load_runner(folder, kv_cache_bytes=2**16).layout.block_bytes
+    runner = timed(folder, kv_cache_bytes=2 * block_bytes, swap_bytes=block_bytes)
+    costs = measured(runner)
+    assert max(runner.sizes) == 32
+    assert (costs.prefill_s_per_token, costs.swap_s_per_block) == (pytest.approx(1e-4), pytest.approx(1e-5))
+
+
+def test_without_swap_space_prefill_alone_is_measured(folder: Path) -> None:
+    costs = measured(timed(folder, swap_bytes=0))
+    assert costs.prefill_s_per_token == pytest.approx(1e-4)
+    assert costs.swap_s_per_block == math.inf
+
+
+def test_a_measurement_leaves_the_cache_as_it_was(folder: Path) -> None:
+    runner = load_runner(folder, kv_cache_bytes=2**18, swap_bytes=2**17)
+    written: list[bool] = []
+
+    class Watched(TimedRunner):
+        def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+            outcomes = super().step(slices)
+            written.append(bool(self._runner.cache.blocks.any()))
+            return outcomes
+
+    measured(Watched(runner, step_s=0.0, token_s=1e-4, block_s=1e-5))
+    assert all(written)
+    assert written
+    assert not runner.cache.blocks.any()
+    costs = measure_costs(runner)
+    assert 0 < costs.prefill_s_per_token < 1
+    assert 0 < costs.swap_s_per_block < 1
+    assert not runner.cache.blocks.any()

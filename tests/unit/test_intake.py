@@ -1,0 +1,618 @@
+"""The pull side of a worker, over real ZeroMQ: what it tells the worker, the source and the mover, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+from faulty_transport import Faulty
+from played_source import FINGERPRINT, WAIT_S, PlayedSource
+from transport_source import Cache, make_transport
+
+from common.contract.block_hashes import BlockHash, block_hashes
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_incarnation
+from common.contract.messages import (
+    Attach,
+    AttachPrefix,
+    BlocksReady,
+    Detach,
+    FinishReason,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    HelloRequired,
+    Message,
+    OfferWithdrawn,
+    PrefillDone,
+    Role,
+    Settle,
+    Settled,
+    Source,
+    Tokens,
+    Welcome,
+)
+from common.runtime.channel import ControlServer
+from common.runtime.clock import monotonic
+from common.runtime.config import PrefillSettings
+from kv_transfer.intake import Intake
+from kv_transfer.lender import Lender
+from kv_transfer.sink import Pull
+from kv_transfer.transport import Read, Transport
+
+R1, R2 = RequestId("r1"), RequestId("r2")
+BOUND_S = 3.0
+SETTINGS = PrefillSettings(
+    transport="zmq", quarantine_bound_s=BOUND_S, heartbeat_interval_s=0.05, heartbeat_timeout_s=20.0
+)
+HASHES = block_hashes(range(12), 4)
+
+
+class Worker:
+    """A worker around an intake: its blocks, and what it was told."""
+
+    def __init__(self, make: Callable[[], Transport], clock: Callable[[], float], cache: Cache | None = None) -> None:
+        self.me = new_incarnation()
+        self.told: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
+        self.free = list(range(8))
+        self.num_held = 0
+        """Leading blocks of each pull that the worker says it holds already."""
+        self.makes_room = True
+        self.then: dict[str, Callable[[], None]] = {}
+        """What the worker does in the middle of an event, once: by the event's name."""
+        self.cache = cache or Cache(8, 64)
+        self.intake = Intake(
+            SETTINGS, self.me, Role.PREFILL, FINGERPRINT, self.cache.region, make, events=self, clock=clock
+        )
+
+    def on_want_blocks(self, pull: Pull, num_blocks: int) -> None:
+        self._tell("want", pull, num_blocks)
+        if self.makes_room:
+            self.make_room(pull, num_blocks)
+
+    def make_room(self, pull: Pull, num_blocks: int) -> None:
+        taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        assert len(taken) == num_blocks
+        self.intake.reserve(pull, taken, min(self.num_held, num_blocks))
+
+    def on_pulled(self, pull: Pull, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
+        self._tell("pulled", pull, tuple(block_ids), len(first_tokens))
+
+    def on_release(self, block_ids: Sequence[int]) -> None:
+        self.free += block_ids
+        self._tell("release", *block_ids)
+
+    def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
+        self._tell("gave up", pull, cause)
+
+    def _tell(self, *event: object) -> None:
+        self.intake.check_invariants()
+        self.told.put_nowait(event)
+        self.then.pop(str(event[0]), lambda: None)()
+
+    async def next(self) -> tuple[object, ...]:
+        """The next event."""
+        async with asyncio.timeout(WAIT_S):
+            return await self.told.get()
+
+    def all_told(self) -> list[tuple[object, ...]]:
+        """The events by now."""
+        return [self.told.get_nowait() for _ in range(self.told.qsize())]
+
+
+class Net:
+    """An intake over a transport that obeys the test, and a source that the test plays."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.transport = Faulty()
+        self.worker = Worker(lambda: self.transport, lambda: self.now)
+        self.intake = self.worker.intake
+        self.source = PlayedSource(self.worker.me)
+        self.at = Source(address=self.source.address, incarnation=self.source.incarnation)
+        self.linked = False
+
+    def pull(self, request: RequestId = R1, attempt: int = 1, names: Sequence[BlockHash] | None = None) -> Pull:
+        return Pull(RequestKey(request, attempt), self.at, names)
+
+    async def attached(self, pull: Pull | None = None) -> Pull:
+        """A pull that has attached."""
+        pull = pull or self.pull()
+        self.intake.begin(pull)
+        if not self.linked:
+            await self.source.welcome()
+            self.linked = True
+        assert (await self.source.expect(Attach)).key == pull.key
+        return pull
+
+    async def reading(self, pull: Pull | None = None) -> Pull:
+        """A pull of three blocks, of which the first and the second are each under a read."""
+        pull = await self.attached(pull)
+        begun = len(self.transport.reads)
+        await self.source.send(ready(pull, 0, 10), ready(pull, 1, 11))
+        assert (await self.worker.next())[0] == "want"
+        await self.until(lambda: len(self.transport.reads) == begun + 2)
+        return pull
+
+    async def settling(self) -> Pull:
+        pull = await self.reading()
+        await self.source.send(ready(pull, 2, 12), done(pull))
+        await self.until(lambda: len(self.transport.reads) == 3)
+        for read in self.transport.reads:
+            read.finish()
+        await self.source.expect(Settle)
+        return pull
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Pulls, reads, blocks in quarantine."""
+        return self.intake.num_pulls, self.intake.num_reads, self.intake.num_quarantined
+
+
+@pytest.fixture
+async def net() -> AsyncIterator[Net]:
+    """Started; at the end nothing is left and no block is lost."""
+    subject = Net()
+    await subject.intake.start()
+    yield subject
+    subject.intake.check_invariants()
+    for read in subject.transport.reads:
+        if read.state == "pending":
+            read.fail("teardown")
+    await subject.intake.close()
+    subject.intake.check_invariants()
+    assert subject.counts[1:] == (0, 0)
+    subject.source.close()
+
+
+def ready(pull: Pull, start: int, *block_ids: int, num_blocks: int = 3) -> BlocksReady:
+    request, attempt = pull.key
+    return BlocksReady(
+        request=request,
+        attempt=attempt,
+        lease=LeaseId("l1"),
+        epoch=7,
+        start=start,
+        block_ids=block_ids,
+        num_blocks=num_blocks,
+    )
+
+
+def done(pull: Pull, reason: FinishReason | None = None) -> PrefillDone:
+    request, attempt = pull.key
+    tokens = Tokens(request=request, attempt=attempt, choice=0, position=9, token_ids=(5,), finish_reason=reason)
+    return PrefillDone(request=request, attempt=attempt, lease=LeaseId("l1"), epoch=7, first_tokens=(tokens,))
+
+
+def settled(pull: Pull, *, valid: bool = True) -> Settled:
+    return Settled(request=pull.key.request, attempt=pull.key.attempt, lease=LeaseId("l1"), epoch=7, valid=valid)
+
+
+def finish(*reads: Read) -> None:
+    for read in reads:
+        read.finish()
+
+
+# --- the way through ---------------------------------------------------------------------------------------------
+
+
+async def test_a_pull_from_begin_to_the_blocks(net: Net) -> None:
+    pull = net.pull()
+    net.intake.begin(pull)
+    hello = await net.source.welcome()
+    assert (hello.role, hello.open_requests) == (Role.PREFILL, (pull.key,))
+    await net.source.expect(Attach)
+    await net.source.send(ready(pull, 0, 10, 11), done(pull))
+    assert await net.worker.next() == ("want", pull, 3)
+    await net.source.expect(Attach)  # a block has not been told of
+    await net.source.send(ready(pull, 0, 10, 11, 12), done(pull))
+    await net.until(lambda: len(net.transport.reads) == 2)
+    assert [read.num_blocks for read in net.transport.reads] == [2, 1]
+    assert net.counts == (1, 2, 0)
+    finish(*net.transport.reads)
+    assert (await net.source.expect(Settle)).epoch == 7
+    await net.source.send(settled(pull))
+    assert await net.worker.next() == ("pulled", pull, (0, 1, 2), 1)
+    assert net.counts == (0, 0, 0)
+    assert net.transport.calls == [("add", net.source.incarnation)]
+    values = {metric.name: metric.samples[0].value for metric in net.intake.metrics()}
+    assert values.pop("baton_transfer_seconds") > 0
+    assert values == {
+        "baton_pulls": 0,
+        "baton_reads": 0,
+        "baton_blocks_quarantined": 0,
+        "baton_transfer_bytes": 3 * 64,
+        "baton_transfer_failures": 0,
+    }
+
+
+async def test_a_pull_from_a_source_that_is_linked_already_attaches_at_once(net: Net) -> None:
+    await net.attached()
+    net.intake.begin(net.pull(R2))
+    assert (await net.source.expect(Attach)).request == R2
+    assert net.counts == (2, 0, 0)
+
+
+async def test_the_worker_makes_room_when_it_likes(net: Net) -> None:
+    net.worker.makes_room = False
+    pull = await net.attached()
+    await net.source.send(ready(pull, 0, 10, 11, 12))
+    assert await net.worker.next() == ("want", pull, 3)
+    await net.source.hear_all()
+    assert net.counts == (1, 0, 0)
+    net.worker.make_room(pull, 3)
+    await net.until(lambda: len(net.transport.reads) == 1)
+
+
+async def test_a_prefix_of_which_the_beginning_is_held(net: Net) -> None:
+    net.worker.num_held = 1
+    pull = net.pull(names=HASHES)
+    net.intake.begin(pull)
+    await net.source.welcome()
+    assert (await net.source.expect(AttachPrefix)).block_hashes == tuple(HASHES)
+    await net.source.send(ready(pull, 0, 10, 11, num_blocks=2))
+    assert await net.worker.next() == ("want", pull, 2)
+    await net.until(lambda: len(net.transport.reads) == 1)
+    assert net.transport.reads[0].num_blocks == 1
+    finish(*net.transport.reads)
+    await net.source.expect(Settle)
+    await net.source.send(settled(pull))
+    assert await net.worker.next() == ("pulled", pull, (0, 1), 0)
+
+
+async def test_messages_about_another_attempt_or_from_another_life_are_not_the_pulls(net: Net) -> None:
+    pull = await net.attached()
+    await net.source.send(
+        ready(net.pull(attempt=2), 0), ready(net.pull(R2), 0), Attach(request=R1, attempt=1), ready(pull, 0)
+    )
+    assert await net.worker.next() == ("want", pull, 3)
+    net.intake.on_source_message(new_incarnation(), withdrawal(pull))
+    assert net.worker.all_told() == []
+
+
+def withdrawal(pull: Pull) -> OfferWithdrawn:
+    return OfferWithdrawn(request=pull.key.request, attempt=pull.key.attempt, cause=Cause.CANCELLED, message="aborted")
+
+
+async def test_a_request_is_pulled_once_at_a_time(net: Net) -> None:
+    pull = await net.attached()
+    with pytest.raises(AssertionError, match="pulled already"):
+        net.intake.begin(net.pull(attempt=2))
+    net.intake.abandon(pull, None, "a newer attempt arrived")
+    net.intake.begin(net.pull(attempt=2))
+    assert (await net.source.expect(Attach)).attempt == 2
+
+
+# --- sources that will not do ------------------------------------------------------------------------------------
+
+
+async def test_a_source_that_has_restarted_is_not_the_source(net: Net) -> None:
+    first = net.pull()
+    net.intake.begin(first)
+    net.source.incarnation = new_incarnation()
+    await net.source.welcome()
+    assert await net.worker.next() == ("gave up", first, Cause.WORKER_LOST)
+    second = net.pull()
+    net.intake.begin(second)
+    assert net.worker.all_told() == [("gave up", second, Cause.WORKER_LOST)], "told before begin returns"
+    assert net.counts == (0, 0, 0)
+    assert not any(isinstance(message, Detach) for message in await net.source.hear_all()), "never attached"
+
+
+async def test_a_source_with_another_transport_is_not_read_from(net: Net) -> None:
+    first = net.pull()
+    net.intake.begin(first)
+    await net.source.welcome(transport="nixl")
+    assert await net.worker.next() == ("gave up", first, Cause.TRANSFER)
+    net.intake.begin(net.pull(R2))
+    assert net.worker.all_told()[0][2] is Cause.TRANSFER
+    assert net.transport.calls == []
+
+
+async def test_a_source_that_never_answers_fails_the_pulls_that_wait_for_it(net: Net) -> None:
+    pull = net.pull()
+    net.intake.begin(pull)
+    await net.source.expect(Hello)
+    net.now += 21.0
+    assert await net.worker.next() == ("gave up", pull, Cause.WORKER_LOST)
+
+
+async def test_a_lost_source_ends_its_pulls_and_its_reads(net: Net) -> None:
+    pull = await net.reading()
+    other = await net.attached(net.pull(R2))
+    await net.source.send(Goodbye())
+    assert [await net.worker.next() for _ in range(3)] == [
+        ("release", 2),
+        ("gave up", pull, Cause.WORKER_LOST),
+        ("gave up", other, Cause.WORKER_LOST),
+    ]
+    assert await net.worker.next() == ("release", 0), "the fence has ended its read"
+    assert await net.worker.next() == ("release", 1)
+    assert net.transport.calls == [("add", net.source.incarnation), ("drop", net.source.incarnation)]
+    assert net.counts == (0, 0, 0)
+
+
+async def test_first_tokens_that_were_not_asked_for_end_the_pull(net: Net) -> None:
+    pull = net.pull()
+    net.intake.begin(pull, lambda first: first[0].position == 8)
+    await net.source.welcome()
+    await net.source.send(ready(pull, 0, 10, 11, 12), done(pull, "stop"))
+    assert await net.worker.next() == ("want", pull, 3)
+    assert (await net.worker.next())[:3] == ("gave up", pull, Cause.TRANSFER)
+
+
+async def test_first_tokens_that_fit_go_on(net: Net) -> None:
+    pull = net.pull()
+    net.intake.begin(pull, lambda first: first[0].position == 9)
+    await net.source.welcome()
+    await net.source.send(ready(pull, 0, 10, 11, 12), done(pull))
+    await net.until(lambda: len(net.transport.reads) == 1)
+    finish(*net.transport.reads)
+    await net.source.expect(Settle)
+
+
+async def test_first_tokens_that_end_the_request_end_the_pull_without_a_cause(net: Net) -> None:
+    pull = await net.reading()
+    finish(*net.transport.reads)
+    await net.until(lambda: net.intake.num_reads == 0)
+    await net.source.send(done(pull, "stop"))
+    assert [await net.worker.next() for _ in range(2)] == [("release", 0, 1, 2), ("gave up", pull, None)]
+    await net.source.expect(Detach)
+
+
+async def test_an_offer_that_is_withdrawn_ends_the_pull(net: Net) -> None:
+    pull = await net.attached()
+    await net.source.send(withdrawal(pull))
+    assert await net.worker.next() == ("gave up", pull, Cause.CANCELLED)
+
+
+async def test_an_invalid_verdict_ends_the_pull(net: Net) -> None:
+    pull = await net.settling()
+    await net.source.send(settled(pull, valid=False))
+    assert [await net.worker.next() for _ in range(2)] == [("release", 0, 1, 2), ("gave up", pull, Cause.LEASE_LOST)]
+
+
+# --- quarantine --------------------------------------------------------------------------------------------------
+
+
+async def test_blocks_under_read_come_back_when_their_reads_have_ended(net: Net) -> None:
+    pull = await net.reading()
+    net.intake.abandon(pull, Cause.DEADLINE, "late")
+    assert net.worker.all_told() == [("release", 2), ("gave up", pull, Cause.DEADLINE)]
+    assert net.counts == (0, 2, 2)
+    net.intake.abandon(pull, Cause.DEADLINE, "again")
+    await net.source.send(HelloRequired())
+    assert (await net.source.welcome()).open_requests == (pull.key,), "the source must give its reads progress"
+    net.transport.reads[1].finish()
+    assert await net.worker.next() == ("release", 1)
+    assert not any(isinstance(message, Detach) for message in await net.source.hear_all())
+    net.transport.reads[0].fail("the peer is gone")
+    assert await net.worker.next() == ("release", 0)
+    await net.source.expect(Detach)
+    assert net.counts == (0, 0, 0)
+
+
+async def test_a_read_that_fails_ends_its_pull(net: Net) -> None:
+    pull = await net.reading()
+    net.transport.reads[0].fail("the peer is gone")
+    assert [await net.worker.next() for _ in range(2)] == [("release", 0, 2), ("gave up", pull, Cause.TRANSFER)]
+    assert net.counts == (0, 1, 1)
+
+
+async def test_blocks_that_stay_in_quarantine_are_fenced(net: Net) -> None:
+    """The agent is replaced: each read from that source fails, and later ones may succeed."""
+    stuck = [await net.reading(), await net.reading(net.pull(R2))]
+    for pull in stuck:
+        net.intake.abandon(pull, None, "aborted")
+    net.worker.all_told()
+    net.intake.tick(net.now + BOUND_S)
+    await net.source.hear_all()
+    assert net.counts == (0, 4, 4)
+    net.intake.tick(net.now + BOUND_S + 0.1)
+    net.intake.tick(net.now + BOUND_S + 0.2)  # the mover may not even have heard of it yet
+    assert sorted([await net.worker.next() for _ in range(4)]) == [("release", block) for block in (0, 1, 3, 4)]
+    source = net.source.incarnation
+    assert net.transport.calls == [("add", source), ("drop", source), ("add", source)], "once for the source"
+    assert net.counts == (0, 0, 0)
+    await net.reading()
+
+
+async def test_closing_ends_every_read(net: Net) -> None:
+    pull = await net.reading()
+    await net.intake.close()
+    assert sorted(net.worker.free) == list(range(8))
+    assert ("gave up", pull, Cause.TRANSFER) in net.worker.all_told()
+    assert net.counts == (0, 0, 0)
+
+
+async def test_an_intake_that_was_never_started_can_be_closed() -> None:
+    net = Net()
+    await net.intake.close()
+    net.source.close()
+
+
+# --- lost messages -----------------------------------------------------------------------------------------------
+
+
+async def test_after_a_loss_every_pull_attaches_again_and_one_that_settles_asks_again(net: Net) -> None:
+    settling = await net.settling()
+    attaching = await net.attached(net.pull(R2))
+    await net.source.send(HelloRequired())
+    assert set((await net.source.welcome()).open_requests) == {settling.key, attaching.key}
+    heard = [message for message in await net.source.hear_all() if isinstance(message, Attach | Settle)]
+    assert [(type(message), message.request) for message in heard] == [(Attach, R1), (Settle, R1), (Attach, R2)]
+    await net.source.send(settled(settling))
+    while (told := await net.worker.next())[0] != "pulled":
+        pass
+    assert told[1] is settling
+
+
+# --- a worker that calls back ------------------------------------------------------------------------------------
+
+
+async def test_released_blocks_may_be_reserved_at_once(net: Net) -> None:
+    first = await net.reading()
+    second = net.pull(R2)
+    net.worker.makes_room = False
+    await net.attached(second)
+    await net.source.send(ready(second, 0, 20, num_blocks=1))
+    await net.worker.next()
+    net.worker.free = []
+    net.worker.then["release"] = lambda: net.worker.make_room(second, 1)
+    net.intake.abandon(first, None, "aborted")
+    await net.until(lambda: len(net.transport.reads) == 3)
+    assert net.counts == (1, 3, 2)
+
+
+async def test_a_request_may_begin_anew_when_it_is_given_up(net: Net) -> None:
+    first = await net.attached()
+    net.worker.then["gave up"] = lambda: net.intake.begin(net.pull(attempt=2))
+    await net.source.send(withdrawal(first))
+    assert (await net.source.expect(Attach)).attempt == 2
+    assert net.counts == (1, 0, 0)
+
+
+async def test_a_pull_may_be_given_up_as_soon_as_it_wants_blocks(net: Net) -> None:
+    pull = await net.attached()
+    net.worker.makes_room = False
+    net.worker.then["want"] = lambda: net.intake.abandon(pull, Cause.TRANSFER, "more than the prompt has")
+    await net.source.send(ready(pull, 0, 10))
+    assert [await net.worker.next() for _ in range(2)] == [("want", pull, 3), ("gave up", pull, Cause.TRANSFER)]
+
+
+async def test_one_lost_pull_may_take_the_others_with_it(net: Net) -> None:
+    first, second = await net.attached(), await net.attached(net.pull(R2))
+    net.worker.then["gave up"] = lambda: net.intake.abandon(second, None, "of the same client")
+    await net.source.send(Goodbye())
+    assert [await net.worker.next() for _ in range(2)] == [
+        ("gave up", first, Cause.WORKER_LOST),
+        ("gave up", second, None),
+    ]
+
+
+# --- bugs --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_mover_ends_the_run(net: Net) -> None:
+    bug = ZeroDivisionError("a bug")
+    net.transport.raising["add_source"] = bug
+    run = asyncio.create_task(net.intake.run())
+    net.intake.begin(net.pull())
+    await net.source.welcome()
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(run, WAIT_S)
+    del net.transport.raising["add_source"]
+
+
+# --- with a lender at the other end ------------------------------------------------------------------------------
+
+
+class Peer:
+    """A worker that lends, over a real control channel and a real transport."""
+
+    def __init__(self, kind: str) -> None:
+        self.cache = Cache(8, 4096)
+        self.cache.fill(3)
+        me = new_incarnation()
+        self.worker = Worker(lambda: make_transport(kind, self.cache.region, me), monotonic, self.cache)
+        self.kind = kind
+        self.references = [0] * 8
+        self.server = ControlServer(me, monotonic, SETTINGS.pulse)
+        self.at = Source(address=f"127.0.0.1:{self.server.bind('127.0.0.1', 0)}", incarnation=me)
+        self.lender = Lender(
+            events=self,
+            send=self.server.send,
+            set_serving=self.worker.intake.mover.set_serving,
+            clock=monotonic,
+            checksum=self.cache.region.crc32,
+        )
+
+    def find_prefix(self, names: Sequence[BlockHash]) -> Sequence[int]:
+        found = [5, 3, 6][: len(names)]
+        for block in found:
+            self.references[block] += 1
+        return found
+
+    def on_returned(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            self.references[block] -= 1
+
+    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
+        self.on_returned(block_ids)
+
+    def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
+        raise AssertionError(message)
+
+    def welcome(self) -> Welcome:
+        return Welcome(
+            role=Role.DECODE,
+            fingerprint=FINGERPRINT,
+            max_sequence_tokens=1,
+            transport="zmq",
+            transport_metadata=self.worker.intake.transport_metadata,
+            open_requests=(),
+        )
+
+    def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
+        self.lender.on_hello(peer, hello.open_requests)
+        return ()
+
+    def on_message(self, peer: Incarnation, message: Message) -> None:
+        assert isinstance(message, Attach | AttachPrefix | Settle | Detach)
+        self.lender.on_message(peer, message)
+
+    def on_peer_lost(self, peer: Incarnation) -> None:
+        self.lender.on_peer_lost(peer)
+
+    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+        zero = dict.fromkeys(("steps", "running", "waiting", "waiting_tokens", "blocks_used", "blocks_total"), 0)
+        return Heartbeat(number=number, sent=sent, **zero, draining=False)
+
+    async def __aenter__(self) -> Peer:
+        await self.worker.intake.start()
+        self._serving = asyncio.create_task(self.server.run(self))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._serving.cancel()
+        await self.worker.intake.close()
+        await self.server.close()
+
+
+@pytest.mark.parametrize("kind", ["nixl", "zmq"])
+async def test_a_prefix_and_a_prompt_come_from_a_lender(kind: str) -> None:
+    """Both sides name the transport `zmq`; what moves the blocks is `kind`."""
+    cache = Cache(8, 4096)
+    me = new_incarnation()
+    sink = Worker(lambda: make_transport(kind, cache.region, me), monotonic, cache)
+    async with Peer(kind) as peer:
+        await sink.intake.start()
+        sink.num_held = 1
+        prefix = Pull(RequestKey(R1, 1), peer.at, HASHES)
+        sink.intake.begin(prefix)
+        assert await sink.next() == ("want", prefix, 3)
+        assert await sink.next() == ("pulled", prefix, (0, 1, 2), 0)
+        assert cache.is_poisoned([0]), "held, and so not read"
+        assert cache.region.crc32([1, 2]) == peer.cache.region.crc32([3, 6])
+        assert peer.references == [0] * 8
+
+        sink.num_held = 0
+        handoff = Pull(RequestKey(R2, 1), peer.at)
+        sink.intake.begin(handoff)
+        peer.references[1] += 1
+        peer.lender.open(handoff.key, [1], monotonic() + 60.0)
+        peer.lender.blocks_ready(R2, 1, peer.cache.region.crc32([1]))
+        peer.lender.complete(R2, done(handoff).first_tokens)
+        assert await sink.next() == ("want", handoff, 1)
+        assert await sink.next() == ("pulled", handoff, (3,), 1)
+        assert cache.region.crc32([3]) == peer.cache.region.crc32([1])
+        assert (peer.references, peer.lender.num_leases, peer.lender.num_readers) == ([0] * 8, 0, 0)
+        await sink.intake.close()
+        peer.lender.check_invariants()
+    sink.intake.check_invariants()
