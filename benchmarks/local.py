@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,10 @@ class Local:
 
 
 @contextmanager
-def local_stack(options: Sequence[str] = ()) -> Iterator[Local]:
-    """Start `baton serve` on a free port with `options`; end it afterwards."""
+def local_stack(options: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Iterator[Local]:
+    """Start `baton serve` on a free port with `options` and `BATON_*` variables; end it afterwards."""
     command = [sys.executable, "-m", "common.runtime.cli", "serve", "--port", "0", "--log-level", "warning", *options]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")} | dict(env or {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         found = re.search(r"http://[0-9.]+:\d+", process.stdout.readline())

@@ -28,3 +28,22 @@ def llama_15m(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder / name)
     return folder
+
+
+def llama_long(folder: Path) -> Path:
+    """Write a Llama of 2 layers, width 128, 2 KV heads and 40,960 positions: cheap enough for very long prompts."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_FOLDER / name, folder / name)
+    return folder

@@ -13,26 +13,27 @@ judged by a few vector operations. Blocks are counted as fractions: a sequence g
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+K = TypeVar("K", bound=Hashable)
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-_FIRST_CAPACITY = 64
 
-
-class Forecast:
+class Forecast(Generic[K]):
     """Expected ends, and blocks that come back with each. One entry for each sequence that holds blocks."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._end_of: dict[Hashable, int] = {}
-        self._keys: list[Hashable] = []
+        self._end_of: dict[K, int] = {}
+        self._keys: list[K] = []
         """In the order of their ends, as the two arrays are."""
-        self._ends = np.zeros(_FIRST_CAPACITY)
-        self._private = np.zeros(_FIRST_CAPACITY)
+        self._ends = array("d")
+        self._private = array("d")
         """Blocks that a sequence alone holds, less those that it has grown by since step 0."""
         self._sum_of_ends = 0
         self._curve: _Curve | None = None
@@ -41,38 +42,35 @@ class Forecast:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, key: Hashable) -> bool:
+    def __contains__(self, key: K) -> bool:
         return key in self._end_of
 
-    def end_of(self, key: Hashable) -> int:
+    def end_of(self, key: K) -> int:
         """The step at which a sequence is expected to end."""
         return self._end_of[key]
 
-    def keys(self) -> list[Hashable]:
-        """Every sequence that is entered."""
-        return list(self._keys)
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._keys)
 
-    def put(self, key: Hashable, *, step: int, end_step: int, num_private: int) -> None:
+    def put(self, key: K, *, step: int, end_step: int, num_private: int) -> None:
         """Enter or replace a sequence: the present step, the one at which it is expected to end, and the blocks that
         it alone holds now; from now on it grows."""
         self.remove(key)
         self._insert(key, end_step, num_private - step / self._block_size)
 
-    def postpone(self, key: Hashable, end_step: int) -> None:
+    def postpone(self, key: K, end_step: int) -> None:
         """A sequence will end later than was expected."""
-        private = float(self._private[self._index(key)])
+        private = self._private[self._index(key)]
         self.remove(key)
         self._insert(key, end_step, private)
 
-    def remove(self, key: Hashable) -> None:
+    def remove(self, key: K) -> None:
         """Forget a sequence; inert when it is unknown."""
         if key not in self._end_of:
             return
-        index, num = self._index(key), len(self._keys)
+        index = self._index(key)
         self._sum_of_ends -= self._end_of.pop(key)
-        del self._keys[index]
-        for array in (self._ends, self._private):
-            array[index : num - 1] = array[index + 1 : num]
+        del self._keys[index], self._ends[index], self._private[index]
         self._curve = None
 
     def most(self, step: int, num_used: int, newcomers: Sequence[tuple[int, int]] = ()) -> int:
@@ -88,29 +86,24 @@ class Forecast:
         count as ending with the next step.
         """
         if self._curve is None or self._curve.step != step:
-            num = len(self._keys)
-            grown = self._private[:num] + step / self._block_size
-            self._curve = _Curve(self._block_size, step, np.maximum(self._ends[:num] - step, 1), grown)
+            steps_left = np.maximum(np.frombuffer(self._ends) - step, 1)
+            private = np.frombuffer(self._private) + step / self._block_size
+            self._curve = _Curve(self._block_size, step, steps_left, private)
         curve = self._curve
         for num_steps, num_private in newcomers[1:]:
             curve = curve.beside(num_steps, num_private)
         return math.ceil(num_used + (curve.highest_with(*newcomers[0]) if newcomers else curve.highest))
 
-    def _index(self, key: Hashable) -> int:
-        index = int(np.searchsorted(self._ends[: len(self._keys)], self._end_of[key]))
+    def _index(self, key: K) -> int:
+        index = bisect_left(self._ends, self._end_of[key])
         while self._keys[index] != key:
             index += 1
         return index
 
-    def _insert(self, key: Hashable, end_step: int, private: float) -> None:
-        num = len(self._keys)
-        if num == len(self._ends):
-            self._ends = np.resize(self._ends, 2 * num)
-            self._private = np.resize(self._private, 2 * num)
-        index = int(np.searchsorted(self._ends[:num], end_step, side="right"))
-        for array, value in ((self._ends, end_step), (self._private, private)):
-            array[index + 1 : num + 1] = array[index:num]
-            array[index] = value
+    def _insert(self, key: K, end_step: int, private: float) -> None:
+        index = bisect_right(self._ends, end_step)
+        self._ends.insert(index, end_step)
+        self._private.insert(index, private)
         self._keys.insert(index, key)
         self._end_of[key] = end_step
         self._sum_of_ends += end_step

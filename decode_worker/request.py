@@ -60,6 +60,11 @@ class Generation:
     num_kept: int = 0
     """Leading blocks that were found in the prefix cache when it came back: they are not swapped in."""
 
+    @property
+    def key(self) -> tuple[DecodeRequest, int]:
+        """The request and the choice."""
+        return self.request, self.sequence.choice
+
     def append(self, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> None:
         """The next token."""
         assert self.finish_reason is None, self.sequence

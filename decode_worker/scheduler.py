@@ -29,21 +29,18 @@ from common.engine.costs import Costs
 from common.engine.fair_queue import FairQueue
 from common.engine.lazy_heap import LazyHeap
 from common.engine.sequence import Sequence
-from decode_worker.forecast import Forecast
-from decode_worker.output_profile import OutputProfile
+from decode_worker.admission import Admission, Newcomer, rank_of
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
 from decode_worker.running_batch import RunningBatch, seniority
 from decode_worker.step import Step
 
-_LOOK_AHEAD = 16
+_LOOK_AHEAD = 4
 """Waiting requests that are tried when the first of them does not fit."""
 _MAX_PASSED = 16
 """Times that a waiting request that does not fit may see a later one come in; then nobody passes it."""
 _OUTPUT_CHARGE = 2.0
 """Service of an output token, where a computed prompt token counts 1 (VTC, section 3)."""
-_GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, are spread evenly, whatever their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +71,7 @@ class DecodeScheduler:
         self._preempted: LazyHeap[Generation] = LazyHeap()
         self._newest_prompts: LazyHeap[LocalPrompt] = LazyHeap()
         """What is computed here, the newest of the lowest tier first."""
-        self._profile = OutputProfile()
-        self._forecast = Forecast(policy.block_size)
-        self._outlived: dict[int, list[Generation]] = {}
-        """Step → sequences that were expected to have ended by then."""
-        self._num_admitted = [0] * len(Tier)
-        """Sequences that hold blocks, by the rank of their tier."""
+        self._admission = Admission(pool, policy)
         self._num_orders = 0
         self._copies: list[tuple[int, int]] = []
         """Block copies, for forks, that the next step must make first."""
@@ -144,7 +136,7 @@ class DecodeScheduler:
     @property
     def num_expected(self) -> int:
         """The most blocks in use from now on, as forecast."""
-        return self._forecast.peak(self._batch.step, self._pool.num_used)
+        return self._admission.num_expected(self._batch.step)
 
     def blocks_needed(self, work: Decode) -> int:
         """The most blocks that a request can ever hold: shared full prompt blocks once, the rest for each choice."""
@@ -251,7 +243,7 @@ class DecodeScheduler:
         if generation.stage is Stage.ENDED:
             return
         if generation.finish_reason is not None:
-            self._profile.observe(generation.request.work.tier, generation.sequence.num_output)
+            self._admission.ended(generation)
         if generation.stage is Stage.PREEMPTED:
             self._preempted.discard(generation)
         else:
@@ -283,8 +275,8 @@ class DecodeScheduler:
         self._chunks.check_invariants()
         booked = {(request, choice) for request in (*self._reserved, *self._prompts) for choice in request.work.choices}
         holders = [*self._batch.running(), *self._batch.ready(), *self._recomputing]
-        assert booked | {_key(generation) for generation in holders} == set(self._forecast.keys())
-        assert sum(self._num_admitted) == len(self._forecast)
+        self._admission.check_invariants()
+        assert booked | {generation.key for generation in holders} == set(self._admission.keys())
         assert len(set(self._newest_prompts)) == len(self._chunks) == len(self._prompts) + len(self._recomputing)
         for generation in holders:
             assert generation.finish_reason is None, generation.sequence
@@ -334,9 +326,11 @@ class DecodeScheduler:
         num_forks = len(work.choices) - 1 if num_tokens % size else 0
         num_new = self._blocks_for(num_tokens) - len(held) + num_forks
         order = self._num_orders
+        # The first choice holds what is allocated now; each fork one block of its own, if the last one is shared.
+        private = [num_new - num_forks, *[1 if num_forks else 0] * (len(work.choices) - 1)]
         newcomers = [
-            (self._steps_left(work, num_tokens + 1, _rank(order + index)), num_new - num_forks if index == 0 else 1)
-            for index in range(len(work.choices))
+            (self._admission.steps_left(work, num_tokens + 1, rank_of(order + index)), num_private)
+            for index, num_private in enumerate(private)
         ]
         if not self._has_room(work.tier.rank, num_new, self._pool.num_unreferenced(held), newcomers):
             return False
@@ -346,10 +340,8 @@ class DecodeScheduler:
         self._pool.share(held)
         blocks = held + self._pool.allocate(num_new - num_forks)
         request.fork_blocks = self._pool.allocate(num_forks)
-        for choice, (num_steps, num_private) in zip(work.choices, newcomers, strict=True):
-            step = self._batch.step
-            self._forecast.put((request, choice), step=step, end_step=step + num_steps, num_private=num_private)
-        self._num_admitted[work.tier.rank] += len(work.choices)
+        for choice, newcomer in zip(work.choices, newcomers, strict=True):
+            self._admission.enter((request, choice), self._batch.step, newcomer)
         self.num_prefix_queried += num_tokens
         self.num_prefix_hit += len(held) * size
         if request.pull is not None:
@@ -366,16 +358,14 @@ class DecodeScheduler:
         usable = sequence.num_computed if swapped else sequence.num_tokens - 1
         held = self._pool.match(generation.chain.hashes[: usable // self._block_size])
         num_new = self._blocks_for(sequence.num_tokens) - len(held)
-        num_steps = self._steps_left(work, sequence.num_tokens, generation.rank)
-        if not self._has_room(work.tier.rank, num_new, self._pool.num_unreferenced(held), [(num_steps, num_new)]):
+        newcomer = self._admission.steps_left(work, sequence.num_tokens, generation.rank), num_new
+        if not self._has_room(work.tier.rank, num_new, self._pool.num_unreferenced(held), [newcomer]):
             return False
         self._preempted.discard(generation)
         self._pool.share(held)
         sequence.block_table = held + self._pool.allocate(num_new)
-        self._num_admitted[work.tier.rank] += 1
-        end_step = self._batch.step + num_steps
-        self._forecast.put(_key(generation), step=self._batch.step, end_step=end_step, num_private=num_new)
-        self._await_end(generation, end_step)
+        self._admission.enter(generation.key, self._batch.step, newcomer)
+        self._admission.began(generation)
         if swapped:
             generation.num_kept = len(held)
             self._batch.add(generation)
@@ -392,28 +382,20 @@ class DecodeScheduler:
             )
         return True
 
-    def _has_room(self, rank: int, num_new: int, num_revived: int, newcomers: Seq[tuple[int, int]]) -> bool:
+    def _has_room(self, rank: int, num_new: int, num_revived: int, newcomers: Seq[Newcomer]) -> bool:
         """Whether `num_new` blocks, beside `num_revived` unreferenced cached ones, can be given away now, and nobody
         will lack any for it later. If lower tiers stand in the way, they are told to give."""
-        admitted = sum(self._num_admitted[: rank + 1])
-        places = self._policy.max_num_seqs + max(2, self._policy.max_num_seqs // 4)
-        if admitted and admitted + len(newcomers) > places:
-            return False
-        if not len(self._forecast):
-            return num_new + num_revived <= self._pool.num_free
-        headroom = self._batch.num_due_next + self._batch.num_ready
-        lacking = num_new + num_revived + headroom - self._pool.num_free
-        limit = int(self._pool.num_blocks * (1 - self._policy.memory_reserve))
-        if lacking <= 0:
-            used = self._pool.num_used + num_revived + num_new
-            if self._forecast.most(self._batch.step, used, newcomers) <= limit:
-                return True
-            lacking = self._forecast.peak(self._batch.step, used, newcomers) - limit
-        if lacking <= 0:
-            return True
-        if any(self._num_admitted[rank + 1 :]) and (self._pressure is None or rank < self._pressure[0]):
+        lacking = self._admission.num_lacking(
+            rank,
+            self._batch.step,
+            num_new=num_new,
+            num_revived=num_revived,
+            headroom=self._batch.num_due_next + self._batch.num_ready,
+            newcomers=newcomers,
+        )
+        if lacking > 0 and self._admission.any_below(rank) and (self._pressure is None or rank < self._pressure[0]):
             self._pressure = rank, lacking
-        return False
+        return lacking <= 0
 
     def _compute(
         self,
@@ -456,14 +438,14 @@ class DecodeScheduler:
                 sequence,
                 request.chain if len(first_tokens) == 1 else request.chain.fork(),
                 request.order + index,
-                _rank(request.order + index),
+                rank_of(request.order + index),
                 num_named=full,
                 first_position=num_tokens,
             )
             logprobs = first.logprobs[0] if first.logprobs is not None else None
             generation.append(first.token_ids[0], logprobs, first.finish_reason)
             request.generations.append(generation)
-            self._await_end(generation, self._forecast.end_of(_key(generation)))
+            self._admission.began(generation)
             self._batch.add(generation)
         assert not request.fork_blocks, request.work
         for generation in request.generations:
@@ -480,15 +462,7 @@ class DecodeScheduler:
         for generation in self._batch.left():
             self._flow(generation, -_OUTPUT_CHARGE)
         self._waiting.advance(self._batch.step)
-        for generation in self._outlived.pop(self._batch.step, ()):
-            if generation.end_step == self._batch.step and _key(generation) in self._forecast:
-                # Another place among the lengths that are left: the old one would be just above it, again and again.
-                generation.rank = (generation.rank + _GOLDEN) % 1.0
-                num_tokens = generation.sequence.num_tokens
-                num_steps = self._steps_left(generation.request.work, num_tokens, generation.rank)
-                end_step = self._batch.step + max(num_steps, self._block_size)  # finer would change no block
-                self._forecast.postpone(_key(generation), end_step)
-                self._await_end(generation, end_step)
+        self._admission.look_again(self._batch.step)
         return joined
 
     def _swap_in(self, step: Step, joined: Seq[Generation]) -> None:
@@ -528,7 +502,7 @@ class DecodeScheduler:
         (rank, lacking), self._pressure = self._pressure, None
         while lacking > 0:
             victim = self._newest()
-            if victim is None or _rank_of(victim) <= rank or victim.gave_way:
+            if victim is None or victim.request.work.tier.rank <= rank or victim.gave_way:
                 break
             victim.gave_way = True
             lacking -= self._preempt(victim, step, now)
@@ -600,16 +574,14 @@ class DecodeScheduler:
         self._pool.release(sequence.block_table)
         sequence.block_table = []
         generation.num_named = 0
-        self._forecast.remove(_key(generation))
-        self._num_admitted[generation.request.work.tier.rank] -= 1
+        self._admission.leave(generation.key)
 
     def _unbook(self, request: DecodeRequest) -> None:
         """A request that had room, and no choices yet, has it no more."""
         self._pool.release(request.fork_blocks)
         request.fork_blocks = []
         for choice in request.work.choices:
-            self._forecast.remove((request, choice))
-        self._num_admitted[request.work.tier.rank] -= len(request.work.choices)
+            self._admission.leave((request, choice))
 
     def _name(self, generation: Generation) -> None:
         """Tell the pool the names of the blocks that have become full."""
@@ -622,20 +594,9 @@ class DecodeScheduler:
             self._pool.name(sequence.block_table[index], chain.hashes[index])
         generation.num_named = max(generation.num_named, full)
 
-    def _await_end(self, generation: Generation, end_step: int) -> None:
-        """The sequence is expected to end with that step; it is looked at again then, if it has not."""
-        generation.end_step = end_step
-        self._outlived.setdefault(end_step, []).append(generation)
-
     def _num_private(self, blocks: Seq[int]) -> int:
         """How many of `blocks`, held by one sequence, nobody else holds."""
         return sum(self._pool.ref_count(block) == 1 for block in blocks)
-
-    def _steps_left(self, work: Decode, num_tokens: int, rank: float) -> int:
-        """Steps that a sequence of `num_tokens` is expected to take still; at least one."""
-        num_output = num_tokens - work.prompt_len
-        most = min(work.sampling.max_tokens, self._policy.max_sequence_tokens - work.prompt_len)
-        return max(1, self._profile.predict(work.tier, num_output, rank, most) - num_output)
 
     def _flow(self, generation: Generation, change: float) -> None:
         work = generation.request.work
@@ -645,13 +606,5 @@ class DecodeScheduler:
         return -(-num_tokens // self._block_size)
 
 
-def _key(generation: Generation) -> tuple[DecodeRequest, int]:
-    return generation.request, generation.sequence.choice
-
-
 def _rank_of(victim: Generation | LocalPrompt) -> int:
     return victim.request.work.tier.rank
-
-
-def _rank(order: int) -> float:
-    return (order + 1) * _GOLDEN % 1.0

@@ -161,7 +161,7 @@ class ChunkQueue(Generic[P]):
             if oldest is None or now - self._added_at[oldest] <= self._ageing_s:
                 self._owed[rank] = 0
                 continue
-            owed = min(self._owed[rank] + token_budget, AGED_SHARE * token_budget)
+            owed = self._owed[rank] + token_budget
             share = min(owed // AGED_SHARE, left)
             unused = self._fill(sizes, self._tier(rank), share, chunk_size)
             left -= share - unused

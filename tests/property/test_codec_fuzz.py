@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.contract.block_hashes import HASH_BYTES
 from common.contract.codec import decode, encode
 from common.contract.errors import Cause, ProtocolError
 from common.contract.ids import Incarnation, RequestKey
@@ -19,6 +20,7 @@ from common.contract.messages import (
     Abort,
     Ack,
     Attach,
+    AttachPrefix,
     BlocksReady,
     Cancelled,
     Decode,
@@ -35,6 +37,7 @@ from common.contract.messages import (
     OfferWithdrawn,
     Prefill,
     PrefillDone,
+    PrefixHint,
     Resend,
     Role,
     Settle,
@@ -45,6 +48,7 @@ from common.contract.messages import (
     Welcome,
 )
 from common.contract.sampling import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from common.contract.tiers import Tier
 
 SENDER = Incarnation("0123456789ab")
 
@@ -53,6 +57,7 @@ SENDER = Incarnation("0123456789ab")
 handles = st.text(st.characters(codec="utf-8"), min_size=1, max_size=64)
 words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=64)
 addresses = st.builds("{}:{}".format, st.sampled_from(["127.0.0.1", "[::1]", "pod-0.pool"]), st.integers(1, 65535))
+names = st.text(st.characters(codec="utf-8"), max_size=256)
 texts = st.text(st.characters(codec="utf-8"), max_size=300)
 counts = st.integers(0, 2**62) | st.integers(0, 300)
 attempts = st.integers(1, 2**31)
@@ -120,6 +125,8 @@ first_tokens = st.builds(
 )
 prompts = st.lists(counts, min_size=1, max_size=20).map(tuple)
 sources = st.builds(Source, address=addresses, incarnation=handles)
+hints = st.builds(PrefixHint, source=sources, num_tokens=st.integers(1, 2**62))
+block_hashes = st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), min_size=1, max_size=6).map(tuple)
 
 
 @st.composite
@@ -134,6 +141,9 @@ def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -
         choices=tuple(draw(st.lists(choices, min_size=1, max_size=MAX_CHOICES, unique=True))),
         sampling=draw(samplings),
         budget_s=draw(st.floats(0, 10**6, exclude_min=True)),
+        tier=draw(st.sampled_from(Tier)),
+        tenant=draw(names),
+        cache_salt=draw(names),
         **{name: draw(strategy) for name, strategy in more.items()},
     )
 
@@ -165,8 +175,8 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
         draining=st.booleans(),
     ),
     HeartbeatEcho: st.builds(HeartbeatEcho, number=counts, sent=counts),
-    Prefill: works(Prefill),
-    Decode: works(Decode, source=sources),
+    Prefill: works(Prefill, prefix=st.none() | hints),
+    Decode: works(Decode, source=st.none() | sources),
     Abort: st.builds(Abort, **about),
     Resend: st.builds(Resend, **about, choice=choices, position=counts),
     Ack: st.builds(Ack, **about),
@@ -175,6 +185,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Failed: st.builds(Failed, **about, cause=causes, message=texts),
     Cancelled: st.builds(Cancelled, **about),
     Attach: st.builds(Attach, **about),
+    AttachPrefix: st.builds(AttachPrefix, **about, block_hashes=block_hashes),
     Settle: st.builds(Settle, **about, **lease),
     Detach: st.builds(Detach, **about),
     BlocksReady: st.builds(

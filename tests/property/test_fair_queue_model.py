@@ -15,6 +15,7 @@ AGEING_S = 10.0
 TENANTS = ["a", "b", "c", "d"]
 tiers = st.sampled_from(list(Tier))
 tenants = st.sampled_from(TENANTS)
+deadlines = st.integers(0, 5).map(float)
 
 
 @dataclass(eq=False)
@@ -23,7 +24,7 @@ class Item:
     tenant: str
     deadline: float
     added: float
-    number: int
+    number: int = 0
 
 
 @dataclass
@@ -96,18 +97,35 @@ class FairQueueMachine(RuleBasedStateMachine):
         for tier in list(Tier)[item.tier.rank + 1 :]:
             self.lines[tier].num_passed += self.lines[tier].aged(self.lines[tier].items, self.now)
 
-    @rule(tier=tiers, tenant=tenants, deadline=st.integers(0, 5), age_s=st.sampled_from([0.0, 0.0, 3.0, 11.0]))
-    def add(self, tier: Tier, tenant: str, deadline: float, age_s: float) -> None:
-        line = self.lines[tier]
-        line.know(tenant)
-        if tenant not in line.active():
-            line.counters[tenant] = max(line.counters[tenant], line.floor())
-        if all(item.tenant != tenant for item in line.items):
-            line.began[tenant] = self.num_added
-        item = Item(tier, tenant, float(deadline), self.now - age_s, self.num_added)
+    def enter(self, item: Item) -> None:
+        line = self.lines[item.tier]
+        line.know(item.tenant)
+        if item.tenant not in line.active():
+            line.counters[item.tenant] = max(line.counters[item.tenant], line.floor())
+        if all(other.tenant != item.tenant for other in line.items):
+            line.began[item.tenant] = self.num_added
+        item.number = self.num_added
         self.num_added += 1
         line.items.append(item)
-        self.queue.add(item, tier=tier, tenant=tenant, deadline=item.deadline, now=item.added)
+        self.queue.add(item, tier=item.tier, tenant=item.tenant, deadline=item.deadline, now=item.added)
+
+    @rule(tier=tiers, tenant=tenants, deadline=deadlines, age_s=st.sampled_from([0.0, 0.0, 3.0, 11.0]))
+    def add(self, tier: Tier, tenant: str, deadline: float, age_s: float) -> None:
+        self.enter(Item(tier, tenant, deadline, self.now - age_s))
+
+    @rule(tenant=tenants, num=st.integers(2, 10))
+    def flood(self, tenant: str, num: int) -> None:
+        for number in range(num):
+            self.enter(Item(Tier.INTERACTIVE, tenant, float(number % 3), self.now))
+
+    @precondition(lambda self: self.items())
+    @rule(data=st.data(), deadline=deadlines)
+    def come_back(self, data: st.DataObject, deadline: float) -> None:
+        item = data.draw(st.sampled_from(self.items()))
+        self.queue.discard(item)
+        self.leave(item)
+        item.deadline = deadline
+        self.enter(item)
 
     @precondition(lambda self: self.items())
     @rule(data=st.data(), num=st.integers(1, 10))
@@ -169,7 +187,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         items = self.items()
         assert len(self.queue) == len(items)
         assert set(self.queue) == set(items)
-        for num in (1, 3, 100):
+        for num in (1, 3, 24):
             assert self.queue.first(self.now, num) == self.expected(num)
         for tier, line in self.lines.items():
             assert self.queue.num_in(tier) == len(line.items)

@@ -152,8 +152,8 @@ class Worker:
     # --- the source ----------------------------------------------------------------------------------------------
 
     def lease(self) -> tuple[LeaseId, int]:
-        """Nearly always the one lease."""
-        return LEASE if self.calm else self.data.draw(st.sampled_from([LEASE] * 14 + OTHER_LEASES))
+        """Nearly always the one that the pull knows."""
+        return self.current if self.calm else self.data.draw(st.sampled_from([self.current] * 14 + OTHER_LEASES))
 
     def blocks_ready(self) -> None:
         """Any part of the offer, again or early: duplicates, gaps and reordering. Of a prefix nearly always all."""
@@ -163,6 +163,12 @@ class Worker:
             end = self.data.draw(st.integers(start, self.num_blocks))
         whole = (start, end) == (0, self.num_blocks)
         lease, epoch = self.lease()
+        if (
+            self.pull.state is PullState.OFFERED
+            and start == 0
+            and self.data.draw(st.sampled_from([False, False, True]))
+        ):
+            lease, epoch = self.data.draw(st.sampled_from(OTHER_LEASES))  # nothing was read yet: it may take over
         if self.pull.state is PullState.ATTACHING and (lease, epoch) != LEASE:
             return  # the first lease is the one that is told first
         base = BASE[lease, epoch]

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from common.contract import codec
+from common.contract.block_hashes import HASH_BYTES, BlockHash, block_hashes
 from common.contract.codec import MAX_MESSAGES_PER_FRAME, decode, encode
 from common.contract.errors import Cause, ProtocolError
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
@@ -17,6 +18,7 @@ from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
     MESSAGES,
     Abort,
+    AttachPrefix,
     BlocksReady,
     Decode,
     Failed,
@@ -25,6 +27,7 @@ from common.contract.messages import (
     Message,
     Prefill,
     PrefillDone,
+    PrefixHint,
     RequestMessage,
     Role,
     Settle,
@@ -34,6 +37,7 @@ from common.contract.messages import (
     Welcome,
 )
 from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
 
 ME = Incarnation("0123456789abcdef")
 REQUEST = RequestId("r1")
@@ -54,6 +58,9 @@ WORK: dict[str, Any] = {
 TOKENS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": 0, "position": 3, "token_ids": [9]}
 SETTLE: dict[str, Any] = {"request": "r1", "attempt": 1, "lease": "l1", "epoch": 1}
 DONE: dict[str, Any] = {**SETTLE, "first_tokens": [TOKENS]}
+SOURCE: dict[str, Any] = {"address": "h:1", "incarnation": "i"}
+NAME = bytes(range(HASH_BYTES))
+ATTACH_PREFIX: dict[str, Any] = {"request": "r1", "attempt": 1, "block_hashes": [NAME]}
 OFFER: dict[str, Any] = {**SETTLE, "start": 0, "block_ids": [4], "num_blocks": 1}
 HELLO: dict[str, Any] = {"role": "gateway", "fingerprint": None, "open_requests": [["r1", 1]]}
 
@@ -103,6 +110,9 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
             choices=(0, 3),
             sampling=SamplingParams(max_tokens=7, temperature=0.5, stop_token_ids=(4,), logprobs=2),
             budget_s=1.5,
+            tier=Tier.BATCH,
+            tenant="é",
+            cache_salt="pepper",
             source=Source(address="host:1", incarnation=Incarnation("i1")),
         ),
         tokens,
@@ -116,6 +126,7 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
             transport_metadata=b"\x00\xff",
             open_requests=(),
         ),
+        AttachPrefix(request=REQUEST, attempt=1, block_hashes=tuple(block_hashes(range(12), block_size=4))),
         Goodbye(),
     ]
     sender, arrived = decode(encode(ME, messages))
@@ -125,7 +136,9 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
     key = arrived[0].open_requests[0]
     assert isinstance(key, RequestKey)
     assert isinstance(arrived[0].role, Role)
+    assert isinstance(arrived[1].tier, Tier)
     assert isinstance(arrived[4].cause, Cause)
+    assert [len(name) for name in arrived[6].block_hashes] == [HASH_BYTES] * 3
     assert arrived[2].key == RequestKey(REQUEST, 2)
 
 
@@ -136,6 +149,42 @@ def test_a_frame_may_be_empty_and_a_view() -> None:
 def test_absent_fields_take_their_defaults() -> None:
     message = received("Tokens", TOKENS)
     assert message == Tokens(request=REQUEST, attempt=1, choice=0, position=3, token_ids=(9,))
+
+
+def test_work_is_of_the_middle_tier_and_of_nobody_in_particular() -> None:
+    """What a gateway leaves out."""
+    for work in (received("Prefill", WORK), received("Decode", {**WORK, "source": None})):
+        assert (work.tier, work.tenant, work.cache_salt) == (Tier.STANDARD, "", "")
+    assert received("Prefill", WORK).prefix is None
+
+
+@pytest.mark.parametrize("kind", ["Prefill", "Decode"])
+@pytest.mark.parametrize("tier", Tier)
+def test_tier_tenant_and_salt_arrive_with_the_work(kind: str, tier: Tier) -> None:
+    source = {} if kind == "Prefill" else {"source": SOURCE}
+    labels = {"tier": tier.value, "tenant": "t" * 256, "cache_salt": "s" * 256}
+    work = received(kind, {**WORK, **source, **labels})
+    assert (work.tier, work.tenant, work.cache_salt) == (tier, "t" * 256, "s" * 256)
+    assert isinstance(work.tier, Tier)
+
+
+def test_a_decode_names_its_source_or_computes_its_prompt() -> None:
+    assert received("Decode", {**WORK, "source": None}).source is None
+    source = Source(address="h:1", incarnation=Incarnation("i"))
+    assert received("Decode", {**WORK, "source": SOURCE}).source == source
+
+
+def test_a_prefill_may_be_told_of_a_prefix() -> None:
+    hint = PrefixHint(source=Source(address="h:1", incarnation=Incarnation("i")), num_tokens=32)
+    assert received("Prefill", {**WORK, "prefix": {"source": SOURCE, "num_tokens": 32}}).prefix == hint
+    assert received("Prefill", {**WORK, "prefix": None}).prefix is None
+
+
+def test_names_of_blocks_are_bytes_in_their_order() -> None:
+    names = tuple(BlockHash(bytes([first]) * HASH_BYTES) for first in (255, 0, 128))
+    assert received("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": list(names)}) == AttachPrefix(
+        request=REQUEST, attempt=1, block_hashes=names
+    )
 
 
 def test_whole_numbers_are_real_numbers_too() -> None:
@@ -264,7 +313,52 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
         pytest.param("Prefill", {**WORK, "sampling": {}}, "max_tokens", id="sampling without a length"),
         pytest.param("Prefill", {**WORK, "sampling": None}, "sampling", id="no sampling"),
         pytest.param("Prefill", {**WORK, "sampling": {"max_tokens": 4, "x": 1}}, "x", id="an extra field inside"),
-        pytest.param("Decode", WORK, "source", id="a decode without a source"),
+        pytest.param("Prefill", {**WORK, "tier": "royal"}, "tier", id="an unknown tier"),
+        pytest.param("Prefill", {**WORK, "tier": "BATCH"}, "tier", id="a tier in another case"),
+        pytest.param("Prefill", {**WORK, "tier": 2}, "tier", id="a number for a tier"),
+        pytest.param("Decode", {**WORK, "source": None, "tier": None}, "tier", id="no tier"),
+        pytest.param("Prefill", {**WORK, "tenant": "t" * 257}, "tenant", id="a tenant with a long name"),
+        pytest.param("Prefill", {**WORK, "tenant": b"t"}, "tenant", id="a tenant of bytes"),
+        pytest.param("Decode", {**WORK, "source": None, "tenant": None}, "tenant", id="no tenant"),
+        pytest.param("Prefill", {**WORK, "cache_salt": "s" * 257}, "cache_salt", id="a long salt"),
+        pytest.param("Prefill", {**WORK, "cache_salt": b"s"}, "cache_salt", id="a salt of bytes"),
+        pytest.param("Decode", {**WORK, "source": None, "cache_salt": 5}, "cache_salt", id="a number for a salt"),
+        pytest.param("Decode", WORK, "source", id="a decode that does not say whether there is a source"),
+        pytest.param("Decode", {**WORK, "source": {}}, "source", id="an empty source"),
+        pytest.param("Decode", {**WORK, "source": None, "prefix": None}, "prefix", id="a hint for a decode worker"),
+        pytest.param("Prefill", {**WORK, "source": None}, "source", id="a source for a prefill worker"),
+        pytest.param("Prefill", {**WORK, "prefix": {"num_tokens": 16}}, "source", id="a prefix that nobody has"),
+        pytest.param("Prefill", {**WORK, "prefix": {"source": SOURCE}}, "num_tokens", id="a prefix of unknown length"),
+        pytest.param(
+            "Prefill", {**WORK, "prefix": {"source": None, "num_tokens": 16}}, "source", id="a prefix without a source"
+        ),
+        pytest.param(
+            "Prefill", {**WORK, "prefix": {"source": SOURCE, "num_tokens": 0}}, "num_tokens", id="an empty prefix"
+        ),
+        pytest.param(
+            "Prefill",
+            {**WORK, "prefix": {"source": SOURCE, "num_tokens": 16, "x": 1}},
+            "x",
+            id="an extra field in a hint",
+        ),
+        pytest.param(
+            "Prefill",
+            {**WORK, "prefix": {"source": {**SOURCE, "address": "h"}, "num_tokens": 16}},
+            "address",
+            id="a hint at a host without a port",
+        ),
+        pytest.param("AttachPrefix", {"request": "r1", "attempt": 1}, "block_hashes", id="no names"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": []}, "block_hashes", id="names of no block"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": NAME}, "block_hashes", id="a name, not a list"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [b""]}, "block_hashes", id="an empty name"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [NAME[1:]]}, "block_hashes", id="31 bytes"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [NAME + b"x"]}, "block_hashes", id="33 bytes"),
+        pytest.param(
+            "AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [NAME, NAME[1:]]}, "block_hashes", id="31 bytes later on"
+        ),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": ["x" * 32]}, "block_hashes", id="name of text"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [7]}, "block_hashes", id="a number for a name"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "lease": "l1"}, "lease", id="a lease before it is given"),
         pytest.param("Decode", {**WORK, "source": {"address": "", "incarnation": "i"}}, "address", id="no address"),
         pytest.param("Tokens", {**TOKENS, "finish_reason": "bored"}, "finish_reason", id="an unknown reason"),
         pytest.param("Tokens", {**TOKENS, "logprobs": [{"logprob": float("-inf"), "top": []}]}, "logprob", id="-inf"),
@@ -303,7 +397,8 @@ REQUEST_MESSAGES: dict[str, dict[str, Any]] = {
     cls.__name__: {"request": "r1", "attempt": 1} for cls in MESSAGES if issubclass(cls, RequestMessage)
 } | {
     "Prefill": WORK,
-    "Decode": {**WORK, "source": {"address": "h:1", "incarnation": "i"}},
+    "Decode": {**WORK, "source": SOURCE},
+    "AttachPrefix": ATTACH_PREFIX,
     "Tokens": TOKENS,
     "Settle": SETTLE,
     "Settled": {**SETTLE, "valid": True},
@@ -326,7 +421,9 @@ def test_request_ids_are_bounded_text(handle: object) -> None:
 def test_lease_ids_and_incarnations_are_bounded_text(handle: object) -> None:
     for kind, fields in (("Settle", SETTLE), ("BlocksReady", OFFER), ("PrefillDone", DONE)):
         assert "lease" in refused(kind, {**fields, "lease": handle})
-    assert "incarnation" in refused("Decode", {**WORK, "source": {"address": "h:1", "incarnation": handle}})
+    source = {**SOURCE, "incarnation": handle}
+    assert "incarnation" in refused("Decode", {**WORK, "source": source})
+    assert "incarnation" in refused("Prefill", {**WORK, "prefix": {"source": source, "num_tokens": 16}})
 
 
 BAD_KEYS = {
@@ -383,11 +480,15 @@ def test_an_offer_has_a_block() -> None:
 
 def test_a_long_list_of_rubbish_is_refused_at_the_first_of_it() -> None:
     """A million errors, each with its own dictionary, hold the event loop up for seconds: no heartbeat leaves."""
-    with pytest.raises(ProtocolError) as caught:
-        decode(frame_of("Prefill", {**WORK, "token_ids": ["x"] * 20_000}))
-    cause = caught.value.__cause__
-    assert isinstance(cause, ValidationError)
-    assert cause.error_count() < 100
+    for kind, fields in (
+        ("Prefill", {**WORK, "token_ids": ["x"] * 20_000}),
+        ("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [b"x"] * 20_000}),
+    ):
+        with pytest.raises(ProtocolError) as caught:
+            decode(frame_of(kind, fields))
+        cause = caught.value.__cause__
+        assert isinstance(cause, ValidationError)
+        assert cause.error_count() < 100
 
 
 def test_the_words_of_a_refusal_are_bounded() -> None:

@@ -12,6 +12,7 @@ from common.contract.errors import FingerprintMismatchError, OperatorError
 from common.contract.ids import HANDLE, RequestKey, new_incarnation, new_lease_id, new_request_id
 from common.contract.kv_layout import DTYPE_BYTES, Fingerprint, KVLayout
 from common.contract.sampling import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
+from common.contract.tiers import Tier
 
 KIB = 1024
 LLAMA_2_7B = KVLayout(num_layers=32, num_kv_heads=32, head_dim=128, block_size=16, dtype="float16")
@@ -60,7 +61,8 @@ def test_equal_fingerprints_pass() -> None:
     [
         (dataclasses.replace(FINGERPRINT, config_hash="tea"), "config_hash", "c0ffee", "tea"),
         (dataclasses.replace(FINGERPRINT, weights_hash="mate"), "weights_hash", "decaf", "mate"),
-        (dataclasses.replace(FINGERPRINT, protocol_version=99), "protocol_version", "1", "99"),
+        (dataclasses.replace(FINGERPRINT, protocol_version=99), "protocol_version", "2", "99"),
+        (dataclasses.replace(FINGERPRINT, protocol_version=1), "protocol_version", "2", "1"),
         (
             dataclasses.replace(FINGERPRINT, layout=dataclasses.replace(LLAMA_2_7B, block_size=32)),
             "layout.block_size",
@@ -121,6 +123,14 @@ def test_a_request_key_is_a_pair() -> None:
     request, attempt = RequestKey(new_request_id(), 3)
     assert attempt == 3
     assert RequestKey(request, 2) < RequestKey(request, 3)
+
+
+# --- tiers -------------------------------------------------------------------------------------------------------
+
+
+def test_tiers_are_ranked_the_most_urgent_first() -> None:
+    assert [tier.rank for tier in (Tier.INTERACTIVE, Tier.STANDARD, Tier.BATCH)] == [0, 1, 2]
+    assert len(Tier) == 3
 
 
 # --- sampling parameters -----------------------------------------------------------------------------------------

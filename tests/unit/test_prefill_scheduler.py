@@ -1,36 +1,66 @@
-"""Chunked prefill: order, budget, blocks, and what becomes of a request that leaves early."""
+"""The prefill scheduler: who gets blocks, chunk by chunk progress, cached prefixes, tiers, and requests that end."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 
-from common.contract.ids import Incarnation, RequestId
+from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
+from prefill_worker.scheduler import LOOK_AHEAD, MAX_PASSED, PrefillRequest, PrefillScheduler
 
 BLOCK_SIZE = 4
 GATEWAY = Incarnation("g")
+INTERACTIVE, STANDARD, BATCH = Tier
+TARGETS_S = {INTERACTIVE: 0.5, STANDARD: 2.0, BATCH: 60.0}
 
 
-def request(name: str, num_tokens: int, attempt: int = 1) -> PrefillRequest:
+def request(
+    name: str,
+    num_tokens: int,
+    *,
+    tier: Tier = STANDARD,
+    tenant: str = "",
+    arrived: float = 0.0,
+    deadline: float = 1000.0,
+    attempt: int = 1,
+    token_ids: Sequence[int] | None = None,
+    salt: str = "",
+) -> PrefillRequest:
+    """A request whose tokens no other one has, unless they are given."""
+    seed = hash(name) % 10**6 * 10**6
+    token_ids = range(seed, seed + num_tokens) if token_ids is None else token_ids
     work = Prefill(
         request=RequestId(name),
         attempt=attempt,
-        token_ids=tuple(range(num_tokens)),
+        token_ids=tuple(token_ids),
         prompt_len=num_tokens,
         choices=(0,),
         sampling=SamplingParams(max_tokens=1),
         budget_s=1.0,
+        tier=tier,
+        tenant=tenant,
+        cache_salt=salt,
     )
-    return PrefillRequest(work, GATEWAY, deadline=1.0)
+    return PrefillRequest(work, GATEWAY, arrived=arrived, deadline=deadline)
 
 
 class Bench:
-    """A scheduler and its pool; leases do not hold anything here."""
+    """A scheduler and its pool; leases hold blocks only where a test says so."""
 
-    def __init__(self, num_blocks: int = 16, chunk_size: int = 8, token_budget: int = 12, max_waiting: int = 4) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        chunk_size: int = 8,
+        token_budget: int = 12,
+        max_waiting: int = 100,
+        seconds_per_token: float = 0.0,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.scheduler = PrefillScheduler(
             self.pool,
@@ -38,32 +68,59 @@ class Bench:
             chunk_size=chunk_size,
             token_budget=token_budget,
             max_waiting=max_waiting,
+            ageing_s=30.0,
+            ttft_target_s=TARGETS_S.__getitem__,
+            seconds_per_token=seconds_per_token,
         )
 
-    def add(self, *requests: PrefillRequest) -> list[PrefillRequest]:
+    def admit(self, *requests: PrefillRequest, now: float = 0.0) -> list[PrefillRequest]:
         for each in requests:
             self.scheduler.add(each)
-        return self.scheduler.admit()
+        admitted = self.scheduler.admit(now)
+        self.check()
+        return admitted
 
-    def step(self) -> list[tuple[str, int, int]]:
+    def step(self, now: float = 0.0) -> list[tuple[str, int, int]]:
         """One step from beginning to end: (request, start, end) of its chunks."""
-        chunks = self.scheduler.schedule()
+        self.scheduler.admit(now)
+        chunks = self.scheduler.schedule(now)
         self.scheduler.step_done(chunks)
+        self.check()
+        return [(chunk.prompt.key.request, chunk.start, chunk.end) for chunk in chunks]
+
+    def lease(self, *requests: PrefillRequest) -> None:
+        for each in requests:
+            self.pool.share(each.block_table)
+
+    def end_lease(self, of: PrefillRequest, blocks: Sequence[int]) -> None:
+        self.pool.release(blocks)
+        self.scheduler.unpinned(of.key)
+        self.check()
+
+    def compute(self, prompt: PrefillRequest) -> None:
+        """From arrival to the end, alone; nobody leases it."""
+        self.admit(prompt)
+        while self.scheduler.get(prompt.key.request) is not None:
+            self.step()
+        self.scheduler.unpinned(prompt.key)
+
+    def check(self) -> None:
         self.scheduler.check_invariants()
         self.pool.check_invariants()
-        return [(chunk.request.key.request, chunk.start, chunk.end) for chunk in chunks]
+
+
+# --- chunks ------------------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_computed_chunk_by_chunk() -> None:
     bench = Bench()
     prompt = request("a", 19)
-    assert bench.add(prompt) == [prompt]
+    assert bench.admit(prompt) == [prompt]
     assert len(prompt.block_table) == 5
     assert bench.scheduler.num_uncomputed == 19
     assert bench.step() == [("a", 0, 8)]
+    assert bench.scheduler.num_uncomputed == 11
     assert bench.step() == [("a", 8, 16)]
-    [last] = bench.scheduler.schedule()
-    assert last.last
     assert bench.step() == [("a", 16, 19)]
     assert bench.step() == []
     assert (bench.scheduler.num_running, bench.scheduler.num_uncomputed, bench.pool.num_used) == (0, 0, 0)
@@ -71,62 +128,142 @@ def test_a_prompt_is_computed_chunk_by_chunk() -> None:
 
 def test_prompts_share_a_step_in_order_within_the_budget() -> None:
     bench = Bench()
-    bench.add(request("a", 10), request("b", 3), request("c", 9))
+    bench.admit(request("a", 10), request("b", 3), request("c", 9))
     assert bench.step() == [("a", 0, 8), ("b", 0, 3), ("c", 0, 1)]
     assert bench.step() == [("a", 8, 10), ("c", 1, 9)]
 
 
 def test_the_first_of_two_long_prompts_is_not_slowed_down() -> None:
     bench = Bench(num_blocks=64, chunk_size=8, token_budget=8)
-    bench.add(request("a", 16), request("b", 16))
+    bench.admit(request("a", 16), request("b", 16))
     assert [bench.step() for _ in range(4)] == [[("a", 0, 8)], [("a", 8, 16)], [("b", 0, 8)], [("b", 8, 16)]]
 
 
-def test_a_short_prompt_behind_a_long_one_shares_its_steps() -> None:
-    bench = Bench(num_blocks=64, chunk_size=8, token_budget=12)
-    bench.add(request("long", 100), request("short", 4))
-    assert bench.step() == [("long", 0, 8), ("short", 0, 4)]
+@pytest.mark.parametrize("num_long", [1, 2, 5])
+@pytest.mark.parametrize("tenants", [1, 3])
+def test_a_short_prompt_behind_long_ones_is_in_the_very_next_step(num_long: int, tenants: int) -> None:
+    bench = Bench(num_blocks=8192 * num_long, chunk_size=512, token_budget=1024, seconds_per_token=1e-4)
+    long = [request(f"long{n}", 32_000, tenant=f"t{n % tenants}", arrived=0.01 * n) for n in range(num_long)]
+    bench.admit(*long)
+    for _ in range(3):
+        bench.step(now=0.1)
+    short = request("short", 40, tenant="t0", arrived=0.2)
+    bench.scheduler.add(short)
+    assert ("short", 0, 40) in bench.step(now=0.2)
+    assert bench.scheduler.get(RequestId("short")) is None
+
+
+def test_a_long_prompt_is_not_passed_for_ever() -> None:
+    bench = Bench(num_blocks=512, chunk_size=8, token_budget=8, seconds_per_token=0.01)
+    long = request("long", 100, arrived=0.0)
+    bench.admit(long)
+    for number in range(400):
+        now = 0.1 * number
+        bench.scheduler.add(request(f"short{number}", 8, arrived=now))
+        bench.step(now)
+        if bench.scheduler.get(long.key.request) is None:
+            break
+    assert long.num_uncomputed == 0
+    assert number < 40, "by the time its cost allows, it comes first"
+
+
+def test_an_interactive_prompt_passes_a_standard_one() -> None:
+    bench = Bench(num_blocks=64, token_budget=8)
+    bench.admit(request("s", 32))
+    assert bench.step() == [("s", 0, 8)]
+    assert bench.admit(request("i", 12, tier=INTERACTIVE)) != []
+    assert bench.step() == [("i", 0, 8)]
+    assert bench.step() == [("i", 8, 12), ("s", 8, 12)]
+
+
+def test_an_aged_batch_prompt_gets_its_share_under_an_interactive_flood() -> None:
+    bench = Bench(num_blocks=10_000, chunk_size=512, token_budget=1024, max_waiting=10_000)
+    batch = request("batch", 2000, tier=BATCH)
+    bench.scheduler.add(batch)
+    computed, now, number = 0, 0.0, 0
+    while now < 40.0:
+        while bench.scheduler.num_waiting < 30:
+            bench.scheduler.add(request(f"i{number}", 300, tier=INTERACTIVE, tenant=f"t{number % 7}", arrived=now))
+            number += 1
+        computed = sum(end - start for name, start, end in bench.step(now) if name == "batch")
+        if now <= 30.0:
+            assert computed == 0
+        elif now > 32.5:
+            assert computed in (128, 2000 % 128) or batch.num_uncomputed == 0
+        now += 0.5
+    assert batch.num_uncomputed <= 2000 - 12 * 128
+
+
+# --- blocks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_a_prompt_gets_every_block_at_once(num_tokens: int, num_blocks: int) -> None:
     bench = Bench()
     prompt = request("a", num_tokens)
-    bench.add(prompt)
+    bench.admit(prompt)
     assert len(prompt.block_table) == bench.scheduler.blocks_for(prompt) == num_blocks
     assert bench.pool.num_used == num_blocks
 
 
-def test_a_prompt_that_does_not_fit_now_waits_and_nobody_overtakes_it() -> None:
+def test_a_prompt_that_does_not_fit_now_lets_a_later_one_pass() -> None:
     bench = Bench(num_blocks=4, token_budget=100, chunk_size=100)
-    first, big, small = request("first", 8), request("big", 12), request("small", 1)
-    assert bench.add(first, big, small) == [first]
-    assert bench.scheduler.blocks_missing() == 1
-    assert bench.scheduler.num_waiting == 2
+    first, big, small = (request(name, n, tier=INTERACTIVE) for name, n in [("first", 8), ("big", 12), ("small", 1)])
+    assert bench.admit(first, big, small) == [first, small]
+    assert bench.scheduler.blocks_missing(0.0) == 2
+    assert (bench.scheduler.num_waiting, big.num_passed) == (1, 1)
     bench.step()
-    assert bench.scheduler.blocks_missing() == 0
-    assert bench.scheduler.admit() == [big, small]
-    assert bench.scheduler.blocks_missing() == 0
+    assert bench.scheduler.blocks_missing(0.0) == 0
+    assert bench.scheduler.admit(0.0) == [big]
+    assert bench.scheduler.blocks_missing(0.0) == 0
+
+
+def test_a_prompt_that_does_not_fit_is_passed_only_so_often() -> None:
+    bench = Bench(num_blocks=4, token_budget=100, chunk_size=100)
+    held = request("held", 4, tier=INTERACTIVE)
+    bench.admit(held)
+    bench.lease(held)
+    blocks = list(held.block_table)
+    bench.step()
+    big = request("big", 16, tier=INTERACTIVE)
+    bench.admit(big)
+    for number in range(MAX_PASSED):
+        small = request(f"s{number}", 1, tier=INTERACTIVE)
+        assert bench.admit(small) == [small]
+        bench.step()
+    assert bench.admit(request("one too many", 1, tier=INTERACTIVE)) == []
+    bench.end_lease(held, blocks)
+    assert bench.scheduler.admit(0.0)[0] is big
+
+
+def test_only_the_next_few_are_tried() -> None:
+    bench = Bench(num_blocks=4, token_budget=100, chunk_size=100)
+    bench.admit(request("held", 4, tier=INTERACTIVE))
+    big = [request(f"big{number}", 16, tier=INTERACTIVE) for number in range(LOOK_AHEAD)]
+    small = request("small", 1, tier=INTERACTIVE)
+    assert bench.admit(*big, small) == []
+    bench.scheduler.remove(big[3])
+    assert bench.scheduler.admit(0.0) == [small]
 
 
 def test_blocks_in_limbo_are_not_handed_out() -> None:
     bench = Bench(num_blocks=2)
     first, second = request("first", 8), request("second", 8)
-    bench.add(first)
+    bench.admit(first)
     step = bench.pool.step_started()
-    bench.scheduler.schedule()
+    bench.scheduler.schedule(0.0)
     bench.scheduler.remove(first)
-    assert bench.add(second) == []
-    assert bench.scheduler.blocks_missing() == 2
+    assert bench.admit(second) == []
+    assert bench.scheduler.blocks_missing(0.0) == 2
     bench.pool.step_finished(step)
-    assert bench.scheduler.admit() == [second]
+    assert bench.scheduler.admit(0.0) == [second]
 
 
 def test_one_waiting_request_too_many_is_the_caller_s_to_refuse() -> None:
     bench = Bench(num_blocks=1, max_waiting=2)
-    bench.add(request("running", 1))
+    bench.admit(request("running", 1))
     assert not bench.scheduler.full
-    bench.add(request("a", 1), request("b", 1))
+    bench.admit(request("a", 1), request("b", 1))
     assert bench.scheduler.full
     with pytest.raises(AssertionError):
         bench.scheduler.add(request("c", 1))
@@ -137,35 +274,282 @@ def test_what_can_never_fit_is_the_caller_s_to_refuse() -> None:
         Bench(num_blocks=2).scheduler.add(request("a", 9))
 
 
-@pytest.mark.parametrize("when", ["waiting", "running", "in a step", "half done"])
+# --- how far ahead -----------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_let_in_for_two_steps() -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16)
+    prompts = [request(f"p{number}", 100) for number in range(10)]
+    assert bench.admit(*prompts) == prompts[:4], "4 chunks of 8 tokens fill two steps of 16"
+    assert bench.admit() == []
+    assert bench.scheduler.blocks_missing(0.0) == 0, "it is not for want of blocks that the fifth waits"
+    bench.scheduler.remove(prompts[0])
+    assert bench.scheduler.admit(0.0) == [prompts[4]]
+
+
+def test_what_is_let_in_fills_every_step() -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16)
+    for number in range(20):
+        bench.scheduler.add(request(f"p{number}", 1 + number * 7 % 23))
+    left = bench.scheduler.num_uncomputed
+    while left:
+        assert sum(end - start for _, start, end in bench.step()) == min(16, left)
+        left = bench.scheduler.num_uncomputed
+
+
+def test_a_more_urgent_prompt_is_let_in_at_once() -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16)
+    bench.admit(*(request(f"p{number}", 100, arrived=1.0) for number in range(5)))
+    urgent = request("urgent", 100, arrived=0.5)
+    interactive = request("interactive", 100, tier=INTERACTIVE, arrived=1.0)
+    assert bench.admit(urgent, interactive) == [interactive, urgent]
+
+
+def test_a_flooding_tenant_s_prompts_do_not_stand_before_another_tenant_s() -> None:
+    bench = Bench(num_blocks=10_000, chunk_size=8, token_budget=16, max_waiting=1000)
+    bench.admit(*(request(f"flood{number}", 32, tenant="flood") for number in range(100)))
+    for _ in range(5):
+        bench.step(now=1.0)
+    meek = [request(f"meek{number}", 32, tenant="meek", arrived=1.0) for number in range(5)]
+    bench.admit(*meek)
+    computed = {"flood": 0, "meek": 0}
+    while any(each.num_uncomputed for each in meek):
+        for name, start, end in bench.step(now=1.0):
+            computed[name.rstrip("0123456789")] += end - start
+    assert computed["meek"] == 160
+    assert computed["flood"] <= 160 + 4 * 32, "what was let in before, and then every second prompt"
+
+
+# --- the prefix cache --------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_begins_alike_computes_only_its_rest() -> None:
+    bench = Bench()
+    bench.compute(request("a", 20, token_ids=range(20)))
+    again = request("b", 22, token_ids=[*range(14), *range(100, 108)])
+    bench.scheduler.add(again)
+    assert bench.scheduler.num_uncomputed == 10, "what is cached is not counted even while it waits"
+    bench.admit()
+    assert (again.num_cached, again.num_computed, again.num_uncomputed) == (12, 12, 10)
+    assert bench.step() == [("b", 12, 20)]
+    assert bench.step() == [("b", 20, 22)]
+    assert (bench.scheduler.num_prefix_queried, bench.scheduler.num_prefix_hit) == (42, 12)
+
+
+def test_the_last_token_is_computed_whatever_is_cached() -> None:
+    bench = Bench()
+    bench.compute(request("a", 16, token_ids=range(16)))
+    again = request("b", 16, token_ids=range(16))
+    bench.admit(again)
+    assert again.num_cached == 12
+    assert bench.step() == [("b", 12, 16)]
+
+
+def test_prompts_under_different_salts_share_nothing() -> None:
+    bench = Bench()
+    bench.compute(request("a", 16, token_ids=range(16), salt="x"))
+    other, same = (request(name, 16, token_ids=range(16), salt=salt) for name, salt in [("b", "y"), ("c", "x")])
+    bench.admit(other, same)
+    assert (other.num_cached, same.num_cached) == (0, 12)
+
+
+def test_running_prompts_share_the_blocks_of_their_beginning() -> None:
+    bench = Bench(num_blocks=8, token_budget=16, chunk_size=16)
+    first = request("a", 20, token_ids=range(20), tier=INTERACTIVE)
+    bench.admit(first)
+    bench.step()
+    second = request("b", 24, token_ids=[*range(16), *range(50, 58)], tier=INTERACTIVE)
+    assert bench.admit(second) == [second]
+    assert second.block_table[:4] == first.block_table[:4]
+    assert bench.pool.num_used == 7
+    bench.scheduler.remove(first)
+    assert bench.pool.num_used == 6
+    bench.check()
+
+
+def test_cached_blocks_that_are_needed_are_not_evicted_for_the_rest() -> None:
+    bench = Bench(num_blocks=6, token_budget=100, chunk_size=100)
+    bench.compute(request("a", 16, token_ids=range(16)))
+    bench.compute(request("other", 8))
+    longer = request("b", 24, token_ids=[*range(16), *range(50, 58)])
+    assert bench.admit(longer) == [longer]
+    assert longer.num_cached == 16
+    assert len(set(longer.block_table)) == 6
+
+
+def test_cached_blocks_count_as_free_but_once() -> None:
+    bench = Bench(num_blocks=6, token_budget=100, chunk_size=100)
+    bench.compute(request("a", 16, token_ids=range(16), tier=INTERACTIVE))
+    bench.admit(request("running", 4, tier=INTERACTIVE))
+    assert bench.pool.num_free == 5
+    longer = request("b", 24, token_ids=[*range(16), *range(50, 58)], tier=INTERACTIVE)
+    assert bench.admit(longer) == []
+    assert bench.scheduler.blocks_missing(0.0) == 1
+
+
+# --- on hold -----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_on_hold_is_not_computed_until_more_of_it_is_there() -> None:
+    bench = Bench()
+    prompt, other = request("a", 20, token_ids=range(20)), request("b", 4)
+    bench.admit(prompt, other)
+    bench.scheduler.hold(prompt)
+    assert (bench.scheduler.num_running, bench.scheduler.num_uncomputed) == (2, 24)
+    assert bench.step() == [("b", 0, 4)]
+    bench.scheduler.resume(prompt, 16)
+    assert (prompt.num_cached, prompt.num_computed, bench.scheduler.num_uncomputed) == (0, 16, 4)
+    bench.lease(prompt)
+    assert bench.step() == [("a", 16, 20)]
+    again = request("c", 18, token_ids=range(18))
+    bench.admit(again)
+    assert again.num_cached == 16, "what came from elsewhere is cached too"
+
+
+def test_a_request_on_hold_may_go_on_as_it_was() -> None:
+    bench = Bench()
+    prompt = request("a", 20)
+    bench.admit(prompt)
+    bench.scheduler.hold(prompt)
+    bench.scheduler.resume(prompt, 0)
+    bench.check()
+    assert bench.step() == [("a", 0, 8)]
+
+
+def test_a_request_on_hold_may_start_again_with_other_blocks() -> None:
+    bench = Bench(num_blocks=10)
+    prompt = request("a", 20, arrived=3.0)
+    bench.admit(prompt, now=3.0)
+    bench.scheduler.hold(prompt)
+    written = list(prompt.block_table)
+    bench.pool.share(written)
+    bench.scheduler.requeue(prompt)
+    bench.check()
+    assert (bench.scheduler.num_waiting, bench.scheduler.num_running, prompt.block_table) == (1, 0, [])
+    assert bench.admit(now=4.0) == [prompt]
+    assert not set(prompt.block_table) & set(written)
+    bench.pool.release(written)
+    assert bench.step() == [("a", 0, 8)]
+
+
+def test_nothing_is_put_on_hold_under_a_step() -> None:
+    bench = Bench()
+    prompt = request("a", 20)
+    bench.admit(prompt)
+    bench.scheduler.schedule(0.0)
+    with pytest.raises(AssertionError):
+        bench.scheduler.hold(prompt)
+
+
+# --- what a tier may hold ----------------------------------------------------------------------------------------
+
+
+def offers(bench: Bench, tier: Tier, num: int) -> list[tuple[PrefillRequest, list[int]]]:
+    """Computed prompts of two blocks that nobody fetches, as many of `num` as come in, and their blocks."""
+    leased = []
+    for number in range(num):
+        prompt = request(f"{tier}{number}", 8, tier=tier)
+        if bench.admit(prompt):
+            bench.lease(prompt)
+            leased.append((prompt, list(prompt.block_table)))
+            bench.step()
+        else:
+            bench.scheduler.remove(prompt)
+    return leased
+
+
+def test_an_interactive_prompt_finds_room_on_a_worker_full_of_offers() -> None:
+    bench = Bench(num_blocks=32, token_budget=100, chunk_size=100)
+    assert len(offers(bench, BATCH, 100)) == 12, "3/4 of 32 blocks"
+    assert len(offers(bench, STANDARD, 100)) == 2, "7/8 of them, with what is below"
+    assert bench.pool.num_free == 4
+    urgent = request("urgent", 16, tier=INTERACTIVE)
+    assert bench.admit(urgent) == [urgent]
+
+
+def test_a_tier_s_blocks_are_counted_until_its_leases_end() -> None:
+    bench = Bench(num_blocks=8, token_budget=100, chunk_size=100)
+    leased = offers(bench, BATCH, 100)
+    assert len(leased) == 3
+    waiting = request("b", 5, tier=BATCH)
+    assert bench.admit(waiting) == []
+    assert bench.scheduler.blocks_missing(0.0) == 0, "other tiers' offers would be dropped in vain"
+    bench.end_lease(*leased[0])
+    assert bench.scheduler.admit(0.0) == [waiting]
+
+
+def test_blocks_that_several_share_count_once() -> None:
+    bench = Bench(num_blocks=16, token_budget=100, chunk_size=100)
+    prompts = [request(f"b{n}", 21, tier=BATCH, token_ids=[*range(20), 100 + n]) for n in range(5)]
+    for prompt in prompts:
+        assert bench.admit(prompt) == [prompt], "5 shared blocks and one of each"
+        bench.lease(prompt)
+        bench.step()
+    assert bench.pool.num_used == 10
+    assert len(bench.admit(request("more", 8, tier=BATCH), request("too much", 1, tier=BATCH))) == 1
+
+
+def test_a_request_alone_may_have_the_whole_pool() -> None:
+    bench = Bench(num_blocks=8, token_budget=100, chunk_size=100)
+    whole = request("whole", 32, tier=BATCH)
+    assert bench.admit(whole) == [whole]
+    bench.lease(whole)
+    blocks = list(whole.block_table)
+    bench.step()
+    second = request("second", 32, tier=BATCH)
+    assert bench.admit(second) == []
+    bench.end_lease(whole, blocks)
+    assert bench.scheduler.admit(0.0) == [second]
+
+
+def test_higher_tiers_pass_one_whose_tier_has_its_share_as_often_as_they_like() -> None:
+    bench = Bench(num_blocks=8, token_budget=100, chunk_size=100)
+    assert len(offers(bench, BATCH, 3)) == 3
+    aged = request("aged", 4, tier=BATCH)
+    bench.admit(aged)
+    for number in range(5 * MAX_PASSED):
+        small = request(f"s{number}", 1, tier=INTERACTIVE)
+        assert bench.admit(small, now=100.0) == [small]
+        bench.step()
+        bench.scheduler.unpinned(small.key)
+    assert aged.num_passed == 0
+
+
+# --- the end of a request ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["waiting", "running", "in a step", "half done", "on hold"])
 def test_a_request_that_is_removed_gives_everything_back(when: str) -> None:
     bench = Bench(num_blocks=4)
     other = request("other", 8)
     prompt = request("a", 16)
     if when == "waiting":
-        bench.add(other)
-    bench.add(prompt)
+        bench.admit(other)
+    bench.admit(prompt)
     assert bool(prompt.block_table) == (when != "waiting")
     if when == "half done":
         bench.step()
-    chunks = bench.scheduler.schedule()
+    chunks = [] if when == "on hold" else bench.scheduler.schedule(0.0)
+    if when == "on hold":
+        bench.scheduler.hold(prompt)
+    bench.scheduler.remove(prompt)
     bench.scheduler.remove(prompt)
     if when != "waiting":
         assert bench.scheduler.step_done(chunks) == []
     assert bench.scheduler.get(prompt.key.request) is None
     assert prompt not in bench.scheduler.requests()
     assert bench.pool.num_used == (2 if when == "waiting" else 0)
-    bench.scheduler.check_invariants()
-    bench.pool.check_invariants()
+    assert bench.scheduler.next_deadline() == (1000.0 if when == "waiting" else math.inf)
+    bench.check()
 
 
 def test_a_newer_attempt_is_not_taken_for_the_one_in_the_step() -> None:
     bench = Bench()
     old, new = request("a", 16, attempt=1), request("a", 16, attempt=2)
-    bench.add(old)
-    chunks = bench.scheduler.schedule()
+    bench.admit(old)
+    chunks = bench.scheduler.schedule(0.0)
     bench.scheduler.remove(old)
-    bench.add(new)
+    bench.admit(new)
     assert bench.scheduler.step_done(chunks) == []
     assert new.num_computed == 0
     assert bench.step() == [("a", 0, 8)]
@@ -174,30 +558,46 @@ def test_a_newer_attempt_is_not_taken_for_the_one_in_the_step() -> None:
 def test_finished_chunks_are_told_apart_from_abandoned_ones() -> None:
     bench = Bench()
     gone, stays = request("gone", 4), request("stays", 4)
-    bench.add(gone, stays)
-    chunks = bench.scheduler.schedule()
+    bench.admit(gone, stays)
+    chunks = bench.scheduler.schedule(0.0)
     bench.scheduler.remove(gone)
-    assert [chunk.request for chunk in bench.scheduler.step_done(chunks)] == [stays]
+    assert [chunk.prompt for chunk in bench.scheduler.step_done(chunks)] == [stays]
 
 
 def test_the_lease_keeps_the_blocks_of_a_prompt_that_is_done() -> None:
     bench = Bench()
     prompt = request("a", 8)
-    bench.add(prompt)
+    bench.admit(prompt)
     leased = tuple(prompt.block_table)
     bench.pool.share(leased)
     bench.step()
     assert bench.pool.num_used == 2
-    bench.pool.release(leased)
+    bench.end_lease(prompt, leased)
     assert bench.pool.num_used == 0
+    bench.scheduler.unpinned(prompt.key)
+    bench.scheduler.unpinned(RequestKey(RequestId("nobody"), 1))
+
+
+def test_deadlines_are_named_in_order_and_once() -> None:
+    bench = Bench(num_blocks=2)
+    prompts = [request(name, 8, deadline=deadline) for name, deadline in [("a", 3.0), ("b", 1.0), ("c", 2.0)]]
+    bench.admit(*prompts)
+    a, b, c = prompts
+    assert bench.scheduler.next_deadline() == 1.0
+    bench.scheduler.remove(b)
+    assert bench.scheduler.next_deadline() == 2.0
+    assert bench.scheduler.expired(1.9) == []
+    assert bench.scheduler.expired(3.0) == [c, a]
+    assert bench.scheduler.expired(3.0) == []
+    assert bench.scheduler.next_deadline() == math.inf
 
 
 def test_it_is_known_what_is_here() -> None:
     bench = Bench(num_blocks=2)
     running, waiting = request("running", 8), request("waiting", 8)
-    bench.add(running, waiting)
+    bench.admit(running, waiting)
     assert bench.scheduler.get(RequestId("running")) is running
     assert bench.scheduler.get(RequestId("waiting")) is waiting
     assert bench.scheduler.get(RequestId("other")) is None
-    assert bench.scheduler.requests() == [waiting, running]
+    assert bench.scheduler.requests() == [running, waiting]
     assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (1, 1)

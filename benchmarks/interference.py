@@ -1,0 +1,222 @@
+"""What other people's work does to interactive streams: a very long prompt, or a flood of the batch tier.
+
+    python -m benchmarks.interference long-prompt [--prompt 32000] [--streams 8]
+    python -m benchmarks.interference flood [--flood 200]
+
+`long-prompt`: streams decode steadily; a long prompt comes in; the gaps between the streams' tokens (ITL) while it is
+computed are compared with those before, for several chunk sizes, on one worker that does both with two threads
+(colocated) and on a prefill and a decode worker with one thread each (disaggregated).
+
+`flood`: interactive requests arrive one by one while a flood of long requests of the batch tier, or, for comparison, of
+the interactive tier, is being served by a prefill and a decode worker whose cache holds a fraction of it.
+
+Tokens are taken at the gateway's dispatcher in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import itertools
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.local import Local, local_stack
+from benchmarks.models import llama_15m, llama_long
+from benchmarks.record import record
+from common.contract.ids import new_incarnation
+from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
+from common.runtime.checkpoint import config_hash
+from common.runtime.clock import Pulse, monotonic
+from gateway.dispatcher import Dispatcher
+from gateway.generation import Generation
+from gateway.registry import Registry
+
+CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
+
+
+def share(values: Sequence[float], quantile: float) -> float:
+    """A quantile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+
+
+def summary_ms(values: Sequence[float]) -> dict[str, float]:
+    """P50, P99 and maximum, in milliseconds."""
+    return {
+        "p50_ms": 1000 * share(values, 0.5),
+        "p99_ms": 1000 * share(values, 0.99),
+        "max_ms": 1000 * max(values),
+        "n": len(values),
+    }
+
+
+@asynccontextmanager
+async def connected(local: Local, folder: Path) -> AsyncIterator[Dispatcher]:
+    """A dispatcher of this process, on the workers of a local stack."""
+    connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
+    connection.request("GET", "/ready")
+    workers = json.loads(connection.getresponse().read())["details"]["workers"]
+    at = {role: tuple(w["address"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
+    registry = Registry(at["prefill"], at["decode"], config_hash(folder))
+    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=60))
+    running = asyncio.create_task(dispatcher.run())
+    await dispatcher.wait_usable()
+    try:
+        yield dispatcher
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def work(prompt: Sequence[int], max_tokens: int, tier: Tier = Tier.INTERACTIVE) -> Generation:
+    """A greedy generation of exactly so many tokens."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return Generation(token_ids=tuple(prompt), num_choices=1, sampling=sampling, budget_s=3600, tier=tier)
+
+
+def tokens(draw: random.Random, num: int) -> list[int]:
+    """A prompt that nobody has asked before."""
+    return [draw.randrange(10, 200) for _ in range(num)]
+
+
+async def stream(dispatcher: Dispatcher, generation: Generation, times: list[float]) -> None:
+    """Note when each token arrives."""
+    async for delta in dispatcher.generate(generation):
+        times += [time.perf_counter()] * len(delta.token_ids)
+
+
+# --- a very long prompt --------------------------------------------------------------------------------------------
+
+
+async def long_prompt(dispatcher: Dispatcher, args: argparse.Namespace) -> dict[str, object]:
+    """ITL of the streams before and while the long prompt is computed."""
+    draw = random.Random(args.seed)
+    streams: list[list[float]] = [[] for _ in range(args.streams)]
+    most = 8000
+    running = [asyncio.create_task(stream(dispatcher, work(tokens(draw, 128), most), times)) for times in streams]
+    await asyncio.sleep(3)
+    injected = time.perf_counter()
+    first: list[float] = []
+    await stream(dispatcher, work(tokens(draw, args.prompt), 1, Tier.STANDARD), first)
+    ended = time.perf_counter()
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert all(len(times) < most for times in streams), "a stream ended before the long prompt did"
+
+    def gaps(begin: float, end: float) -> list[float]:
+        return [b - a for times in streams for a, b in itertools.pairwise(times) if b > begin and a < end]
+
+    return {
+        "itl_before": summary_ms(gaps(injected - 2, injected)),
+        "itl_during": summary_ms(gaps(injected, ended)),
+        "long_ttft_s": first[0] - injected,
+    }
+
+
+def measure_long_prompt(args: argparse.Namespace, folder: Path, chunk: int, *, colocated: bool) -> dict[str, object]:
+    """One stack, one injection."""
+    environment = {
+        "BATON_CHUNK_SIZE": str(chunk),
+        "BATON_PREFILL_TOKENS": str(chunk),
+        "BATON_TOKEN_BUDGET": str(chunk + 64),
+        "BATON_KV_CACHE_BYTES": str(256 * 2**20),
+        "BATON_LOCAL_PREFILL_TOKENS": "0",
+    }
+    options = ["--model", str(folder), "--prefill", "0" if colocated else "1"]
+    with local_stack(options, environment) as local:
+
+        async def body() -> dict[str, object]:
+            async with connected(local, folder) as dispatcher:
+                return await long_prompt(dispatcher, args)
+
+        return asyncio.run(body())
+
+
+# --- a flood -------------------------------------------------------------------------------------------------------
+
+
+async def flood(dispatcher: Dispatcher, args: argparse.Namespace, tier: Tier | None) -> dict[str, object]:
+    """TTFT and ITL of interactive requests that come one by one, beside a flood of `tier` (None: alone)."""
+    draw = random.Random(args.seed)
+    flooding: list[asyncio.Task[None]] = []
+    finished: list[list[float]] = []
+    if tier is not None:
+        for _ in range(args.flood):
+            times: list[float] = []
+            finished.append(times)
+            generation = work(tokens(draw, 256), 128, tier)
+            flooding.append(asyncio.create_task(stream(dispatcher, generation, times)))
+        await asyncio.sleep(1)
+    ttfts, gaps = [], []
+    for _ in range(args.requests):
+        times = []
+        began = time.perf_counter()
+        await stream(dispatcher, work(tokens(draw, 64), 32), times)
+        ttfts.append(times[0] - began)
+        gaps += [b - a for a, b in itertools.pairwise(times)]
+    still_going = sum(not task.done() for task in flooding)
+    await asyncio.gather(*flooding)
+    assert all(len(times) == 128 for times in finished), "a request of the flood was not finished"
+    return {
+        "ttft": summary_ms(ttfts),
+        "itl": summary_ms(gaps),
+        "flood_going_on_at_the_end": still_going,
+    }
+
+
+def measure_flood(args: argparse.Namespace, folder: Path, tier: Tier | None) -> dict[str, object]:
+    """One stack, one flood."""
+    block_bytes = 6 * 2 * 6 * 48 * 16 * 4
+    environment = {
+        "BATON_KV_CACHE_BYTES": str(600 * block_bytes),  # about a tenth of the flood
+        "BATON_LOCAL_PREFILL_TOKENS": "0",
+        "BATON_MAX_NUM_SEQS": "16",
+    }
+    with local_stack(["--model", str(folder)], environment) as local:
+
+        async def body() -> dict[str, object]:
+            async with connected(local, folder) as dispatcher:
+                return await flood(dispatcher, args, tier)
+
+        return asyncio.run(body())
+
+
+def main() -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["long-prompt", "flood"])
+    parser.add_argument("--prompt", type=int, default=32000)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--flood", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    figures: dict[str, object] = {}
+    with TemporaryDirectory() as scratch:
+        if args.what == "long-prompt":
+            folder = llama_long(Path(scratch))
+            for chunk in CHUNK_SIZES:  # the two modes take turns
+                for mode in ("colocated", "disaggregated"):
+                    found = measure_long_prompt(args, folder, chunk, colocated=mode == "colocated")
+                    figures[f"{mode}-{chunk}"] = found
+                    print(f"{mode:<14} chunk {chunk:5}: {found}", flush=True)
+        else:
+            folder = llama_15m(Path(scratch))
+            for name, tier in (("alone", None), ("batch-flood", Tier.BATCH), ("interactive-flood", Tier.INTERACTIVE)):
+                figures[name] = measure_flood(args, folder, tier)
+                print(f"{name:<18}: {figures[name]}", flush=True)
+    workload = {key: value for key, value in vars(args).items() if key not in ("what", "seed")}
+    print(record(f"interference-{args.what}", workload=workload, figures=figures, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Whether there is room for one more: blocks and places, now and until everybody who is here has ended.
+
+Room is judged by a forecast, not by the worst case: sequences are expected to be as long as those of their tier lately
+were. A sequence that outlives what was expected of it is judged anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.contract.messages import Decode
+from common.contract.tiers import Tier
+from common.engine.block_pool import BlockPool
+from decode_worker.forecast import Forecast
+from decode_worker.output_profile import OutputProfile
+from decode_worker.policy import Policy
+from decode_worker.request import DecodeRequest, Generation
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, are spread evenly, whatever their number."""
+Newcomer = tuple[int, int]
+"""(steps that a sequence is expected to take, blocks that it alone will hold)."""
+Key = tuple[DecodeRequest, int]
+"""A request and one of its choices: what there is room for."""
+
+
+def rank_of(order: int) -> float:
+    """The place of the `order`-th sequence in the distribution of output lengths, in [0, 1)."""
+    return (order + 1) * _GOLDEN % 1.0
+
+
+class Admission:
+    """Who has been let in, and what is expected of them."""
+
+    def __init__(self, pool: BlockPool, policy: Policy) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._limit = int(pool.num_blocks * (1 - policy.memory_reserve))
+        self._places = policy.max_num_seqs + max(2, policy.max_num_seqs // 4)
+        """Sequences that may hold blocks: a full batch, and some that are ready when places fall free."""
+        self._forecast: Forecast[Key] = Forecast(policy.block_size)
+        self._profile = OutputProfile()
+        self._outlived: dict[int, list[Generation]] = {}
+        """Step → sequences that are expected to have ended by then."""
+        self._num_admitted = [0] * len(Tier)
+        """By the rank of their tier."""
+
+    def __len__(self) -> int:
+        return len(self._forecast)
+
+    def keys(self) -> list[Key]:
+        """Everyone who holds blocks."""
+        return list(self._forecast)
+
+    def num_expected(self, step: int) -> int:
+        """The most blocks in use from now on, as forecast."""
+        return self._forecast.peak(step, self._pool.num_used)
+
+    def any_below(self, rank: int) -> bool:
+        """Whether sequences of a lower tier hold blocks."""
+        return any(self._num_admitted[rank + 1 :])
+
+    def num_lacking(
+        self, rank: int, step: int, *, num_new: int, num_revived: int, headroom: int, newcomers: Sequence[Newcomer]
+    ) -> int:
+        """How many blocks are lacking, now or later, before `newcomers` can have `num_new` of them, beside the
+        `num_revived` unreferenced cached ones that they use; at most 0 if there is room.
+
+        `headroom` blocks are left for those who are here. Whoever would be alone has room if the blocks are free.
+        """
+        pool = self._pool
+        admitted = sum(self._num_admitted[: rank + 1])
+        if admitted and admitted + len(newcomers) > self._places:
+            return 1
+        if not len(self._forecast):
+            return num_new + num_revived - pool.num_free
+        lacking = num_new + num_revived + headroom - pool.num_free
+        if lacking > 0:
+            return lacking
+        used = pool.num_used + num_revived + num_new
+        if self._forecast.most(step, used, newcomers) <= self._limit:
+            return 0
+        return self._forecast.peak(step, used, newcomers) - self._limit
+
+    def enter(self, key: Key, step: int, newcomer: Newcomer) -> None:
+        """Somebody for whom there was room is here."""
+        num_steps, num_private = newcomer
+        self._forecast.put(key, step=step, end_step=step + num_steps, num_private=num_private)
+        self._num_admitted[key[0].work.tier.rank] += 1
+
+    def leave(self, key: Key) -> None:
+        """It has given its blocks back."""
+        self._forecast.remove(key)
+        self._num_admitted[key[0].work.tier.rank] -= 1
+
+    def began(self, generation: Generation) -> None:
+        """One that is here generates: from now on it is judged by what it does."""
+        generation.end_step = self._forecast.end_of(generation.key)
+        self._outlived.setdefault(generation.end_step, []).append(generation)
+
+    def ended(self, generation: Generation) -> None:
+        """It has come to its natural end: others will be expected to be as long."""
+        self._profile.observe(generation.request.work.tier, generation.sequence.num_output)
+
+    def look_again(self, step: int) -> None:
+        """Judge those anew who were expected to have ended before `step`, and have not."""
+        for generation in self._outlived.pop(step, ()):
+            if generation.end_step == step and generation.key in self._forecast:
+                # Another place among the lengths that are left: the old one is just above it, again and again.
+                generation.rank = (generation.rank + _GOLDEN) % 1.0
+                num_steps = self.steps_left(generation.request.work, generation.sequence.num_tokens, generation.rank)
+                # Finer than a block would change nothing.
+                self._forecast.postpone(generation.key, step + max(num_steps, self._policy.block_size))
+                self.began(generation)
+
+    def steps_left(self, work: Decode, num_tokens: int, rank: float) -> int:
+        """Steps that a sequence of `num_tokens` is expected to take still; at least one."""
+        num_output = num_tokens - work.prompt_len
+        most = min(work.sampling.max_tokens, self._policy.max_sequence_tokens - work.prompt_len)
+        return max(1, self._profile.predict(work.tier, num_output, rank, most) - num_output)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        by_rank = [0] * len(Tier)
+        for request, _ in self.keys():
+            by_rank[request.work.tier.rank] += 1
+        assert by_rank == self._num_admitted, (by_rank, self._num_admitted)
