@@ -60,8 +60,13 @@ class Admission:
         """Whether sequences of a lower tier hold blocks."""
         return any(self._num_admitted[rank + 1 :])
 
+    def has_places(self, rank: int, num: int) -> bool:
+        """Whether `num` sequences more of this tier may hold blocks; those of lower tiers are not in their way."""
+        admitted = sum(self._num_admitted[: rank + 1])
+        return admitted == 0 or admitted + num <= self._places
+
     def num_lacking(
-        self, rank: int, step: int, *, num_new: int, num_revived: int, headroom: int, newcomers: Sequence[Newcomer]
+        self, step: int, *, num_new: int, num_revived: int, headroom: int, newcomers: Sequence[Newcomer]
     ) -> int:
         """How many blocks are lacking, now or later, before `newcomers` can have `num_new` of them, beside the
         `num_revived` unreferenced cached ones that they use; at most 0 if there is room.
@@ -69,9 +74,6 @@ class Admission:
         `headroom` blocks are left for those who are here. Whoever would be alone has room if the blocks are free.
         """
         pool = self._pool
-        admitted = sum(self._num_admitted[: rank + 1])
-        if admitted and admitted + len(newcomers) > self._places:
-            return 1
         if not len(self._forecast):
             return num_new + num_revived - pool.num_free
         lacking = num_new + num_revived + headroom - pool.num_free

@@ -385,8 +385,9 @@ class DecodeScheduler:
     def _has_room(self, rank: int, num_new: int, num_revived: int, newcomers: Seq[Newcomer]) -> bool:
         """Whether `num_new` blocks, beside `num_revived` unreferenced cached ones, can be given away now, and nobody
         will lack any for it later. If lower tiers stand in the way, they are told to give."""
+        if not self._admission.has_places(rank, len(newcomers)):
+            return False
         lacking = self._admission.num_lacking(
-            rank,
             self._batch.step,
             num_new=num_new,
             num_revived=num_revived,

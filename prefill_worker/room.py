@@ -1,4 +1,5 @@
 """Who may have blocks now: what each tier may hold of the pool, and how far ahead of the engine prompts are let in.
+What a prompt's turn depends on: how much work stands before it.
 
 Pure state, for one scheduler.
 """
@@ -8,8 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
+from common.contract.messages import MAX_TOKENS
 from common.contract.tiers import Tier
-from common.engine.chunked_prefill import Prompt
+from common.engine.chunked_prefill import Prompt, Urgency
 
 MOST_OF_POOL = {Tier.STANDARD: 7 / 8, Tier.BATCH: 3 / 4}
 """The share of the pool that a tier, with those below it, may hold: prompts that are computed, and offers that wait for
@@ -109,7 +111,32 @@ class Horizon:
         while self._num_within - self._heap[0][3] >= self._num_tokens:
             self._num_within -= heapq.heappop(self._heap)[3]
 
-    def reaches(self, prompt: Prompt) -> bool:
-        """Whether `prompt`, let in now, would be among them."""
-        rank, deadline, order = prompt.urgency
+    def reaches(self, urgency: Urgency) -> bool:
+        """Whether a prompt of this urgency, let in now, would be among them."""
+        rank, deadline, order = urgency
         return self._num_within < self._num_tokens or (-rank, -deadline, -order) > self._heap[0][:3]
+
+
+class Backlog:
+    """Tokens to be computed, by tier and by the length of their prompts, in powers of two."""
+
+    def __init__(self) -> None:
+        self._num_tokens = [[0] * (MAX_TOKENS.bit_length() + 1) for _ in Tier]
+
+    def change(self, tier: Tier, length: int, num_tokens: int) -> None:
+        """So many more, or fewer, of a prompt that had `length` tokens to compute when it came."""
+        self._num_tokens[tier.rank][length.bit_length()] += num_tokens
+
+    def before(self, tier: Tier, length: int) -> int:
+        """What stands before a prompt that comes now: all of higher tiers, and of its own what is no longer than it."""
+        higher = sum(sum(lengths) for lengths in self._num_tokens[: tier.rank])
+        return higher + sum(self._num_tokens[tier.rank][: length.bit_length() + 1])
+
+    @property
+    def num_tokens(self) -> int:
+        """All of them."""
+        return sum(sum(lengths) for lengths in self._num_tokens)
+
+    def check_invariants(self) -> None:
+        """Assert that there is nothing less than none."""
+        assert all(num >= 0 for lengths in self._num_tokens for num in lengths)

@@ -73,6 +73,11 @@ class LocalStack:
         self._screen.clear()
         return str(self._children[-1].facts["url"])
 
+    @property
+    def probes(self) -> dict[str, str]:
+        """`host:port` of each worker's `/metrics`, by its name, once started."""
+        return {child.name: str(child.facts["http"]) for child in self._children if "http" in child.facts}
+
     async def watch(self) -> None:
         """Return when a process has ended by itself. Raises `OperatorError`, naming it."""
         waits = {asyncio.create_task(child.process.wait()): child for child in self._children}

@@ -450,7 +450,7 @@ def test_a_reservation_comes_once(pull: Pull) -> None:
         pull.reserve((60, 61, 62))
 
 
-# --- blocks that the sink holds already ----------------------------------------------------------------------------
+# --- blocks that the sink holds already --------------------------------------------------------------------------
 
 
 def test_held_blocks_are_not_read(pull: Pull) -> None:
@@ -507,7 +507,7 @@ def test_no_more_is_held_than_was_reserved(pull: Pull, num_held: int) -> None:
         pull.reserve(SINK_BLOCKS, num_held=num_held)
 
 
-# --- pulls of a prefix ---------------------------------------------------------------------------------------------
+# --- pulls of a prefix -------------------------------------------------------------------------------------------
 
 
 HASHES = tuple(BlockHash(bytes([number]) * 32) for number in range(4))

@@ -652,7 +652,7 @@ def test_nothing_is_pinned_twice_or_for_ever(table: LeaseTable) -> None:
     assert (len(table), table.num_blocks, table.next_expiry()) == (0, 0, math.inf)
 
 
-# --- cached prefixes, lent -----------------------------------------------------------------------------------------
+# --- cached prefixes, lent ---------------------------------------------------------------------------------------
 
 
 def lent(table: LeaseTable, sink: Incarnation = D1) -> BlocksReady:

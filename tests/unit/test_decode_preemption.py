@@ -1,0 +1,506 @@
+"""Who gives way when memory or places run out, how, and when it comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.contract.tiers import Tier
+from common.engine.costs import Costs
+from decode_bench import EAGER, Bench, request, tokens
+from decode_worker.request import Generation, Stage
+
+INTERACTIVE, STANDARD, BATCH = Tier
+CHEAP_SWAP = Costs(prefill_s_per_token=1.0, swap_s_per_block=1e-6)
+CHEAP_RECOMPUTE = Costs(prefill_s_per_token=1e-6, swap_s_per_block=1.0)
+
+
+def crowded(*tiers: Tier, **policy: object) -> tuple[Bench, list[Generation]]:
+    """Sequences of 8 tokens and two blocks each, which all run and all want a fourth block when there is no other."""
+    options = {"memory_reserve": EAGER, "num_host_blocks": 32, "costs": CHEAP_SWAP, **policy}
+    bench = Bench(3 * len(tiers), **options)  # type: ignore[arg-type]
+    generations = [bench.enter(request(f"r{index}", 8, tier=tier))[0] for index, tier in enumerate(tiers)]
+    bench.step()
+    assert bench.pool.num_free == 0
+    return bench, generations
+
+
+def preempted(generations: list[Generation]) -> list[int]:
+    return [index for index, generation in enumerate(generations) if generation.stage is Stage.PREEMPTED]
+
+
+# --- who ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tiers", "victim"),
+    [
+        pytest.param((STANDARD, STANDARD, STANDARD), 2, id="the newest of equals"),
+        pytest.param((BATCH, STANDARD, STANDARD), 0, id="the lowest tier, though it is the oldest"),
+        pytest.param((STANDARD, BATCH, BATCH), 2, id="the newest of the lowest tier"),
+        pytest.param((BATCH, BATCH, INTERACTIVE), 1, id="no higher one, though it is newer"),
+        pytest.param((INTERACTIVE, STANDARD, INTERACTIVE), 1, id="the lowest of those who are here"),
+    ],
+)
+def test_the_newest_of_the_lowest_tier_gives_way(tiers: tuple[Tier, ...], victim: int) -> None:
+    bench, generations = crowded(*tiers)
+    bench.preempting_step()
+    assert preempted(generations) == [victim]
+
+
+def test_those_who_lack_a_block_sit_out_one_step_and_go_on_in_the_next() -> None:
+    bench, [a, b, c] = crowded(STANDARD, STANDARD, STANDARD)
+    step = bench.preempting_step()
+    assert step.decodes == [], "all were due, and the blocks of the third are there with the end of the step"
+    bench.end_step(step)
+    bench.reserve()
+    assert bench.step().decodes == [a, b]
+    assert c.stage is Stage.PREEMPTED
+
+
+def test_no_more_give_way_than_need_be() -> None:
+    """One is due while three blocks are needed by nobody else: one other gives way."""
+    bench = Bench(7, memory_reserve=EAGER)
+    a, b, c = [bench.run(request(name, num_tokens)) for name, num_tokens in (("a", 9), ("b", 4), ("c", 4))]
+    assert bench.pool.num_free == 0
+    bench.preempt()
+    assert [each.stage is Stage.PREEMPTED for each in (a, b, c)] == [False, False, True]
+
+
+def test_a_prompt_that_is_computed_here_gives_way_to_older_sequences() -> None:
+    bench = Bench(6, memory_reserve=EAGER, prefill_tokens=1)
+    older = bench.run(request("older", 8))
+    newer = request("newer", 12, local=True)
+    bench.reserve(newer)
+    bench.preempt()
+    assert older.stage is Stage.RUNNING
+    assert (bench.scheduler.num_computing, bench.scheduler.num_waiting, bench.scheduler.num_preempted) == (0, 1, 0)
+
+
+def test_a_prompt_of_a_higher_tier_does_not_give_way() -> None:
+    bench = Bench(6, memory_reserve=EAGER, prefill_tokens=1)
+    lower = bench.run(request("lower", 8))
+    bench.reserve(request("higher", 12, local=True, tier=INTERACTIVE))
+    bench.preempt()
+    assert lower.stage is Stage.PREEMPTED
+    assert bench.scheduler.num_computing == 1
+
+
+def test_who_is_about_to_join_gives_way_before_older_ones_that_run() -> None:
+    """It has blocks, and waits for a place: it is the newest."""
+    bench = Bench(5, memory_reserve=EAGER, max_num_seqs=1)
+    runs = bench.run(request("runs", 8))
+    [ready] = bench.enter(request("ready", 5))
+    bench.preempt()
+    assert (runs.stage, ready.stage) == (Stage.RUNNING, Stage.PREEMPTED)
+
+
+def test_who_came_back_is_as_old_as_it_was() -> None:
+    bench, [a, b, c] = crowded(STANDARD, STANDARD, STANDARD)
+    bench.preempt()
+    assert c.stage is Stage.PREEMPTED
+    bench.forget(b.request)
+    bench.reserve()
+    bench.step()
+    assert c.stage is Stage.RUNNING
+    [d] = bench.enter(request("d", 1))
+    bench.preempt()
+    assert (a.stage, c.stage, d.stage) == (Stage.RUNNING, Stage.RUNNING, Stage.PREEMPTED)
+
+
+def test_one_that_cannot_grow_beside_a_loan_goes_on_when_the_loan_is_back() -> None:
+    """Nobody else is here to give way, and nothing else happens than that blocks come back."""
+    bench = Bench(8, memory_reserve=EAGER, num_host_blocks=8)
+    old = request("old", 12)
+    bench.enter(old)
+    bench.forget(old)
+    runs = bench.run(request("runs", 8))
+    lent = bench.scheduler.lend(old.chain.hashes)
+    assert len(lent) == 3
+    bench.preempt()
+    assert runs.stage is Stage.PREEMPTED
+    for block in lent:
+        bench.pool.release([block])
+        bench.reserve()
+        bench.step()
+        # It needs 6 of 8 blocks to come back, of which two are lent, then one, then none.
+        if bench.pool.num_free + 0 >= 6:
+            assert runs.stage is not Stage.PREEMPTED
+    assert runs.stage is Stage.RUNNING
+
+
+# --- how ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [
+        # Of 13 tokens 12 are computed: 3 blocks, out and in again, against 13 tokens.
+        pytest.param({"costs": Costs(prefill_s_per_token=1.0, swap_s_per_block=2.1)}, "swap", id="swap is cheaper"),
+        pytest.param({"costs": Costs(prefill_s_per_token=1.0, swap_s_per_block=2.2)}, "recompute", id="it is not"),
+        pytest.param({"num_host_blocks": 3}, "swap", id="just enough host memory"),
+        pytest.param({"num_host_blocks": 2}, "recompute", id="too little host memory"),
+        pytest.param({"num_host_blocks": 0}, "recompute", id="no host memory"),
+        pytest.param({"preempt_by": "swap", "costs": CHEAP_RECOMPUTE}, "swap", id="swap as told"),
+        pytest.param({"preempt_by": "swap", "num_host_blocks": 2}, "recompute", id="told what cannot be"),
+        pytest.param({"preempt_by": "recompute", "costs": CHEAP_SWAP}, "recompute", id="recompute as told"),
+    ],
+)
+def test_blocks_are_given_up_the_cheaper_way(policy: dict[str, object], how: str) -> None:
+    bench, _ = crowded(STANDARD, STANDARD, **policy)
+    step = bench.preempting_step()
+    swapped = how == "swap"
+    assert (bench.scheduler.num_swapped, bench.scheduler.num_recomputed) == (int(swapped), int(not swapped))
+    assert (len(step.swap_outs), bench.scheduler.num_host_used) == ((3, 3) if swapped else (0, 0))
+
+
+@pytest.mark.parametrize(("swap_s_per_block", "how"), [(0.8, "swap"), (0.9, "recompute")])
+def test_what_others_hold_too_is_not_computed_again(swap_s_per_block: float, how: str) -> None:
+    """Of 13 tokens 8 are shared: 3 blocks, out and in again, against 5 tokens."""
+    costs = Costs(prefill_s_per_token=1.0, swap_s_per_block=swap_s_per_block)
+    bench = Bench(4, memory_reserve=EAGER, num_host_blocks=8, costs=costs)
+    bench.run(request("a", 8))
+    bench.run(request("b", tokens("a", 8)))
+    bench.preempt()
+    assert (bench.scheduler.num_swapped == 1) == (how == "swap")
+
+
+def test_what_is_swapped_out_comes_back_in_the_same_order() -> None:
+    bench, [a, b] = crowded(STANDARD, STANDARD)
+    table = list(b.sequence.block_table)
+    step = bench.preempting_step()
+    blocks, slots = zip(*step.swap_outs, strict=True)
+    assert list(blocks) == table
+    assert len(set(slots)) == 3
+    bench.end_step(step)
+    elsewhere = bench.pool.allocate(bench.pool.num_free)  # nothing of it is cached any more
+    bench.forget(a.request)
+    bench.pool.release(elsewhere)
+    bench.reserve()
+    assert b.stage is Stage.READY
+    step = bench.begin_step()
+    assert step.swap_ins == list(zip(slots, b.sequence.block_table, strict=False))
+    assert len(b.sequence.block_table) == 4, "and one for its next token"
+    assert step.decodes == [b]
+    assert bench.scheduler.num_host_used == 0
+    bench.end_step(step)
+    assert b.sequence.token_ids == [*b.request.work.token_ids, 99, *range(9, 14)]
+
+
+def test_host_memory_that_is_given_back_in_a_step_is_not_written_to_in_it() -> None:
+    """A step swaps out before it swaps in."""
+    bench, [a, b] = crowded(STANDARD, STANDARD, num_host_blocks=3)
+    bench.preempt()
+    bench.forget(a.request)
+    [c] = bench.enter(request("c", 8, tier=BATCH))
+    bench.reserve()
+    step = bench.begin_step()
+    assert b in step.decodes
+    assert c in step.decodes
+    assert not {slot for slot, _ in step.swap_ins} & {slot for _, slot in step.swap_outs}
+
+
+def test_what_is_still_cached_is_not_swapped_in() -> None:
+    """The one that goes on has taken the last of the three blocks: the last of a table is the first to be evicted."""
+    bench, [a, b] = crowded(STANDARD, STANDARD)
+    table = list(b.sequence.block_table)
+    step = bench.preempting_step()
+    slots = [slot for _, slot in step.swap_outs]
+    bench.end_step(step)
+    bench.step()
+    assert bench.pool.match(b.chain.hashes) == table[:2]
+    evicted = table[2]
+    assert a.sequence.block_table[-1] == evicted
+    lent = bench.pool.allocate(1)
+    bench.pool.share(table[:1])
+    bench.forget(a.request)
+    bench.reserve()
+    assert b.sequence.block_table[:1] == table[:1]
+    step = bench.begin_step()
+    num_kept = len(bench.pool.match(b.chain.hashes[:3]))
+    assert num_kept >= 1
+    assert step.swap_ins == list(zip(slots[num_kept:], b.sequence.block_table[num_kept:3], strict=True))
+    bench.end_step(step)
+    bench.pool.release([*lent, table[0]])
+
+
+def test_recomputing_begins_after_what_is_still_cached() -> None:
+    bench, [a, b] = crowded(STANDARD, STANDARD, preempt_by="recompute")
+    bench.preempt()
+    bench.step()
+    assert len(bench.pool.match(b.chain.hashes)) == 2, "the third is in use for other contents"
+    bench.forget(a.request)
+    bench.reserve()
+    assert b.stage is Stage.RECOMPUTING
+    [chunk] = bench.step().chunks
+    assert (chunk.start, chunk.end) == (8, 13)
+
+
+def test_recomputing_takes_no_more_tokens_of_a_step_than_prompts_may() -> None:
+    bench, [a, b, c] = crowded(STANDARD, STANDARD, STANDARD, preempt_by="recompute", prefill_tokens=2)
+    bench.preempt()
+    bench.forget(b.request)
+    elsewhere = bench.pool.allocate(bench.pool.num_free)
+    bench.pool.release(elsewhere)
+    bench.reserve()
+    assert c.stage is Stage.RECOMPUTING
+    sizes = []
+    while c.stage is Stage.RECOMPUTING:
+        step = bench.step()
+        assert step.decodes == [a]
+        sizes += [chunk.end - chunk.start for chunk in step.chunks]
+    assert sizes == [2] * 6 + [1]
+
+
+def test_a_recomputed_sequence_goes_on_with_its_next_token() -> None:
+    bench, [a, b] = crowded(STANDARD, STANDARD, preempt_by="recompute")
+    bench.preempt()
+    before = list(b.sequence.token_ids)
+    bench.forget(a.request)
+    bench.reserve()
+    step = bench.step()
+    assert [chunk.prompt.generation for chunk in step.chunks] == [b]
+    assert b.sequence.token_ids == [*before, len(before)]
+    assert bench.step().decodes == [b]
+    assert b.sequence.token_ids == [*before, len(before), len(before) + 1]
+
+
+def test_what_is_preempted_before_it_is_swapped_in_stays_where_it_is() -> None:
+    bench, [a, b] = crowded(BATCH, BATCH)
+    bench.preempt()
+    bench.forget(a.request)
+    bench.reserve()
+    assert b.stage is Stage.READY
+    slots = list(b.host_slots)
+    assert len(slots) == 3
+    bench.want(request("vip", 24, tier=INTERACTIVE))
+    bench.reserve()
+    step = bench.begin_step()
+    assert (step.swap_outs, step.swap_ins) == ([], [])
+    assert b.host_slots == slots
+    bench.end_step(step)
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_what_is_being_swapped_in_is_named_when_it_is_there(given_up: bool) -> None:
+    bench, [a, b] = crowded(STANDARD, STANDARD)
+    bench.preempt()
+    elsewhere = bench.pool.allocate(bench.pool.num_free)
+    bench.forget(a.request)
+    bench.pool.release(elsewhere)
+    bench.pool.release(bench.pool.allocate(6))
+    bench.reserve()
+    assert bench.pool.match(b.chain.hashes) == []
+    step = bench.begin_step()
+    assert len(step.swap_ins) == 3
+    if given_up:
+        bench.forget(b.request)
+        assert bench.pool.match(b.chain.hashes) == [], "named before its contents are there"
+    bench.end_step(step)
+    if not given_up:
+        bench.steps(8)
+        bench.forget(b.request)
+        assert len(bench.pool.match(b.chain.hashes)) >= 5
+
+
+# --- the way back ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tier", "waits"), [(BATCH, True), (STANDARD, True), (INTERACTIVE, False)])
+def test_who_was_preempted_comes_back_before_those_of_its_tier_and_lower_come_in(tier: Tier, waits: bool) -> None:
+    bench, [a, b] = crowded(STANDARD, STANDARD)
+    bench.preempt()
+    bench.step()
+    assert bench.pool.num_free == 2
+    small = request("small", 1, tier=tier)
+    assert bench.reserve(small) == ([] if waits else ["small"])
+    bench.forget(a.request)
+    bench.reserve()
+    assert b.stage is Stage.READY
+    assert "small" in bench.pulling, "there is room for both"
+
+
+def test_of_those_who_were_preempted_the_oldest_of_the_highest_tier_comes_back_first() -> None:
+    bench, [vip, batch, old, new] = crowded(INTERACTIVE, BATCH, STANDARD, STANDARD)
+    bench.reserve(request("other vip", 30, tier=INTERACTIVE))
+    bench.step()
+    assert [each.stage for each in (vip, batch, old, new)] == [Stage.RUNNING, *[Stage.PREEMPTED] * 3]
+    bench.forget(bench.requests[-1])
+    back: list[Generation] = []
+    for _ in range(60):
+        bench.step()
+        back += [each for each in (batch, old, new) if each.stage is not Stage.PREEMPTED and each not in back]
+        if len(back) == 2:
+            bench.forget(vip.request)
+    assert back == [old, new, batch]
+
+
+def test_who_was_preempted_is_not_kept_out_by_an_endless_stream_of_a_higher_tier() -> None:
+    """For a while it is; then what it needs is not given away any more."""
+    bench, [a, b] = crowded(INTERACTIVE, BATCH, ageing_s=5.0)
+    bench.preempt()
+    bench.forget(a.request)
+    for number in range(60):
+        bench.now += 1.0
+        bench.want(request(f"vip {number}", 20, max_tokens=4, tier=INTERACTIVE, arrived=bench.now))
+        bench.reserve()
+        for name in list(bench.pulling):
+            bench.settle(next(each for each in bench.requests if each.work.request == name))
+        bench.step()
+    assert b.sequence.num_tokens > 40
+
+
+# --- a higher tier needs room ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "comes", "gives_way"),
+    [
+        (BATCH, INTERACTIVE, True),
+        (BATCH, STANDARD, True),
+        (STANDARD, INTERACTIVE, True),
+        (BATCH, BATCH, False),
+        (STANDARD, BATCH, False),
+        (INTERACTIVE, INTERACTIVE, False),
+    ],
+)
+def test_lower_tiers_give_way_to_a_request_for_which_there_is_no_room(here: Tier, comes: Tier, gives_way: bool) -> None:
+    bench, [a, b] = crowded(here, here)
+    assert bench.reserve(request("new", 4, tier=comes)) == []
+    bench.step()
+    assert [a.stage is Stage.PREEMPTED, b.stage is Stage.PREEMPTED] == [False, gives_way]
+    assert list(bench.pulling) == (["new"] if gives_way else [])
+
+
+@pytest.mark.parametrize(("num_tokens", "num_giving_way"), [(4, 1), (8, 1), (9, 2), (20, 2), (24, 3)])
+def test_as_many_give_way_as_it_takes(num_tokens: int, num_giving_way: int) -> None:
+    """With each three blocks come back, of which those who stay may need one each in the next step."""
+    bench, generations = crowded(BATCH, BATCH, BATCH)
+    bench.reserve(request("vip", num_tokens, tier=INTERACTIVE))
+    bench.step()
+    assert preempted(generations) == [2, 1, 0][:num_giving_way][::-1]
+    assert list(bench.pulling) == ["vip"]
+
+
+def test_a_prompt_of_a_lower_tier_gives_way_too() -> None:
+    bench = Bench(4, memory_reserve=EAGER, token_budget=1)
+    bench.reserve(request("batch", 16, local=True, tier=BATCH))
+    bench.steps(3)
+    assert bench.reserve(request("vip", 4, tier=INTERACTIVE)) == []
+    bench.step()
+    assert list(bench.pulling) == ["vip"]
+
+
+def test_pressure_ends_when_the_request_has_come_in() -> None:
+    """It asks in the middle of a step, and there is room at its end without anybody's giving way."""
+    bench, [a, b] = crowded(BATCH, BATCH)
+    step = bench.begin_step()
+    assert bench.reserve(request("vip", 8, tier=INTERACTIVE)) == []
+    bench.end_step(step, ends=[b])
+    assert bench.reserve() == ["vip"]
+    bench.begin_step()
+    assert a.stage is Stage.RUNNING
+    assert bench.num_preemptions == 0
+
+
+def test_pressure_ends_when_the_request_is_given_up() -> None:
+    bench, [_, b] = crowded(BATCH, BATCH)
+    vip = request("vip", 8, tier=INTERACTIVE)
+    assert bench.reserve(vip) == []
+    bench.forget(vip)
+    bench.reserve()
+    bench.begin_step()
+    assert b.stage is Stage.RUNNING
+    assert bench.num_preemptions == 0
+
+
+def test_pressure_is_met_once() -> None:
+    """What was taken is there at the end of the step; asking again meanwhile takes nothing from anybody else."""
+    bench, generations = crowded(BATCH, BATCH, BATCH)
+    bench.reserve(request("vip", 4, tier=INTERACTIVE))
+    step = bench.begin_step()
+    assert preempted(generations) == [2]
+    bench.want(request("who asks", 4, tier=BATCH))
+    assert bench.reserve() == []
+    bench.end_step(step)
+    assert bench.reserve() == ["vip"]
+    bench.begin_step()
+    assert preempted(generations) == [2]
+
+
+def test_who_holds_nothing_alone_does_not_end_the_search_for_room() -> None:
+    bench = Bench(8, memory_reserve=EAGER)
+    a = bench.run(request("a", 13, tier=BATCH))
+    [b] = bench.enter(request("b", 8, tier=BATCH))
+    [c] = bench.enter(request("c", tokens("b", 8), tier=BATCH))
+    assert c.sequence.block_table == b.sequence.block_table
+    bench.reserve(request("vip", 12, tier=INTERACTIVE))
+    bench.step()
+    assert list(bench.pulling) == ["vip"]
+    assert a.stage is not Stage.ENDED
+
+
+def test_the_room_that_was_made_goes_to_whom_it_was_made_for() -> None:
+    """Not to one of a lower tier that was preempted before, and needs less."""
+    bench = Bench(10, memory_reserve=EAGER, num_host_blocks=20)
+    bench.run(request("a", 18, tier=BATCH))
+    b = bench.run(request("b", 14, tier=BATCH))
+    bench.preempt()
+    assert b.stage is Stage.PREEMPTED
+    bench.want(request("vip", 22, tier=INTERACTIVE))
+    bench.reserve()
+    num_preemptions = bench.num_preemptions
+    bench.steps(3)
+    assert list(bench.pulling) == ["vip"]
+    assert bench.num_preemptions - num_preemptions <= 1
+
+
+def test_one_after_the_other_may_have_to_give_way() -> None:
+    """Who gave way before is spared; somebody else of its tier is not."""
+    bench, [a, b, c] = crowded(BATCH, BATCH, BATCH)
+    first = request("first", 4, tier=INTERACTIVE)
+    bench.reserve(first)
+    bench.step()
+    assert (list(bench.pulling), c.stage) == (["first"], Stage.PREEMPTED)
+    bench.forget(first)
+    bench.forget(a.request)
+    bench.reserve()
+    bench.steps(2)
+    assert (b.stage, c.stage) == (Stage.RUNNING, Stage.RUNNING)
+    bench.reserve(request("second", 8, tier=INTERACTIVE))
+    bench.steps(2)
+    assert list(bench.pulling) == ["second"]
+
+
+# --- a higher tier needs a place ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", [STANDARD, BATCH])
+def test_in_a_full_batch_an_interactive_request_takes_the_place_of_a_lower_one_which_keeps_its_blocks(
+    tier: Tier,
+) -> None:
+    bench = Bench(64, memory_reserve=EAGER, max_num_seqs=2, num_host_blocks=64)
+    a, b = [bench.enter(request(name, 4, tier=tier))[0] for name in "ab"]
+    bench.step()
+    table = list(b.sequence.block_table)
+    vip_request = request("vip", 4, tier=INTERACTIVE)
+    [vip] = bench.enter(vip_request)
+    step = bench.step()
+    assert step.decodes == [a, vip]
+    assert (b.stage, b.sequence.block_table) == (Stage.READY, table)
+    assert bench.num_preemptions == 0
+    num_tokens = b.sequence.num_tokens
+    bench.steps(3)
+    assert b.sequence.num_tokens == num_tokens, "it does not advance meanwhile"
+    bench.forget(vip_request)
+    assert bench.step().decodes == [a, b]
+    assert b.sequence.num_tokens == num_tokens + 1
+
+
+@pytest.mark.parametrize("tier", [INTERACTIVE, STANDARD])
+def test_in_a_full_batch_nobody_takes_the_place_of_its_own_tier_or_a_higher(tier: Tier) -> None:
+    bench = Bench(64, memory_reserve=EAGER, max_num_seqs=2)
+    a, b = [bench.enter(request(name, 4, tier=tier))[0] for name in "ab"]
+    bench.step()
+    bench.enter(request("new", 4, tier=STANDARD))
+    for step in bench.steps(3):
+        assert step.decodes == [a, b]

@@ -1,0 +1,219 @@
+"""The running batch: who joins, who makes place for whom, and the calendar of who needs a block when."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from common.contract.tiers import Tier
+from common.engine.sequence import Sequence
+from decode_bench import BLOCK_SIZE, request
+from decode_worker.request import Generation, Stage
+from decode_worker.running_batch import RunningBatch, seniority
+
+INTERACTIVE, STANDARD, BATCH = Tier
+
+
+def generation(order: int, tier: Tier = STANDARD, num_tokens: int = 1, num_blocks: int | None = None) -> Generation:
+    """With the blocks that its tokens need, unless told otherwise."""
+    subject = request(f"r{order}", max(1, num_tokens), tier=tier)
+    num_blocks = -(-num_tokens // BLOCK_SIZE) if num_blocks is None else num_blocks
+    token_ids = list(range(num_tokens))
+    table = list(range(num_blocks))
+    sequence = Sequence(subject.key, 0, token_ids, 1, subject.work.sampling, num_tokens - 1, table)
+    return Generation(subject, sequence, subject.chain, order, 0.5)
+
+
+class Bench:
+    """A batch whose sequences get a token with each step."""
+
+    def __init__(self, max_num_seqs: int = 4) -> None:
+        self.batch = RunningBatch(max_num_seqs, BLOCK_SIZE)
+
+    def add(self, *generations: Generation) -> None:
+        for each in generations:
+            self.batch.add(each)
+        self.batch.check_invariants()
+
+    def step(self) -> tuple[list[Generation], list[Generation]]:
+        """Those that have joined, those that were due and got their block."""
+        joined = self.batch.next_step()
+        due = self.batch.due()
+        for each in due:
+            each.sequence.block_table.append(0)
+            self.batch.fed(each)
+        self.batch.check_invariants()
+        for each in self.batch.running():
+            each.sequence.token_ids.append(0)
+        return joined, due
+
+
+def test_seniority_is_tier_then_order() -> None:
+    batch, standard, vip = generation(0, BATCH), generation(1), generation(2, INTERACTIVE)
+    newer = generation(3)
+    assert sorted([newer, batch, vip, standard], key=seniority) == [vip, standard, newer, batch]
+
+
+def test_who_is_ready_joins_at_the_next_step_senior_ones_first() -> None:
+    bench = Bench(max_num_seqs=2)
+    a, b, vip = generation(0), generation(1), generation(2, INTERACTIVE)
+    bench.add(b, a, vip)
+    assert bench.batch.num_running == 0
+    assert bench.step()[0] == [vip, a]
+    assert (bench.batch.num_running, bench.batch.num_ready) == (2, 1)
+    assert [each.stage for each in (vip, a, b)] == [Stage.RUNNING, Stage.RUNNING, Stage.READY]
+    bench.batch.discard(vip)
+    assert bench.step()[0] == [b]
+    assert bench.batch.running() == [a, b], "in the order of joining"
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 10))
+def test_a_sequence_is_due_at_the_step_for_which_it_lacks_a_slot(num_tokens: int) -> None:
+    bench = Bench()
+    subject = generation(0, num_tokens=num_tokens)
+    bench.add(subject)
+    for _ in range(20):
+        num_before, num_slots = subject.sequence.num_tokens, len(subject.sequence.block_table) * BLOCK_SIZE
+        _, due = bench.step()
+        assert due == ([subject] if num_before > num_slots else [])
+
+
+def test_who_joins_without_a_slot_for_its_last_token_is_due_at_once() -> None:
+    bench = Bench()
+    subject = generation(0, num_tokens=5, num_blocks=1)
+    bench.add(subject)
+    assert bench.step() == ([subject], [subject])
+
+
+def test_who_is_due_at_the_next_step_is_known_beforehand() -> None:
+    bench = Bench()
+    bench.add(generation(0, num_tokens=3), generation(1, num_tokens=3), generation(2, num_tokens=4))
+    foreseen = []
+    due = []
+    for _ in range(12):
+        foreseen.append(bench.batch.num_due_next)
+        due.append(len(bench.step()[1]))
+    assert due[1:6] == [1, 2, 0, 0, 1]
+    assert foreseen[1:] == due[1:], "all of them were running already"
+
+
+def test_due_ones_come_senior_ones_first() -> None:
+    bench = Bench()
+    a, b, vip = generation(0, num_tokens=4), generation(1, num_tokens=4), generation(2, INTERACTIVE, 4)
+    bench.add(b, vip, a)
+    bench.step()
+    assert bench.step()[1] == [vip, a, b]
+
+
+def test_who_has_left_is_not_due() -> None:
+    bench = Bench()
+    a, b = generation(0, num_tokens=4), generation(1, num_tokens=4)
+    bench.add(a, b)
+    bench.step()
+    bench.batch.discard(a)
+    assert bench.step()[1] == [b]
+
+
+def test_who_sits_out_is_due_again_at_the_next_step() -> None:
+    bench = Bench()
+    subject = generation(0, num_tokens=4)
+    bench.add(subject)
+    bench.step()
+    for _ in range(3):
+        bench.batch.next_step()
+        assert bench.batch.due() == [subject]
+        bench.batch.sit_out(subject)
+        bench.batch.check_invariants()
+    assert bench.step()[1] == [subject]
+
+
+def test_the_newest_of_the_lowest_tier_is_found_among_those_who_run_and_those_who_wait() -> None:
+    bench = Bench(max_num_seqs=3)
+    old, new, vip = generation(0, BATCH), generation(3, BATCH), generation(4, INTERACTIVE)
+    assert bench.batch.newest() is None
+    bench.add(old, new, vip)
+    assert bench.batch.newest() is new
+    bench.step()
+    assert bench.batch.newest() is new
+    newer, standard = generation(5, BATCH), generation(6)
+    bench.add(newer, standard)
+    assert bench.batch.newest() is newer
+    for expected in (newer, new, old, standard, vip):
+        assert bench.batch.newest() is expected
+        bench.batch.discard(expected)
+    assert bench.batch.newest() is None
+
+
+def test_in_a_full_batch_a_higher_tier_takes_the_place_of_the_newest_of_the_lowest() -> None:
+    bench = Bench(max_num_seqs=3)
+    batch, newer_batch, standard = generation(0, BATCH), generation(1, BATCH), generation(2)
+    bench.add(batch, newer_batch, standard)
+    bench.step()
+    vip = generation(3, INTERACTIVE)
+    bench.add(vip)
+    assert bench.step()[0] == [vip]
+    assert bench.batch.running() == [standard, batch, vip]
+    assert bench.batch.left() == [newer_batch]
+    assert bench.batch.left() == [], "told once"
+    assert newer_batch.stage is Stage.READY
+    assert bench.batch.ready() == [newer_batch]
+
+
+@pytest.mark.parametrize("tier", [STANDARD, BATCH])
+def test_in_a_full_batch_an_equal_or_lower_tier_takes_no_place(tier: Tier) -> None:
+    bench = Bench(max_num_seqs=1)
+    runs = generation(5)
+    bench.add(runs)
+    bench.step()
+    bench.add(generation(0, tier))
+    assert bench.step()[0] == []
+    assert bench.batch.running() == [runs]
+
+
+def test_who_stepped_aside_is_due_as_many_steps_later() -> None:
+    bench = Bench(max_num_seqs=1)
+    subject, vip = generation(0, BATCH, num_tokens=2), generation(1, INTERACTIVE)
+    bench.add(subject)
+    bench.step()
+    bench.add(vip)
+    for _ in range(7):
+        assert bench.step()[1] in ([], [vip])
+    bench.batch.discard(vip)
+    assert bench.step() == ([subject], []), "it has 3 tokens and 4 slots"
+    assert bench.step() == ([], [])
+    assert bench.step() == ([], [subject])
+
+
+def test_discarding_what_is_not_here_does_nothing() -> None:
+    bench = Bench()
+    bench.batch.discard(generation(0))
+    bench.batch.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_calendar_agrees_with_looking_at_everybody(seed: int) -> None:
+    random = Random(seed)
+    bench = Bench(max_num_seqs=random.choice([1, 3, 8]))
+    here: list[Generation] = []
+    for order in range(300):
+        if random.random() < 0.4:
+            here.append(generation(order, random.choice(list(Tier)), num_tokens=random.randint(1, 9)))
+            bench.add(here[-1])
+        if here and random.random() < 0.3:
+            bench.batch.discard(here.pop(random.randrange(len(here))))
+        bench.batch.next_step()
+        lacking = [g for g in bench.batch.running() if g.sequence.num_tokens > len(g.sequence.block_table) * BLOCK_SIZE]
+        due = bench.batch.due()
+        assert due == sorted(lacking, key=seniority), f"seed {seed}"
+        sitting_out = [each for each in due if random.random() < 0.3]
+        for each in due:
+            if each in sitting_out:
+                bench.batch.sit_out(each)
+            else:
+                each.sequence.block_table.append(0)
+                bench.batch.fed(each)
+        bench.batch.check_invariants()
+        for each in bench.batch.running():
+            if each not in sitting_out:
+                each.sequence.token_ids.append(0)
