@@ -134,6 +134,10 @@ class Lender:
 
     # --- what the worker computes --------------------------------------------------------------------------------
 
+    def expect(self, request: RequestId, deadline: float) -> None:
+        """A request waits for its blocks, until its budget ends: `open` or `withdraw` follows."""
+        self._leases.expect(request, deadline)
+
     def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float) -> None:
         """Offer the blocks of a request that is about to be computed; the caller has taken a reference to each."""
         self._do(self._leases.open(key, block_ids, deadline, self._clock()))

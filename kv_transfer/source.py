@@ -33,7 +33,7 @@ from kv_transfer.lease import Lease, verdict, withdrawn
 
 MAX_TOMBSTONES = 4096
 """Ended leases whose answers are remembered."""
-MAX_PARKED = 4096
+MAX_PARKED = 65_536
 """Attaches that wait for their Prefill."""
 
 
@@ -87,6 +87,8 @@ class LeaseTable:
         self._checksums = checksums
         self._leases: dict[RequestId, Lease] = {}
         self._parked: OrderedDict[RequestId, _Parked] = OrderedDict()
+        self._expected: dict[RequestId, float] = {}
+        """Requests that wait for their blocks → until when."""
         self._settled: OrderedDict[LeaseId, tuple[RequestKey, int, Incarnation]] = OrderedDict()
         self._readers: set[tuple[RequestKey, Incarnation]] = set()
         self._epoch = 0
@@ -121,8 +123,15 @@ class LeaseTable:
 
     # --- the offer -----------------------------------------------------------------------------------------------
 
+    def expect(self, request: RequestId, deadline: float) -> None:
+        """A request waits here for its blocks: whoever attaches to it may wait as long, until `open` or `withdraw`."""
+        self._expected[request] = deadline
+        if request in self._parked:
+            self._parked[request].until = max(self._parked[request].until, deadline)
+
     def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[Action]:
         """Pin `block_ids` for a request that has none yet; a parked attach is answered."""
+        self._expected.pop(key.request, None)
         actions: list[Action] = []
         held = self._leases.get(key.request)
         if held is not None and held.lent:  # under the request's own name: its sink is faulty
@@ -253,6 +262,7 @@ class LeaseTable:
 
         When a newer attempt's Prefill is the cause, a sink that has attached for that attempt already waits for it.
         """
+        self._expected.pop(request, None)
         lease = self._leases.get(request)
         newer = cause is Cause.SUPERSEDED
         if lease is None:
@@ -310,6 +320,7 @@ class LeaseTable:
             assert lease.lease not in self._settled, lease.story
             assert not lease.complete or lease.num_ready == len(lease.block_ids), lease.story
             assert request not in self._parked, lease.story
+            assert request not in self._expected, lease.story
             assert lease.sink is None or (lease.key, lease.sink) in self._readers, lease.story
             assert not lease.lent or (lease.complete and lease.sink is not None), lease.story
 
@@ -363,7 +374,8 @@ class LeaseTable:
         actions: list[Action] = []
         if older is not None and (older.attempt, older.sink) != (key.attempt, sink):
             actions += self._refuse_parked((key.request, older), Cause.SUPERSEDED, "another sink attached")
-        self._parked[key.request] = _Parked(key.attempt, sink, now + self._unattached_ttl_s)
+        until = max(now + self._unattached_ttl_s, self._expected.get(key.request, -math.inf))
+        self._parked[key.request] = _Parked(key.attempt, sink, until)
         self._parked.move_to_end(key.request)
         if len(self._parked) > MAX_PARKED:
             actions += self._refuse_parked(self._parked.popitem(last=False), Cause.CAPACITY, "too many parked attaches")

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from common.contract.ids import RequestKey, new_request_id
+from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.engine.costs import Costs
 from kv_transfer.sink import Pull
 from prefill_worker.scheduler import PrefillRequest
@@ -45,7 +45,8 @@ class PrefixPull:
 class PrefixPulls:
     """The pulls under way, by their own request ids."""
 
-    def __init__(self, block_size: int, block_bytes: int, costs: Costs, when: When) -> None:
+    def __init__(self, me: Incarnation, block_size: int, block_bytes: int, costs: Costs, when: When) -> None:
+        self._me = me
         self._block_size = block_size
         self._when = when
         self._costs = costs
@@ -63,7 +64,9 @@ class PrefixPulls:
         """Begin a pull for a request that has its blocks, if somebody holds more of its prompt than this worker and
         pulling that is expected to take less time than computing it (or the operator has decided)."""
         hint = request.work.prefix
-        if hint is None or request.prefix_tried or len(self._pulls) >= MAX_PULLS:
+        if hint is None or hint.source.incarnation == self._me:
+            return None
+        if request.prefix_tried or len(self._pulls) >= MAX_PULLS:
             return None
         request.prefix_tried = True
         # The last token is computed in any case, for its logits.

@@ -7,8 +7,11 @@ Pure state, for one scheduler.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from common.contract.ids import RequestKey
 from common.contract.messages import MAX_TOKENS
 from common.contract.tiers import Tier
 from common.engine.chunked_prefill import Prompt, Urgency
@@ -19,8 +22,17 @@ decode workers. So there is room for an interactive prompt on a worker full of o
 fetches."""
 
 
+@dataclass(slots=True)
+class _Holding:
+    tier: Tier
+    blocks: tuple[int, ...]
+    done: bool = False
+    pinned: bool = True
+
+
 class TierHoldings:
-    """Which blocks the requests of the limited tiers hold.
+    """Which blocks the requests of each tier hold, from their admission until they are given up, or, when they have
+    been computed, until their leases end.
 
     A block counts once in a tier, and in those above it, however many of its requests share it.
     """
@@ -31,10 +43,7 @@ class TierHoldings:
         """Tier → how many requests of it, or of those below it, hold each block."""
         self._num_blocks = dict.fromkeys(MOST_OF_POOL, 0)
         self._num_requests = dict.fromkeys(Tier, 0)
-
-    def num_blocks(self, tier: Tier) -> int:
-        """Blocks that requests of a limited tier, and of those below it, hold."""
-        return self._num_blocks[tier]
+        self._holdings: dict[RequestKey, _Holding] = {}
 
     def has_room(self, tier: Tier, cached: Sequence[int], num_new: int) -> bool:
         """Whether a request of `tier` may hold the blocks `cached` and `num_new` more.
@@ -50,30 +59,51 @@ class TierHoldings:
                 return False
         return True
 
-    def add(self, tier: Tier, blocks: Iterable[int]) -> None:
-        """A request of `tier` holds these blocks."""
+    def begin(self, key: RequestKey, tier: Tier, blocks: Iterable[int]) -> None:
+        """A request is admitted: these are its blocks."""
+        holding = self._holdings[key] = _Holding(tier, tuple(blocks))
         self._num_requests[tier] += 1
         for limited in _counted_in(tier):
             holders = self._holders[limited]
-            for block in blocks:
+            for block in holding.blocks:
                 self._num_blocks[limited] += holders[block] == 0
                 holders[block] += 1
 
-    def remove(self, tier: Tier, blocks: Iterable[int]) -> None:
-        """A request of `tier` holds these blocks no more."""
-        self._num_requests[tier] -= 1
-        for limited in _counted_in(tier):
+    def computed(self, key: RequestKey) -> None:
+        """The request is done; only its lease keeps its blocks now."""
+        holding = self._holdings[key]
+        holding.done = True
+        if not holding.pinned:
+            self.end(key)
+
+    def unpinned(self, key: RequestKey) -> None:
+        """The request's lease has ended; inert when it holds nothing."""
+        holding = self._holdings.get(key)
+        if holding is not None:
+            holding.pinned = False
+            if holding.done:
+                self.end(key)
+
+    def end(self, key: RequestKey) -> None:
+        """The request is given up."""
+        holding = self._holdings.pop(key)
+        self._num_requests[holding.tier] -= 1
+        for limited in _counted_in(holding.tier):
             holders = self._holders[limited]
-            for block in blocks:
+            for block in holding.blocks:
                 holders[block] -= 1
                 self._num_blocks[limited] -= holders[block] == 0
 
-    def check_invariants(self) -> None:
-        """Assert that the counts are those of the blocks."""
+    def check_invariants(self, tables: Mapping[RequestKey, Sequence[int]]) -> None:
+        """Assert that the counts are right, and that the requests with these block tables are those not done."""
         for tier, holders in self._holders.items():
-            assert all(num >= 0 for num in holders)
-            assert self._num_blocks[tier] == sum(num > 0 for num in holders)
-        assert all(num >= 0 for num in self._num_requests.values())
+            held = Counter(b for h in self._holdings.values() if h.tier.rank >= tier.rank for b in h.blocks)
+            assert all(num == held[block] for block, num in enumerate(holders))
+            assert self._num_blocks[tier] == len(held)
+        assert self._num_requests == {tier: sum(h.tier is tier for h in self._holdings.values()) for tier in Tier}
+        assert all(holding.pinned or not holding.done for holding in self._holdings.values())
+        here = {key: holding.blocks for key, holding in self._holdings.items() if not holding.done}
+        assert here == {key: tuple(table) for key, table in tables.items()}
 
 
 def _counted_in(tier: Tier) -> list[Tier]:

@@ -28,7 +28,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.chunked_prefill import Chunk, ChunkQueue, Urgency
 from common.engine.fair_queue import FairQueue
 from common.engine.lazy_heap import LazyHeap
-from prefill_worker.room import Horizon, TierHoldings
+from prefill_worker.room import Backlog, Horizon, TierHoldings
 
 LOOK_AHEAD = 16
 """Waiting requests that are tried when the first of them does not fit."""
@@ -49,7 +49,9 @@ class PrefillRequest:
     deadline: float
     """Monotonic seconds at which its budget ends."""
     urgency: Urgency = (0, 0.0, 0)
-    """(rank of its tier, when its first token should be there, arrival number)."""
+    """Once it is admitted: (rank of its tier, when its first token should be there, admission number)."""
+    length: int = 0
+    """Tokens that it had to compute when it came to wait, or to be computed."""
     block_hashes: Sequence[BlockHash] = ()
     """Names of its full blocks."""
     num_cached: int = 0
@@ -88,16 +90,6 @@ class PrefillRequest:
         return len(self.work.token_ids) - max(self.num_computed, self.num_cached)
 
 
-@dataclass(slots=True)
-class _Holding:
-    """The blocks of an admitted request: its own while it is here, its lease's when it is done."""
-
-    tier: Tier
-    blocks: tuple[int, ...]
-    done: bool = False
-    pinned: bool = True
-
-
 class PrefillScheduler:
     """By tier, then the tenant that has received the least, then by deadline; several prompts share a step."""
 
@@ -126,10 +118,11 @@ class PrefillScheduler:
         self._chunks: ChunkQueue[PrefillRequest] = ChunkQueue(ageing_s=ageing_s)
         self._on_hold: set[PrefillRequest] = set()
         self._deadlines: LazyHeap[PrefillRequest] = LazyHeap()
-        self._holdings: dict[RequestKey, _Holding] = {}
-        self._tier_holdings = TierHoldings(pool.num_blocks)
+        self._holdings = TierHoldings(pool.num_blocks)
+        self._backlog_waiting = Backlog()
+        self._backlog_running = Backlog()
         self._num_uncomputed = 0
-        self._num_arrived = 0
+        self._num_admitted = 0
         self.num_prefix_queried = 0
         """Tokens of admitted prompts."""
         self.num_prefix_hit = 0
@@ -175,8 +168,8 @@ class PrefillScheduler:
         for request in self._waiting.first(now, LOOK_AHEAD):
             cached = self._cached(request)
             num_new = self.blocks_for(request) - len(cached)
-            fits_tier = self._tier_holdings.has_room(request.tier, cached, num_new)
-            if fits_tier and horizons[request.tier].reaches(request):
+            fits_tier = self._holdings.has_room(request.tier, cached, num_new)
+            if fits_tier and self._within(horizons, request, now):
                 return max(0, num_new + self._pool.num_unreferenced(cached) - self._pool.num_free)
         return 0
 
@@ -190,10 +183,9 @@ class PrefillScheduler:
         chain = BlockChain(self._block_size, request.work.cache_salt)
         chain.extend(request.token_ids, len(request.token_ids))
         request.block_hashes = chain.hashes
-        self._num_arrived += 1
         self._requests[request.key.request] = request
         self._deadlines.add(request, request.deadline)
-        self._enqueue(request, self._num_arrived)
+        self._enqueue(request)
 
     def admit(self, now: float) -> list[PrefillRequest]:
         """Give blocks to waiting requests that the next steps can compute and that find room. Each of those returned
@@ -208,7 +200,7 @@ class PrefillScheduler:
         """Compute nothing of `request`, which has just been admitted, until `resume`."""
         assert request in self._chunks, request.key
         assert not self._chunks.in_flight(request), request.key
-        self._chunks.remove(request)
+        self._stop(request)
         self._on_hold.add(request)
 
     def resume(self, request: PrefillRequest, num_computed: int) -> None:
@@ -220,17 +212,16 @@ class PrefillScheduler:
         self._name(request, request.num_computed, num_computed)
         self._num_uncomputed -= num_computed - request.num_computed
         request.num_computed = num_computed
-        request.urgency = self._urgency(request, request.urgency[2])
-        self._chunks.add(request, request.arrived)
+        self._compute(request)
 
     def requeue(self, request: PrefillRequest) -> None:
         """Let a request on hold wait for other blocks: somebody may still write to those that it had."""
         self._on_hold.remove(request)
         self._num_uncomputed -= request.num_uncomputed
         self._release(request)
-        self._drop_holding(request.key)
+        self._holdings.end(request.key)
         request.num_computed = 0
-        self._enqueue(request, request.urgency[2])
+        self._enqueue(request)
 
     # --- a step --------------------------------------------------------------------------------------------------
 
@@ -248,11 +239,12 @@ class PrefillScheduler:
         for chunk in live:
             request = chunk.prompt
             self._num_uncomputed -= chunk.end - chunk.start
+            self._backlog_running.change(request.tier, request.length, chunk.start - chunk.end)
             self._waiting.charge(request.tier, request.tenant, chunk.end - chunk.start)
             self._name(request, chunk.start, chunk.end)
             if chunk.last:
-                self._holdings[request.key].done = True
-                self.remove(request)
+                self._holdings.computed(request.key)
+                self._forget(request)
         return live
 
     # --- the way out ---------------------------------------------------------------------------------------------
@@ -271,45 +263,58 @@ class PrefillScheduler:
         return expired
 
     def remove(self, request: PrefillRequest) -> None:
-        """Forget a request, wherever it is, and release its blocks; inert when it is not here."""
-        if self._requests.get(request.key.request) is not request:
-            return
+        """Give a request up, wherever it is, and release its blocks; inert when it is not here."""
+        if self._requests.get(request.key.request) is request:
+            if request not in self._waiting:
+                self._holdings.end(request.key)
+            self._forget(request)
+
+    def unpinned(self, key: RequestKey) -> None:
+        """The lease of an admitted request has ended; inert for others."""
+        self._holdings.unpinned(key)
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: PrefillRequest) -> None:
+        request.num_cached = len(self._cached(request)) * self._block_size
+        request.length = request.num_uncomputed
+        deadline = self._expected_end(request, self._backlog_waiting, request.arrived)
+        self._num_uncomputed += request.length
+        self._backlog_waiting.change(request.tier, request.length, request.length)
+        self._waiting.add(request, tier=request.tier, tenant=request.tenant, deadline=deadline, now=request.arrived)
+
+    def _expected_end(self, request: PrefillRequest, backlog: Backlog, now: float) -> float:
+        """When the first token should be there: the tier's target from `now` on, and as much more as it takes to
+        compute the prompt, after what does not take longer. So a prompt comes before longer ones that could not be
+        done by then, and whoever is delayed by shorter ones comes first in the end: after twice the time, at most."""
+        length = request.num_uncomputed
+        num_tokens = backlog.before(request.tier, length) + length
+        return now + self._ttft_target_s(request.tier) + num_tokens * self.seconds_per_token
+
+    def _compute(self, request: PrefillRequest) -> None:
+        request.length = request.num_uncomputed
+        self._backlog_running.change(request.tier, request.length, request.length)
+        self._chunks.add(request, request.arrived)
+
+    def _stop(self, request: PrefillRequest) -> None:
+        if request in self._chunks:
+            self._backlog_running.change(request.tier, request.length, -request.num_uncomputed)
+            self._chunks.remove(request)
+
+    def _forget(self, request: PrefillRequest) -> None:
         del self._requests[request.key.request]
-        self._waiting.discard(request)
-        self._chunks.remove(request)
+        if request in self._waiting:
+            self._waiting.discard(request)
+            self._backlog_waiting.change(request.tier, request.length, -request.length)
+        self._stop(request)
         self._on_hold.discard(request)
         self._deadlines.discard(request)
         self._num_uncomputed -= request.num_uncomputed
         self._release(request)
-        holding = self._holdings.get(request.key)
-        if holding is not None and not (holding.done and holding.pinned):
-            self._drop_holding(request.key)
-
-    def unpinned(self, key: RequestKey) -> None:
-        """The lease of an admitted request has ended; inert for others."""
-        holding = self._holdings.get(key)
-        if holding is not None:
-            holding.pinned = False
-            if holding.done:
-                self._drop_holding(key)
-
-    # --- parts ---------------------------------------------------------------------------------------------------
-
-    def _enqueue(self, request: PrefillRequest, order: int) -> None:
-        request.num_cached = len(self._cached(request)) * self._block_size
-        request.urgency = self._urgency(request, order)
-        self._num_uncomputed += request.num_uncomputed
-        self._waiting.add(
-            request, tier=request.tier, tenant=request.tenant, deadline=request.urgency[1], now=request.arrived
-        )
 
     def _release(self, request: PrefillRequest) -> None:
         self._pool.release(request.block_table)
         request.block_table = []
-
-    def _drop_holding(self, key: RequestKey) -> None:
-        holding = self._holdings.pop(key)
-        self._tier_holdings.remove(holding.tier, holding.blocks)
 
     def _admit_some(self, horizons: Mapping[Tier, Horizon], now: float) -> list[PrefillRequest]:
         """Try the next few requests. Whoever does not fit lets others pass, so many times; whoever is not within the
@@ -318,7 +323,7 @@ class PrefillScheduler:
         refused: list[tuple[PrefillRequest, int]] = []
         for request in self._waiting.first(now, LOOK_AHEAD):
             rank = request.tier.rank
-            if not horizons[request.tier].reaches(request):
+            if not self._within(horizons, request, now):
                 continue
             if any(other.num_passed >= MAX_PASSED and rank >= rival_rank for other, rival_rank in refused):
                 continue
@@ -341,20 +346,21 @@ class PrefillScheduler:
         num_new = self.blocks_for(request) - len(cached)
         if num_new + self._pool.num_unreferenced(cached) > self._pool.num_free:
             return 0
-        return None if self._tier_holdings.has_room(request.tier, cached, num_new) else request.tier.rank
+        return None if self._holdings.has_room(request.tier, cached, num_new) else request.tier.rank
 
     def _start(self, request: PrefillRequest, cached: list[int], now: float) -> None:
         """Give `request` its blocks, for which there is room."""
         self._waiting.take(request, now)
+        self._backlog_waiting.change(request.tier, request.length, -request.length)
         self._pool.share(cached)
         request.block_table = cached + self._pool.allocate(self.blocks_for(request) - len(cached))
         self._num_uncomputed -= request.num_uncomputed
         request.num_cached = request.num_computed = len(cached) * self._block_size
         self._num_uncomputed += request.num_uncomputed
-        request.urgency = self._urgency(request, request.urgency[2])
-        self._chunks.add(request, request.arrived)
-        self._holdings[request.key] = _Holding(request.tier, tuple(request.block_table))
-        self._tier_holdings.add(request.tier, request.block_table)
+        request.urgency = self._urgency(request, now)
+        self._num_admitted += 1
+        self._compute(request)
+        self._holdings.begin(request.key, request.tier, request.block_table)
         self.num_prefix_queried += len(request.token_ids)
         self.num_prefix_hit += request.num_cached
 
@@ -375,9 +381,12 @@ class PrefillScheduler:
         num_usable = (len(request.token_ids) - 1) // self._block_size
         return self._pool.match(request.block_hashes[:num_usable])
 
-    def _urgency(self, request: PrefillRequest, order: int) -> Urgency:
-        cost_s = request.num_uncomputed * self.seconds_per_token
-        return request.tier.rank, request.arrived + self._ttft_target_s(request.tier) + cost_s, order
+    def _urgency(self, request: PrefillRequest, now: float) -> Urgency:
+        """If it is admitted now. That it may have waited long, behind others of its tenant, puts it before nobody."""
+        return request.tier.rank, self._expected_end(request, self._backlog_running, now), self._num_admitted
+
+    def _within(self, horizons: Mapping[Tier, Horizon], request: PrefillRequest, now: float) -> bool:
+        return horizons[request.tier].reaches(self._urgency(request, now))
 
     def _name(self, request: PrefillRequest, start: int, end: int) -> None:
         """Tokens `[start, end)` are computed: their blocks that are full now can be found by others."""
@@ -389,11 +398,14 @@ class PrefillScheduler:
         self._waiting.check_invariants()
         self._chunks.check_invariants()
         self._deadlines.check_invariants()
-        self._tier_holdings.check_invariants()
         places = [*self._waiting, *self._chunks, *self._on_hold]
         assert len(places) == len(self._requests), "a request is in two places, or in none"
         assert set(places) == set(self._requests.values())
         assert self._num_uncomputed == sum(request.num_uncomputed for request in places)
+        assert self._backlog_waiting.num_tokens == sum(request.num_uncomputed for request in self._waiting)
+        assert self._backlog_running.num_tokens == self._chunks.num_uncomputed
+        self._backlog_waiting.check_invariants()
+        self._backlog_running.check_invariants()
         assert set(self._deadlines) <= set(places)
         for request in self._waiting:
             assert not request.block_table
@@ -403,6 +415,4 @@ class PrefillScheduler:
             assert len(request.block_table) == self.blocks_for(request)
             assert 0 <= request.num_cached <= request.num_computed < len(request.token_ids)
             assert all(self._pool.ref_count(block) > 0 for block in request.block_table)
-            assert self._holdings[request.key].blocks == tuple(request.block_table)
-        assert all(holding.pinned or not holding.done for holding in self._holdings.values())
-        assert sum(not h.done for h in self._holdings.values()) == len(self._chunks) + len(self._on_hold)
+        self._holdings.check_invariants({r.key: r.block_table for r in (*self._chunks, *self._on_hold)})

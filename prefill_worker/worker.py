@@ -118,7 +118,7 @@ class PrefillWorker:
             unattached_ttl_s=settings.unattached_ttl_s,
             checksum=region.crc32 if settings.checksums else None,
         )
-        self._prefix_pulls = PrefixPulls(self._block_size, layout.block_bytes, engine.costs, settings.pull_prefixes)
+        self._prefix_pulls = PrefixPulls(me, self._block_size, layout.block_bytes, engine.costs, settings.pull_prefixes)
         self._fence = AttemptFence()
         self._owners: dict[RequestId, _Owner] = {}
         """Who asked for each request that is queued, computed or under a lease."""
@@ -227,6 +227,7 @@ class PrefillWorker:
         else:
             self._owners[work.request] = _Owner(gateway, work.attempt)
             self._scheduler.add(request)
+            self._lender.expect(work.request, request.deadline)
             self._wake.set()
 
     def _on_abort(self, gateway: Incarnation, message: Abort) -> None:

@@ -209,6 +209,10 @@ class Bench:
             self.pool.release(reservation.block_ids)
         self.check()
 
+    def evict(self) -> None:
+        """Of what nobody uses nothing is cached any more."""
+        self.pool.release(self.pool.allocate(self.pool.num_free))
+
     # --- what must hold ------------------------------------------------------------------------------------------
 
     def check(self) -> None:

@@ -81,7 +81,7 @@ class WorkerSettings(ProcessSettings):
     num_threads: int = Field(0, ge=0, le=1024, description="threads of the engine on a CPU (0: one for each core)")
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
     checksums: bool = Field(False, description="verify every block that moves by CRC-32 (CPU only)")
-    max_waiting: int = Field(1024, ge=1, le=2**20, description="requests waiting; one more is refused")
+    max_waiting: int = Field(1024, ge=1, le=65536, description="requests waiting; one more is refused")
     prefix_cache: bool = Field(True, description="keep the KV of prompts and answers for prompts that begin alike")
     interactive_ttft_s: float = Field(0.5, gt=0, description="target of the tier interactive: seconds to first token")
     standard_ttft_s: float = Field(2.0, gt=0, description="target of the tier standard: seconds to first token")

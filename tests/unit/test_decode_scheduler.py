@@ -143,18 +143,32 @@ def test_blocks_that_those_who_are_about_to_join_need_are_not_given_away() -> No
     assert bench.reserve(request("c", 4)) == ["c"]
 
 
-@pytest.mark.parametrize("num_steps", [0, 60])
+@pytest.mark.parametrize("num_steps", [0, 63])
 @pytest.mark.parametrize("how", ["pulled", "computed"])
 def test_growth_that_has_not_begun_is_expected_however_long_that_takes(how: str, num_steps: int) -> None:
     """Time that passes does not bring a sequence nearer to its end before it has begun, nor does it grow."""
     bench = Bench(45, token_budget=1)
     bench.profile(41)
-    slow, other = request("slow", 64, local=how == "computed"), request("other", 64)
-    bench.reserve(slow)
+    bench.reserve(request("slow", 64, local=how == "computed"))
     bench.steps(num_steps)
     assert bench.scheduler.num_running == 0
     # 16 + 16 blocks, and 10 more for each.
-    assert bench.reserve(other) == []
+    assert bench.reserve(request("other", 64)) == []
+
+
+@pytest.mark.parametrize("how", ["pulled", "computed"])
+def test_growth_is_expected_of_one_that_begins_later_than_it_was_to_end(how: str) -> None:
+    bench = Bench(45, token_budget=1)
+    bench.profile(41)
+    slow = request("slow", 64, local=how == "computed")
+    bench.reserve(slow)
+    bench.steps(64)
+    if how == "pulled":
+        bench.settle(slow)
+    assert bench.scheduler.num_waiting == 1
+    assert bench.reserve(request("other", 64)) == []
+    bench.steps(8)
+    assert not bench.pulling
 
 
 def test_a_sequence_that_is_kept_out_of_the_batch_does_not_grow_meanwhile() -> None:
@@ -448,9 +462,8 @@ def _preempted(bench: Bench, subject: DecodeRequest) -> None:
 def _back(bench: Bench, subject: DecodeRequest) -> None:
     """It has blocks again, and nothing in them."""
     _preempted(bench, subject)
-    lent = bench.pool.allocate(bench.pool.num_free)  # its KV is in no block any more
     bench.forget(bench.requests[0])
-    bench.pool.release(lent)
+    bench.evict()
     bench.reserve()
     assert subject.generations[0].stage in (Stage.READY, Stage.RECOMPUTING)
 

@@ -142,7 +142,7 @@ def test_the_first_of_two_long_prompts_is_not_slowed_down() -> None:
 @pytest.mark.parametrize("num_long", [1, 2, 5])
 @pytest.mark.parametrize("tenants", [1, 3])
 def test_a_short_prompt_behind_long_ones_is_in_the_very_next_step(num_long: int, tenants: int) -> None:
-    bench = Bench(num_blocks=8192 * num_long, chunk_size=512, token_budget=1024, seconds_per_token=1e-4)
+    bench = Bench(num_blocks=10_000 * num_long, chunk_size=512, token_budget=1024, seconds_per_token=1e-4)
     long = [request(f"long{n}", 32_000, tenant=f"t{n % tenants}", arrived=0.01 * n) for n in range(num_long)]
     bench.admit(*long)
     for _ in range(3):
@@ -293,16 +293,38 @@ def test_what_is_let_in_fills_every_step() -> None:
         bench.scheduler.add(request(f"p{number}", 1 + number * 7 % 23))
     left = bench.scheduler.num_uncomputed
     while left:
-        assert sum(end - start for _, start, end in bench.step()) == min(16, left)
+        most = sum(min(8, prompt.num_uncomputed) for prompt in bench.scheduler.requests())
+        assert sum(end - start for _, start, end in bench.step()) == min(16, most)
         left = bench.scheduler.num_uncomputed
 
 
 def test_a_more_urgent_prompt_is_let_in_at_once() -> None:
-    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16)
-    bench.admit(*(request(f"p{number}", 100, arrived=1.0) for number in range(5)))
-    urgent = request("urgent", 100, arrived=0.5)
-    interactive = request("interactive", 100, tier=INTERACTIVE, arrived=1.0)
-    assert bench.admit(urgent, interactive) == [interactive, urgent]
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, seconds_per_token=0.01)
+    bench.admit(*(request(f"p{number}", 100) for number in range(5)))
+    alike, shorter = request("alike", 100), request("shorter", 20)
+    interactive = request("interactive", 200, tier=INTERACTIVE)
+    assert bench.admit(alike, shorter, interactive) == [interactive, shorter]
+
+
+def test_a_long_prompt_under_a_flood_of_short_ones_takes_twice_its_time_at_most() -> None:
+    bench = Bench(num_blocks=10_000, chunk_size=64, token_budget=128, seconds_per_token=0.001)
+    long = request("long", 4000)
+    bench.admit(long)
+    now, number = 0.0, 0
+    while long.num_uncomputed:
+        while bench.scheduler.num_waiting < 10:
+            bench.scheduler.add(request(f"short{number}", 16, arrived=now))
+            number += 1
+        now += sum(end - start for _, start, end in bench.step(now)) * 0.001
+    assert 4.0 < now < 8.1, "alone it would take 4 s"
+
+
+def test_among_waiting_ones_too_the_short_ones_of_a_tenant_come_first_for_a_while() -> None:
+    bench = Bench(num_blocks=100_000, chunk_size=512, token_budget=1024, seconds_per_token=1e-4)
+    bench.admit(*(request(f"long{number}", 10_000) for number in range(50)))
+    bench.step(now=4.0)
+    bench.scheduler.add(request("short", 40, arrived=4.0))
+    assert ("short", 0, 40) in bench.step(now=4.0)
 
 
 def test_a_flooding_tenant_s_prompts_do_not_stand_before_another_tenant_s() -> None:

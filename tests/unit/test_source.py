@@ -531,6 +531,26 @@ def test_a_parked_sink_is_answered_even_when_its_time_was_just_up(table: LeaseTa
     assert [sink for sink, _ in told(actions)] == [D1]
 
 
+@pytest.mark.parametrize("attach_first", [True, False])
+def test_a_sink_waits_as_long_as_the_request_that_waits_for_its_blocks(table: LeaseTable, attach_first: bool) -> None:
+    """In a deep queue a prompt waits longer than an attach without a Prefill may."""
+    if attach_first:
+        table.attach(attach(), D1, 0.0)
+    table.expect(R1, 600.0)
+    if not attach_first:
+        table.attach(attach(), D1, 0.0)
+    assert table.expire(599.0) == []
+    assert told(table.open(key(), BLOCKS, 600.0, 599.0)) == [(D1, BlocksReady)]
+
+
+def test_a_sink_does_not_wait_for_a_request_that_is_given_up(table: LeaseTable) -> None:
+    table.expect(R1, 600.0)
+    table.attach(attach(), D1, 0.0)
+    assert withdrawals(table.withdraw(R1, Cause.DEADLINE, "too late", now=1.0)) == [(D1, 1, Cause.DEADLINE)]
+    table.attach(attach(), D1, 2.0)
+    assert table.next_expiry() == 2.0 + TTL_S
+
+
 def test_a_newer_attempt_outlives_the_end_of_the_older_one(table: LeaseTable) -> None:
     """Attempt 2 sends Prefill to the source that still has attempt 1, and the sink's attach overtakes that Prefill."""
     opened(table, attempt=1)
