@@ -37,7 +37,9 @@ class Forecast(Generic[K]):
         """Blocks that a sequence alone holds, less those that it has grown by since step 0."""
         self._sum_of_ends = 0
         self._curve: _Curve | None = None
-        """Of the last question, until something changes."""
+        """Of the last question, until somebody leaves or a step passes."""
+        self._growth_since = 0.0
+        """Blocks that those who have come since then will grow by."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -53,10 +55,11 @@ class Forecast(Generic[K]):
         return iter(self._keys)
 
     def put(self, key: K, *, step: int, end_step: int, num_private: int) -> None:
-        """Enter or replace a sequence: the present step, the one at which it is expected to end, and the blocks that
-        it alone holds now; from now on it grows."""
-        self.remove(key)
+        """Enter a sequence: the present step, the one at which it is expected to end, and the blocks that it alone
+        holds now; from now on it grows."""
+        assert key not in self._end_of, key
         self._insert(key, end_step, num_private - step / self._block_size)
+        self._growth_since += (end_step - step) / self._block_size
 
     def postpone(self, key: K, end_step: int) -> None:
         """A sequence will end later than was expected."""
@@ -83,16 +86,19 @@ class Forecast(Generic[K]):
 
         `step` is the present one, `num_used` the blocks in use now, those of the newcomers included; a newcomer is
         (steps it is expected to take, blocks that it alone holds). Sequences that have outlived their expectation
-        count as ending with the next step.
+        count as ending with the next step. Of several that come in one step all but the first are judged as if those
+        before them never ended: so a step costs one curve, however many come.
         """
         if self._curve is None or self._curve.step != step:
+            self._growth_since = 0.0
             steps_left = np.maximum(np.frombuffer(self._ends) - step, 1)
             private = np.frombuffer(self._private) + step / self._block_size
             self._curve = _Curve(self._block_size, step, steps_left, private)
         curve = self._curve
         for num_steps, num_private in newcomers[1:]:
             curve = curve.beside(num_steps, num_private)
-        return math.ceil(num_used + (curve.highest_with(*newcomers[0]) if newcomers else curve.highest))
+        highest = curve.highest_with(*newcomers[0]) if newcomers else curve.highest
+        return math.ceil(num_used + self._growth_since + highest)
 
     def _index(self, key: K) -> int:
         index = bisect_left(self._ends, self._end_of[key])
@@ -107,7 +113,6 @@ class Forecast(Generic[K]):
         self._keys.insert(index, key)
         self._end_of[key] = end_step
         self._sum_of_ends += end_step
-        self._curve = None
 
 
 class _Curve:

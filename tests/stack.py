@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from checkpoints import VOCAB_SIZE
 
 from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
@@ -27,6 +30,10 @@ from gateway.registry import Registry
 
 START_TIMEOUT_S = 120.0
 BASELINE_TIMEOUT_S = 10.0
+WAIT_TIMEOUT_S = 30.0
+BLOCK_SIZE = 16
+BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 4
+"""Of the tiny llama: layers, keys and values, heads, slots, head size, float32."""
 _ZERO_AT_REST = (
     "blocks_used",
     "blocks_limbo",
@@ -51,6 +58,19 @@ def leftovers_in(state: Mapping[str, Any]) -> dict[str, int]:
     return {name: state[name] for name in _ZERO_AT_REST if state.get(name)}
 
 
+def wait_until(condition: Callable[[], bool], otherwise: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+    """Wait for `condition`; fails with what is the case `otherwise`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.01)
+
+
+async def until(condition: Callable[[], bool], otherwise: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+    """Wait for `condition`, asked outside the event loop, which goes on; fails with what is the case `otherwise`."""
+    await asyncio.to_thread(wait_until, condition, otherwise, timeout_s)
+
+
 class Process:
     """One process of Baton and what it has announced."""
 
@@ -67,6 +87,7 @@ class Process:
             env=environment | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"} | dict(env or {}),
         )
         os.close(writer)
+        self.killed = False
         self.facts: dict[str, Any] = {}
         self.log: list[str] = []
         self._changed = threading.Condition()
@@ -92,15 +113,35 @@ class Process:
         """What a worker at rest should not hold."""
         return leftovers_in(self.get("/ready"))
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over its labels, but for those that are given."""
         lines = [line for line in self.get("/metrics").splitlines() if line.startswith((name + " ", name + "{"))]
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = [line for line in lines if all(each in line for each in wanted)]
+        assert lines, f"no metric {name} with {labels}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def signal(self) -> None:
         """Ask the process to end."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process without a word to anybody."""
+        self.killed = True
+        self.popen.kill()
+        self.popen.wait()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The process stands still."""
+        self.popen.send_signal(signal.SIGSTOP)
+        try:
+            status = Path(f"/proc/{self.popen.pid}/stat")
+            wait_until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "the process goes on running")
+            yield
+        finally:
+            self.popen.send_signal(signal.SIGCONT)
 
     def wait(self, timeout_s: float = 30.0) -> int:
         """Its exit code, once it has ended."""
@@ -160,8 +201,8 @@ class Workers:
 
     @property
     def all(self) -> list[Process]:
-        """Every process."""
-        return [*self.prefill, *self.decode]
+        """Every process, but those that were killed."""
+        return [process for process in (*self.prefill, *self.decode) if not process.killed]
 
     def wait_for_baseline(self, timeout_s: float = BASELINE_TIMEOUT_S) -> None:
         """Wait until no worker holds anything; fails, naming what is left."""
@@ -184,15 +225,25 @@ class Workers:
         logs = "\n".join(line for process in self.all for line in process.log[-15:])
         assert codes == [0] * len(codes), f"exit codes {codes}\n{logs}"
 
-    @asynccontextmanager
-    async def dispatcher(self, registry_type: type[Registry] = Registry) -> AsyncIterator[Dispatcher]:
-        """A gateway's dispatcher in this process, connected to the workers."""
-        registry = registry_type(
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over the workers and its labels, but for those that are given."""
+        return sum(process.metric(name, **labels) for process in self.all)
+
+    def registry(self, registry_type: type[Registry] = Registry) -> Registry:
+        """What a gateway knows of the workers when it starts."""
+        return registry_type(
             tuple(p.facts["control"] for p in self.prefill),
             tuple(p.facts["control"] for p in self.decode),
             config_hash(self.folder),
         )
-        dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=30))
+
+    @asynccontextmanager
+    async def dispatcher(
+        self, registry: Registry | None = None, *, timeout_s: float = 30.0, **options: int
+    ) -> AsyncIterator[Dispatcher]:
+        """A gateway's dispatcher in this process, connected to the workers; they are lost after `timeout_s`."""
+        registry = registry or self.registry()
+        dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=timeout_s), **options)
         running = asyncio.create_task(dispatcher.run())
         usable = asyncio.create_task(dispatcher.wait_usable())
         try:
@@ -220,10 +271,20 @@ class Answer:
     deltas: list[Delta]
 
 
-def generation(token_ids: Sequence[int], *, n: int = 1, budget_s: float = 120.0, **sampling: Any) -> Generation:
+def prompt(seed: int, length: int) -> list[int]:
+    """Random tokens, none of them special: prompts of different seeds have no beginning in common."""
+    draw = random.Random(seed)
+    return [draw.randrange(8, VOCAB_SIZE) for _ in range(length)]
+
+
+def generation(
+    token_ids: Sequence[int], *, n: int = 1, budget_s: float = 120.0, cache_salt: str = "", **sampling: Any
+) -> Generation:
     """A generation; greedy unless told otherwise."""
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | sampling))
-    return Generation(token_ids=tuple(token_ids), num_choices=n, sampling=params, budget_s=budget_s)
+    return Generation(
+        token_ids=tuple(token_ids), num_choices=n, sampling=params, budget_s=budget_s, cache_salt=cache_salt
+    )
 
 
 async def answer(dispatcher: Dispatcher, work: Generation) -> Answer:

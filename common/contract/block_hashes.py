@@ -39,11 +39,11 @@ class BlockChain:
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Name every block that is full within `token_ids[:num_tokens]`, whose beginning is what was named before."""
         assert num_tokens <= len(token_ids), f"{num_tokens} of {len(token_ids)} tokens"
-        size = self._block_size
-        parent = self.hashes[-1] if self.hashes else self._root
-        for start in range(len(self.hashes) * size, num_tokens - size + 1, size):
-            parent = BlockHash(hashlib.sha256(parent + self._pack(*token_ids[start : start + size])).digest())
-            self.hashes.append(parent)
+        size, pack, sha256, hashes = self._block_size, self._pack, hashlib.sha256, self.hashes
+        parent = hashes[-1] if hashes else self._root
+        for start in range(len(hashes) * size, num_tokens - size + 1, size):
+            parent = BlockHash(sha256(parent + pack(*token_ids[start : start + size])).digest())
+            hashes.append(parent)
 
     def fork(self) -> BlockChain:
         """A chain that goes on by itself from here."""

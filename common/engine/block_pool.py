@@ -121,15 +121,18 @@ class BlockPool:
         The last block goes first: of a sequence's cached blocks the last is evicted first, since without the blocks
         before it a block can no longer be matched.
         """
+        ref_counts, names = self._ref_counts, self._names
         for block in reversed(blocks):
-            count = self._ref_counts[block] - 1
+            count = ref_counts[block] - 1
             assert count >= 0, f"block {block} is released more often than held"
-            self._ref_counts[block] = count
+            ref_counts[block] = count
             if count == 0:
                 if self._in_flight:
                     self._limbo[block] = self._last_step
+                elif block in names:
+                    self._unreferenced[block] = None
                 else:
-                    self._set_free(block)
+                    self._free.append(block)
 
     def _set_free(self, block: int) -> None:
         if block in self._names:

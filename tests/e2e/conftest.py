@@ -48,3 +48,9 @@ def pool(pools: dict[str, Workers], checkpoint: Callable[[str], Path]) -> Iterat
     yield get
     for workers in used:
         workers.wait_for_baseline()
+
+
+@pytest.fixture
+def main_pool(pool: Callable[..., Workers]) -> Workers:
+    """Two prefill and two decode workers, each with a batch that a crowd fills."""
+    return pool("llama", prefill=2, decode=2, options=("--checksums",), decode_options=("--max-num-seqs", "16"))

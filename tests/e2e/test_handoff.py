@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from checkpoints import VOCAB_SIZE
-from stack import Workers, answer, generation
+from stack import BLOCK_BYTES, Workers, answer, generation, prompt, until
 
 from common.contract.errors import Cause
 from gateway.generation import GenerationFailed
@@ -22,27 +21,31 @@ TRANSPORTS = {
 }
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(8, VOCAB_SIZE) for _ in range(length)]
-
-
-def main_pool(pool: Pool) -> Workers:
-    """The two prefill and two decode workers that the parity test uses too."""
-    return pool("llama", prefill=2, decode=2, options=("--checksums",))
-
-
-async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_every_transport(pool: Pool) -> None:
-    work = generation(prompt(1, 150), temperature=1.0, top_k=50, top_p=0.95, seed=1234, max_tokens=40, logprobs=2)
+async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_every_transport(
+    main_pool: Workers, pool: Pool
+) -> None:
+    work = generation(prompt(1, 150), temperature=1.0, top_k=50, top_p=0.95, seed=1234, max_tokens=100, logprobs=2)
     texts = {}
-    async with main_pool(pool).dispatcher() as dispatcher:
+
+    def running() -> list[int]:
+        return sorted(process.get("/ready")["running"] for process in main_pool.decode)
+
+    async with main_pool.dispatcher() as dispatcher:
         texts["alone"] = await answer(dispatcher, work)
         others = [
-            generation(prompt(seed, 40 + seed * 7), temperature=1.0, seed=seed, max_tokens=60) for seed in range(40)
+            generation(prompt(seed, 40 + seed), temperature=1.0, seed=seed, max_tokens=900, ignore_eos=True)
+            for seed in range(100, 130)
         ]
-        together = await asyncio.gather(*(answer(dispatcher, other) for other in [*others[:20], work, *others[20:]]))
-        texts["in a full batch"] = together[20]
-        again = generation(prompt(1, 150), temperature=1.0, top_k=50, top_p=0.95, seed=1235, max_tokens=40)
+        crowd = [asyncio.create_task(answer(dispatcher, other)) for other in others]
+        await until(lambda: running() == [15, 15], "the crowd never ran together")
+        together = asyncio.create_task(answer(dispatcher, work))
+        await until(lambda: running() == [15, 16], "the batch never was full")
+        texts["in a full batch"] = await together
+        assert not any(task.done() for task in crowd)
+        for task in crowd:
+            task.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+        again = generation(prompt(1, 150), temperature=1.0, top_k=50, top_p=0.95, seed=1235, max_tokens=100)
         other_seed = await answer(dispatcher, again)
     for name in ("zmq", "nixl-tcp"):
         async with pool(name, **TRANSPORTS[name]).dispatcher() as dispatcher:
@@ -56,13 +59,15 @@ async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_ever
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65, 200])
-async def test_choices_fork_from_one_prefill_and_one_pull(pool: Pool, length: int) -> None:
-    workers = main_pool(pool)
-    computed = sum(p.metric("baton_prompt_tokens_computed_total") for p in workers.prefill)
-    ids = prompt(5, length)
+async def test_choices_fork_from_one_prefill_and_one_pull(main_pool: Workers, length: int) -> None:
+    workers = main_pool
+    computed = workers.metric("baton_prompt_tokens_computed_total")
+    pulled = workers.metric("baton_transfer_bytes_total")
+    ids = prompt(5000 + length, length)
     async with workers.dispatcher() as dispatcher:
         several = await answer(dispatcher, generation(ids, n=4, temperature=1.0, seed=9, max_tokens=20))
-        assert sum(p.metric("baton_prompt_tokens_computed_total") for p in workers.prefill) - computed == length
+        assert workers.metric("baton_prompt_tokens_computed_total") - computed == length
+        assert workers.metric("baton_transfer_bytes_total") - pulled == -(-length // 16) * BLOCK_BYTES
         single = await answer(dispatcher, generation(ids, temperature=1.0, seed=9, max_tokens=20))
         greedy = await answer(dispatcher, generation(ids, n=3, max_tokens=20))
         greedy_single = await answer(dispatcher, generation(ids, max_tokens=20))
@@ -71,9 +76,8 @@ async def test_choices_fork_from_one_prefill_and_one_pull(pool: Pool, length: in
     assert greedy.tokens == [greedy_single.tokens[0]] * 3
 
 
-async def test_a_request_that_its_first_token_ends_leaves_nothing_on_either_worker(pool: Pool) -> None:
-    workers = main_pool(pool)
-    async with workers.dispatcher() as dispatcher:
+async def test_a_request_that_its_first_token_ends_leaves_nothing_on_either_worker(main_pool: Workers) -> None:
+    async with main_pool.dispatcher() as dispatcher:
         results = await asyncio.gather(
             *(answer(dispatcher, generation(prompt(seed, 90), max_tokens=1)) for seed in range(20))
         )
@@ -81,9 +85,9 @@ async def test_a_request_that_its_first_token_ends_leaves_nothing_on_either_work
     assert {result.reasons[0] for result in results} == {"length"}
 
 
-async def test_a_stop_token_ends_a_choice_and_ignore_eos_does_not(pool: Pool) -> None:
+async def test_a_stop_token_ends_a_choice_and_ignore_eos_does_not(main_pool: Workers) -> None:
     ids = prompt(11, 33)
-    async with main_pool(pool).dispatcher() as dispatcher:
+    async with main_pool.dispatcher() as dispatcher:
         free = (await answer(dispatcher, generation(ids, max_tokens=30))).tokens[0]
         stop = free[7]
         stopped = await answer(dispatcher, generation(ids, max_tokens=30, stop_token_ids=(stop,)))
@@ -94,8 +98,8 @@ async def test_a_stop_token_ends_a_choice_and_ignore_eos_does_not(pool: Pool) ->
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_aborts_at_random_moments_return_every_block(pool: Pool, transport: str) -> None:
-    workers = main_pool(pool) if transport == "nixl" else pool(transport, **TRANSPORTS[transport])
+async def test_aborts_at_random_moments_return_every_block(main_pool: Workers, pool: Pool, transport: str) -> None:
+    workers = main_pool if transport == "nixl" else pool(transport, **TRANSPORTS[transport])
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -120,10 +124,9 @@ async def test_aborts_at_random_moments_return_every_block(pool: Pool, transport
 
 
 async def test_a_decode_worker_without_room_lets_requests_wait_and_every_one_finishes(pool: Pool) -> None:
-    block_bytes = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, slots, head size, float32
     workers = pool(
         "small-decode",
-        decode_options=("--kv-cache-bytes", str(20 * block_bytes)),
+        decode_options=("--kv-cache-bytes", str(20 * BLOCK_BYTES)),
         prefill_options=("--chunk-size", "32"),
     )
     assert workers.decode[0].get("/ready")["blocks_total"] == 20
@@ -146,8 +149,7 @@ async def test_a_decode_worker_without_room_lets_requests_wait_and_every_one_fin
 
 
 async def test_a_prefill_worker_without_room_lets_prompts_wait(pool: Pool) -> None:
-    block_bytes = 2 * 2 * 2 * 16 * 16 * 4
-    workers = pool("small-prefill", prefill_options=("--kv-cache-bytes", str(16 * block_bytes), "--chunk-size", "32"))
+    workers = pool("small-prefill", prefill_options=("--kv-cache-bytes", str(16 * BLOCK_BYTES), "--chunk-size", "32"))
     works = [generation(prompt(seed, 200), max_tokens=10) for seed in range(10)]
     async with workers.dispatcher() as dispatcher:
         crowd = await asyncio.gather(*(answer(dispatcher, work) for work in works))
@@ -158,8 +160,8 @@ async def test_a_prefill_worker_without_room_lets_prompts_wait(pool: Pool) -> No
     assert refused.value.cause is Cause.TOO_LARGE
 
 
-async def test_a_request_that_outlives_its_budget_fails_with_the_state_it_was_in(pool: Pool) -> None:
-    async with main_pool(pool).dispatcher() as dispatcher:
+async def test_a_request_that_outlives_its_budget_fails_with_the_state_it_was_in(main_pool: Workers) -> None:
+    async with main_pool.dispatcher() as dispatcher:
         work = generation(prompt(1, 100), max_tokens=900, ignore_eos=True, budget_s=0.4)
         with pytest.raises(GenerationFailed) as failed:
             await answer(dispatcher, work)
@@ -167,8 +169,8 @@ async def test_a_request_that_outlives_its_budget_fails_with_the_state_it_was_in
     assert "decoding" in failed.value.message
 
 
-async def test_a_gateway_that_leaves_takes_its_requests_with_it(pool: Pool) -> None:
-    workers = main_pool(pool)
+async def test_a_gateway_that_leaves_takes_its_requests_with_it(main_pool: Workers) -> None:
+    workers = main_pool
     async with workers.dispatcher() as dispatcher:
         tasks = [
             asyncio.create_task(answer(dispatcher, generation(prompt(seed, 500), max_tokens=400, ignore_eos=True)))

@@ -46,12 +46,11 @@ def transformers_greedy(workers: Workers, prompts: list[list[int]], new_tokens: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_64_requests_in_flight_together_equal_transformers(family: str, pool: Callable[..., Workers]) -> None:
-    workers = (
-        pool(family, family, prefill=2, decode=2, options=("--checksums",))
-        if family == "llama"
-        else pool(family, family, options=("--checksums",))
-    )
+async def test_64_requests_in_flight_together_equal_transformers(
+    family: str, pool: Callable[..., Workers], request: pytest.FixtureRequest
+) -> None:
+    main = family == "llama"
+    workers = request.getfixturevalue("main_pool") if main else pool(family, family, options=("--checksums",))
     prompts = mixed_prompts(seed=3)
     async with workers.dispatcher() as dispatcher:
         works = [generation(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in prompts]
@@ -60,7 +59,7 @@ async def test_64_requests_in_flight_together_equal_transformers(family: str, po
     assert [each.tokens[0] for each in answers] == expected
     assert max(len(set(tokens)) for tokens in expected) > 10, "the checkpoint repeats itself: the test shows nothing"
     assert sum(p.metric("baton_transfer_bytes_total") for p in workers.decode) > 0
-    if family == "llama":
+    if main:
         for process in workers.all:
             ended = process.metric("baton_requests_ended_total")
             assert ended > 0 or process in workers.prefill

@@ -83,9 +83,9 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
 
 
 def test_a_gateway_beside_workers_of_another_model_ends_with_both_values(
-    pool: Callable[..., Workers], checkpoint: Checkpoint
+    main_pool: Workers, checkpoint: Checkpoint
 ) -> None:
-    workers = pool("llama", prefill=2, decode=2, options=("--checksums",))
+    workers = main_pool
     addresses = [
         "--prefill-workers",
         workers.prefill[0].facts["control"],
@@ -99,10 +99,10 @@ def test_a_gateway_beside_workers_of_another_model_ends_with_both_values(
 
 
 async def test_workers_with_other_weights_are_refused_with_both_values(
-    pool: Callable[..., Workers], pools: dict[str, Workers], tmp_path: Path
+    main_pool: Workers, pools: dict[str, Workers], tmp_path: Path
 ) -> None:
     """Same configuration, other weights: the gateway ends at start, and a decode worker is refused by its source."""
-    workers = pool("llama", prefill=2, decode=2, options=("--checksums",))
+    workers = main_pool
     other = Workers.start(make_checkpoint("llama", tmp_path / "other", seed=8), prefill=0)
     pools["other weights"] = other
     mixed = Workers(workers.folder, prefill=workers.prefill[:1], decode=other.decode)
@@ -116,7 +116,7 @@ async def test_workers_with_other_weights_are_refused_with_both_values(
         def _require_fit(self, worker: WorkerView, welcome: Welcome) -> None:
             pass
 
-    async with mixed.dispatcher(Trusting) as dispatcher:
+    async with mixed.dispatcher(mixed.registry(Trusting)) as dispatcher:
         with pytest.raises(GenerationFailed) as failed:
             await asyncio.wait_for(answer(dispatcher, generation(range(8, 60))), 30)
     assert failed.value.cause is Cause.FINGERPRINT

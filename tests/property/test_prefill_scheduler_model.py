@@ -1,4 +1,9 @@
-"""Chunked prefill under random traffic: budget, order, progress, and every block accounted for."""
+"""Chunked prefill under random traffic: budget, order, progress, and every block accounted for and rightly filled.
+
+Prompts begin alike, come from several tenants in several tiers, and end at any moment. Leases keep blocks for a while,
+prefixes are fetched from elsewhere, sometimes by reads that nobody waits for any more, and the engine takes its time.
+A model of the device's memory holds, for every slot, all the tokens that its KV depends on.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,25 @@ from collections.abc import Callable
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from common.contract.ids import Incarnation, RequestId
+from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from prefill_worker.scheduler import Chunk, PrefillRequest, PrefillScheduler
+from common.engine.chunked_prefill import Chunk
+from prefill_worker.room import MOST_OF_POOL
+from prefill_worker.scheduler import MAX_PASSED, PrefillRequest, PrefillScheduler
 
 BLOCK_SIZE = 3
-NUM_BLOCKS = 9
-MAX_WAITING = 5
+NUM_BLOCKS = 16
+MAX_WAITING = 12
+AGEING_S = 20.0
+DOCUMENTS = [tuple(range(base, base + 100)) for base in (0, 1000)]
+GARBAGE = (-1,)
 
 
 class Traffic:
-    """A prefill worker's scheduler, with leases that keep blocks for a while and an engine that takes its time."""
+    """A prefill worker's scheduler, and all that happens around it."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
@@ -33,134 +44,255 @@ class Traffic:
             chunk_size=self.chunk_size,
             token_budget=self.token_budget,
             max_waiting=MAX_WAITING,
+            ageing_s=AGEING_S,
+            ttft_target_s=lambda tier: 1.0 + tier.rank,
+            seconds_per_token=data.draw(st.sampled_from([0.0, 0.1]), label="seconds per token"),
         )
-        self.arrived: list[PrefillRequest] = []
-        """In order of arrival; those that have neither finished nor been removed."""
-        self.leases: dict[RequestId, tuple[int, ...]] = {}
-        self.computed: dict[RequestId, int] = {}
-        self.in_flight: tuple[int, list[Chunk]] | None = None
+        self.now = 0.0
+        self.memory: list[list[tuple[int, ...]]] = [[GARBAGE] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
+        self.here: list[PrefillRequest] = []
+        """Requests that have neither finished nor been removed."""
+        self.leases: dict[RequestKey, tuple[PrefillRequest, list[int]]] = {}
+        self.on_hold: list[PrefillRequest] = []
+        self.reads: list[list[int]] = []
+        """Blocks that a read, abandoned but not ended, may still write to; it has a reference on each."""
+        self.in_flight: tuple[int, list[tuple[Chunk[PrefillRequest], list[int]]]] | None = None
+        self.num_arrived = 0
         self.num_done = 0
+        self.queried = 0
+        self.hit = 0
 
     def steps(self) -> list[Callable[[], None]]:
-        steps = [self.admit]
-        steps += [self.arrive] * 3 if not self.scheduler.full else []
+        steps = [self.admit, self.time_passes]
+        steps += [self.arrive] * 4 if not self.scheduler.full else []
         steps += [self.begin_step] * 5 if self.in_flight is None else [self.end_step] * 5
-        steps += [self.remove] if self.arrived else []
+        steps += [self.remove] if self.here else []
         steps += [self.settle] * 2 if self.leases else []
+        steps += [self.resume, self.give_up] if self.on_hold else []
+        steps += [self.end_read] if self.reads else []
         return steps
 
+    # --- requests come and go ------------------------------------------------------------------------------------
+
     def arrive(self) -> None:
-        name = RequestId(f"r{len(self.computed)}")
-        num_tokens = self.data.draw(st.integers(1, NUM_BLOCKS * BLOCK_SIZE))
+        draw = self.data.draw
+        num_alike = draw(st.integers(0, NUM_BLOCKS * BLOCK_SIZE - 1))
+        num_own = draw(st.integers(1, min(8, NUM_BLOCKS * BLOCK_SIZE - num_alike)))
+        first = 10_000 * (1 + self.num_arrived)
+        tokens = draw(st.sampled_from(DOCUMENTS))[:num_alike] + tuple(range(first, first + num_own))
         work = Prefill(
-            request=name,
+            request=RequestId(f"r{self.num_arrived}"),
             attempt=1,
-            token_ids=tuple(range(num_tokens)),
-            prompt_len=num_tokens,
+            token_ids=tokens,
+            prompt_len=len(tokens),
             choices=(0,),
             sampling=SamplingParams(max_tokens=1),
             budget_s=1.0,
+            tier=draw(st.sampled_from(list(Tier))),
+            tenant=draw(st.sampled_from(["x", "y"])),
+            cache_salt=draw(st.sampled_from(["", "", "salt"])),
         )
-        request = PrefillRequest(work, Incarnation("g"), deadline=1.0)
-        self.computed[name] = 0
-        self.arrived.append(request)
+        budget_s = draw(st.sampled_from([1e6, 1e6, 30.0]))
+        request = PrefillRequest(work, Incarnation("g"), arrived=self.now, deadline=self.now + budget_s)
+        self.num_arrived += 1
+        self.here.append(request)
         self.scheduler.add(request)
 
     def admit(self) -> None:
-        waiting = [request for request in self.arrived if not request.block_table]
-        admitted = self.scheduler.admit()
-        assert admitted == waiting[: len(admitted)], "not first come, first served"
+        held = {tier: self.held_by(tier) for tier in MOST_OF_POOL}
+        tiers = {request.tier for request, _ in self.holders()}
+        admitted = self.scheduler.admit(self.now)
         for request in admitted:
-            assert len(request.block_table) == -(-len(request.work.token_ids) // BLOCK_SIZE)
-            assert all(self.pool.ref_count(block) == 1 for block in request.block_table), "a block of another"
-            self.pool.share(request.block_table)
-            self.leases[request.key.request] = tuple(request.block_table)
-        left = waiting[len(admitted) :]
-        missing = self.scheduler.blocks_for(left[0]) - self.pool.num_free if left else 0
-        assert missing > 0 or not left, "a prompt that fits was left waiting"
-        assert self.scheduler.blocks_missing() == missing
+            assert len(request.block_table) == self.scheduler.blocks_for(request)
+            assert len(set(request.block_table)) == len(request.block_table)
+            assert request.num_computed == request.num_cached < len(request.token_ids)
+            self.check_contents(request, request.block_table, request.num_cached)
+            self.queried += len(request.token_ids)
+            self.hit += request.num_cached
+            # A tier takes no more than its share, unless it had nothing.
+            tables = {block for block in request.block_table}
+            for tier in MOST_OF_POOL:
+                if request.tier.rank >= tier.rank:
+                    held[tier] |= tables
+                    alone = request.tier not in tiers
+                    assert len(held[tier]) <= int(MOST_OF_POOL[tier] * NUM_BLOCKS) or alone
+            tiers.add(request.tier)
+            if self.data.draw(st.sampled_from([False, False, True]), label="fetch more"):
+                self.scheduler.hold(request)
+                self.on_hold.append(request)
+            else:
+                self.open_lease(request)
+        assert all(request.num_passed <= MAX_PASSED for request in self.here)
+        assert self.scheduler.admit(self.now) == [], "somebody was left out"
+
+    def open_lease(self, request: PrefillRequest) -> None:
+        self.pool.share(request.block_table)
+        self.leases[request.key] = request, list(request.block_table)
+
+    def end_lease(self, key: RequestKey) -> None:
+        _, blocks = self.leases.pop(key)
+        self.pool.release(blocks)
+        self.scheduler.unpinned(key)
+
+    def remove(self) -> None:
+        """An abort: the lease ends too; what is being fetched arrives nevertheless."""
+        self.end(self.data.draw(st.sampled_from(self.here)))
+
+    def end(self, request: PrefillRequest) -> None:
+        self.here.remove(request)
+        if request in self.on_hold:
+            self.on_hold.remove(request)
+            self.abandon_read(request)
+        self.scheduler.remove(request)
+        if request.key in self.leases:
+            self.end_lease(request.key)
+
+    def settle(self) -> None:
+        """A sink has all it wants of a prompt that is done."""
+        done = [key for key, (request, _) in self.leases.items() if request not in self.here]
+        if done:
+            key = self.data.draw(st.sampled_from(done))
+            request, blocks = self.leases[key]
+            self.check_contents(request, blocks, len(request.token_ids))
+            self.end_lease(key)
+
+    def time_passes(self) -> None:
+        self.now += self.data.draw(st.sampled_from([1.0, 10.0]))
+        late = {request for request in self.here if request.deadline <= self.now}
+        assert set(self.scheduler.expired(self.now)) == late
+        for request in late:
+            self.end(request)
+        assert self.scheduler.next_deadline() == min((request.deadline for request in self.here), default=float("inf"))
+
+    # --- prefixes from elsewhere ---------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        request = self.on_hold.pop(self.data.draw(st.integers(0, len(self.on_hold) - 1)))
+        most = (len(request.token_ids) - 1) // BLOCK_SIZE
+        num_blocks = self.data.draw(st.integers(request.num_computed // BLOCK_SIZE, most))
+        self.write(request, request.block_table, request.num_computed, num_blocks * BLOCK_SIZE)
+        self.scheduler.resume(request, num_blocks * BLOCK_SIZE)
+        self.open_lease(request)
+
+    def give_up(self) -> None:
+        request = self.on_hold.pop(self.data.draw(st.integers(0, len(self.on_hold) - 1)))
+        if self.data.draw(st.booleans(), label="the read goes on"):
+            self.abandon_read(request)
+            self.scheduler.requeue(request)
+        else:
+            self.scheduler.resume(request, request.num_computed)
+            self.open_lease(request)
+
+    def abandon_read(self, request: PrefillRequest) -> None:
+        blocks = request.block_table[request.num_computed // BLOCK_SIZE :]
+        self.pool.share(blocks)
+        self.reads.append(blocks)
+
+    def end_read(self) -> None:
+        blocks = self.reads.pop(self.data.draw(st.integers(0, len(self.reads) - 1)))
+        for block in blocks:
+            self.memory[block] = [GARBAGE] * BLOCK_SIZE
+        self.pool.release(blocks)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        chunks = self.scheduler.schedule()
-        running = [request for request in self.arrived if request.block_table]
-        assert bool(chunks) == bool(running), "the engine idles while there is work, or the reverse"
-        assert sum(chunk.end - chunk.start for chunk in chunks) <= self.token_budget
-        assert [chunk.request for chunk in chunks] == running[: len(chunks)], "not in order of arrival"
-        left = self.token_budget
+        runnable = [r for r in self.here if r.block_table and r not in self.on_hold]
+        chunks = self.scheduler.schedule(self.now)
+        sizes = [chunk.end - chunk.start for chunk in chunks]
+        most = sum(min(self.chunk_size, request.num_uncomputed) for request in runnable)
+        assert sum(sizes) == min(self.token_budget, most), "over the budget, or idle while there is work"
+        assert all(1 <= size <= self.chunk_size for size in sizes)
+        assert len({chunk.prompt for chunk in chunks}) == len(chunks)
+        assert [c.prompt.urgency for c in chunks] == sorted(c.prompt.urgency for c in chunks)
         for chunk in chunks:
-            assert chunk.start == self.computed[chunk.request.key.request]
-            uncomputed = len(chunk.request.work.token_ids) - chunk.start
-            assert chunk.end - chunk.start == min(self.chunk_size, uncomputed, left), "less than there was room for"
-            assert chunk.last == (chunk.end - chunk.start == uncomputed)
-            left -= chunk.end - chunk.start
-        assert left == 0 or len(chunks) == len(running), "room in the step, and prompts left out"
-        self.in_flight = (self.pool.step_started(), chunks)
+            assert chunk.prompt in runnable
+            assert chunk.start == chunk.prompt.num_computed
+            assert chunk.last == (chunk.end == len(chunk.prompt.token_ids))
+        if not any(self.now - request.arrived > AGEING_S for request in runnable):
+            served = {chunk.prompt: chunk.end - chunk.start for chunk in chunks}
+            order = sorted(runnable, key=lambda request: request.urgency)[: len(chunks)]
+            assert list(served) == order, "a more urgent one was left out"
+        self.in_flight = self.pool.step_started(), [(chunk, list(chunk.prompt.block_table)) for chunk in chunks]
 
     def end_step(self) -> None:
         assert self.in_flight is not None
         (step, chunks), self.in_flight = self.in_flight, None
+        for chunk, table in chunks:
+            self.check_contents(chunk.prompt, table, chunk.start)
+            self.write(chunk.prompt, table, chunk.start, chunk.end)
         self.pool.step_finished(step)
-        here = [chunk for chunk in chunks if chunk.request in self.arrived]
-        assert self.scheduler.step_done(chunks) == here
-        for chunk in here:
-            self.computed[chunk.request.key.request] = chunk.end
+        live = [chunk for chunk, _ in chunks if chunk.prompt in self.here]
+        assert self.scheduler.step_done([chunk for chunk, _ in chunks]) == live
+        for chunk in live:
+            assert chunk.prompt.num_computed == chunk.end
             if chunk.last:
-                self.arrived.remove(chunk.request)
+                self.here.remove(chunk.prompt)
                 self.num_done += 1
 
-    def remove(self) -> None:
-        """An abort or a deadline: the lease ends too."""
-        request = self.data.draw(st.sampled_from(self.arrived))
-        self.arrived.remove(request)
-        self.scheduler.remove(request)
-        self.pool.release(self.leases.pop(request.key.request, ()))
+    def write(self, request: PrefillRequest, table: list[int], start: int, end: int) -> None:
+        for position in range(start, end):
+            slot = self.memory[table[position // BLOCK_SIZE]]
+            slot[position % BLOCK_SIZE] = tuple(request.token_ids[: position + 1])
 
-    def settle(self) -> None:
-        """A sink has all it wants of a prompt that is done."""
-        done = [name for name in self.leases if all(request.key.request != name for request in self.arrived)]
-        if done:
-            self.pool.release(self.leases.pop(self.data.draw(st.sampled_from(done))))
+    def check_contents(self, request: PrefillRequest, table: list[int], num_tokens: int) -> None:
+        for position in range(num_tokens):
+            slot = self.memory[table[position // BLOCK_SIZE]]
+            assert slot[position % BLOCK_SIZE] == tuple(request.token_ids[: position + 1]), "another's KV"
+
+    # --- what must hold ------------------------------------------------------------------------------------------
+
+    def holders(self) -> list[tuple[PrefillRequest, list[int]]]:
+        """Requests with their blocks, each once: those that are here, and those whose lease is."""
+        holders = {request.key: (request, request.block_table) for request in self.here if request.block_table}
+        return list((holders | self.leases).values())
+
+    def held_by(self, tier: Tier) -> set[int]:
+        return {b for request, blocks in self.holders() if request.tier.rank >= tier.rank for b in blocks}
 
     def check(self) -> None:
         self.scheduler.check_invariants()
         self.pool.check_invariants()
-        running = {request.key.request: request for request in self.arrived if request.block_table}
-        references = Counter(block for blocks in self.leases.values() for block in blocks)
-        references.update(block for request in running.values() for block in request.block_table)
+        running = [request for request in self.here if request.block_table]
+        references = Counter(block for _, blocks in self.leases.values() for block in blocks)
+        references.update(block for request in running for block in request.block_table)
+        references.update(block for blocks in self.reads for block in blocks)
         assert all(self.pool.ref_count(block) == references[block] for block in range(NUM_BLOCKS))
         assert self.scheduler.num_running == len(running)
-        assert self.scheduler.num_waiting == len(self.arrived) - len(running)
-        assert sorted(map(id, self.scheduler.requests())) == sorted(map(id, self.arrived))
-        uncomputed = sum(len(r.work.token_ids) - self.computed[r.key.request] for r in self.arrived)
-        assert self.scheduler.num_uncomputed == uncomputed
+        assert self.scheduler.num_waiting == len(self.here) - len(running)
+        assert set(self.scheduler.requests()) == set(self.here)
+        assert self.scheduler.num_uncomputed == sum(request.num_uncomputed for request in self.here)
+        assert (self.scheduler.num_prefix_queried, self.scheduler.num_prefix_hit) == (self.queried, self.hit)
 
     def drain(self) -> None:
-        """Nobody leaves any more: every prompt that is here gets computed, in a bounded number of steps."""
-        bound = 2 * self.scheduler.num_uncomputed + 2
+        """Nobody comes or leaves any more, and what is fetched arrives: every prompt that is here gets computed."""
+        bound = 2 * sum(len(request.token_ids) for request in self.here) + 2 * len(self.here) + 2
         for _ in range(bound):
             if self.in_flight is not None:
                 self.end_step()
-            while self.leases and not any(request.block_table for request in self.arrived):
-                before = len(self.leases)
-                self.settle()
-                assert len(self.leases) < before
+            while self.reads:
+                self.end_read()
+            while self.on_hold:
+                self.resume()
+            for key in [key for key, (request, _) in self.leases.items() if request not in self.here]:
+                self.end_lease(key)
             self.admit()
-            if not self.arrived:
+            if not self.here:
                 break
             self.begin_step()
             self.check()
-        assert not self.arrived, "a prompt starves"
-        for blocks in self.leases.values():
-            self.pool.release(blocks)
+        assert not self.here, "a prompt starves"
         assert self.pool.num_free == NUM_BLOCKS, "a block was lost"
+        assert all(self.held_by(tier) == set() for tier in MOST_OF_POOL)
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data(), st.integers(5, 50))
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), st.integers(20, 80))
 def test_every_prompt_is_computed_in_order_within_the_budget(data: st.DataObject, num_events: int) -> None:
     traffic = Traffic(data)
     for _ in range(num_events):
         data.draw(st.sampled_from(traffic.steps()))()
         traffic.check()
-    event(f"{min(3, traffic.num_done)} or more computed before the drain")
+    event(f"{min(5, traffic.num_done)} or more computed before the drain")
+    event(f"prefix hits: {traffic.hit > 0}")
     traffic.drain()

@@ -184,19 +184,21 @@ def test_a_sequence_that_is_kept_out_of_the_batch_does_not_grow_meanwhile() -> N
     assert bench.reserve(request("newcomer", 4, tier=BATCH)) == []
 
 
-def test_a_prefix_that_comes_back_from_limbo_counts_as_in_use() -> None:
+@pytest.mark.parametrize("when", ["during the step", "after it"])
+def test_a_prefix_that_is_used_again_counts_as_in_use(when: str) -> None:
     """Blocks that wait for the step in flight are neither free nor used; those of them that are shared are used."""
     bench = Bench(14)
     bench.profile(9)
-    first, other = request("first", 32), request("other", 4)
+    first = request("first", 32)
     bench.run(first)
-    bench.run(other)
+    bench.run(request("other", 4))
     step = bench.begin_step()
     bench.forget(first)
     assert (bench.pool.num_used, bench.pool.num_limbo) == (2, 9)
-    follow_up = request("follow-up", tokens("first", 32) + tokens("more", 4))
-    assert bench.reserve(follow_up) == []
-    bench.end_step(step)
+    if when == "after it":
+        bench.end_step(step)
+    # 2 blocks and 9, of which 8 are cached; and more than 3 that both will grow by.
+    assert bench.reserve(request("follow-up", tokens("first", 32) + tokens("more", 4))) == []
 
 
 # --- admission: whose turn it is ---------------------------------------------------------------------------------

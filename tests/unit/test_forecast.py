@@ -7,16 +7,16 @@ import pytest
 from decode_worker.forecast import Forecast
 
 
-def forecast(block_size: int, **sequences: tuple[int, int]) -> Forecast:
+def forecast(block_size: int, **sequences: tuple[int, int]) -> Forecast[str]:
     """At step 0; each sequence is (steps left, blocks that it alone holds)."""
-    made = Forecast(block_size)
+    made: Forecast[str] = Forecast(block_size)
     for key, (num_steps, num_private) in sequences.items():
         made.put(key, step=0, end_step=num_steps, num_private=num_private)
     return made
 
 
 def test_without_sequences_what_is_used_stays_used() -> None:
-    assert Forecast(4).peak(0, 5) == 5
+    assert forecast(4).peak(0, 5) == 5
 
 
 @pytest.mark.parametrize(("num_steps", "peak"), [(1, 11), (4, 11), (5, 12), (8, 12), (40, 20)])
@@ -83,19 +83,32 @@ def test_several_newcomers_come_together() -> None:
     assert made.peak(0, 10, [(12, 1), (4, 0), (30, 3)]) == beside.peak(0, 10)
 
 
+def test_who_comes_in_the_step_of_the_last_question_is_not_forgotten() -> None:
+    made = forecast(4, a=(8, 6))
+    assert made.peak(0, 10) == 12
+    made.put("b", step=0, end_step=16, num_private=4)
+    # As if b never ended: 10 + 8/4 + 16/4.
+    assert made.peak(0, 10) == 16
+    assert made.peak(1, 11) == 14, "exact again with the next step"
+
+
 def test_what_is_removed_counts_no_more() -> None:
     made = forecast(4, a=(40, 9), b=(4, 1))
     made.remove("a")
     made.remove("a")
     assert made.peak(0, 10) == 11
-    assert (made.keys(), len(made), "a" in made) == (["b"], 1, False)
+    assert (list(made), len(made), "a" in made) == (["b"], 1, False)
 
 
-def test_putting_again_replaces() -> None:
-    made = forecast(4, a=(40, 9))
-    made.put("a", step=0, end_step=4, num_private=1)
-    assert made.peak(0, 10) == 11
-    assert len(made) == 1
+def test_nobody_is_entered_twice() -> None:
+    with pytest.raises(AssertionError):
+        forecast(4, a=(40, 9)).put("a", step=0, end_step=4, num_private=1)
+
+
+@pytest.mark.parametrize(("step", "bound"), [(0, 17), (4, 15)])
+def test_the_bound_takes_everybody_to_grow_and_nobody_to_end(step: int, bound: int) -> None:
+    # 10 and (8 + 16 steps, and one for each) / 4, and less by what has been grown.
+    assert forecast(4, a=(8, 6), b=(16, 4)).most(step, 10) == bound
 
 
 class Counted:
@@ -113,7 +126,7 @@ class Counted:
 
 def test_it_costs_nothing_more_that_many_are_expected_to_end_together() -> None:
     """As they are when a batch of equal `max_tokens` comes in at once."""
-    made = Forecast(16)
+    made: Forecast[Counted] = Forecast(16)
     keys = [Counted() for _ in range(4096)]
     for key in keys:
         made.put(key, step=0, end_step=128, num_private=4)
