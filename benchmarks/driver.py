@@ -218,7 +218,7 @@ class Driver:
         for reservation in self.scheduler.reserve(self.now):
             request = reservation.request
             tokens = self._first_tokens(request, [SampledToken(7)] * len(request.work.choices))
-            self.scheduler.settled(request, reservation.block_ids, tokens)
+            self.scheduler.settled(request, reservation.block_ids, tokens, self.now)
             self._take_firsts(request)
         number = self.pool.step_started()
         step = self.scheduler.schedule(self.now)
@@ -247,10 +247,10 @@ class Driver:
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
         if prompt.generation is not None:
-            self.scheduler.recomputed(prompt.generation)
+            self.scheduler.recomputed(prompt.generation, self.now)
             self._advance(prompt.generation, outcomes[0])
             return
-        self.scheduler.computed(prompt.request, self._first_tokens(prompt.request, outcomes))
+        self.scheduler.computed(prompt.request, self._first_tokens(prompt.request, outcomes), self.now)
         self._take_firsts(prompt.request)
 
     def _first_tokens(self, request: DecodeRequest, outcomes: Sequence[Sampled]) -> list[Tokens]:

@@ -94,7 +94,7 @@ class Load:
             work = reservation.request.work
             first = Tokens(request=work.request, attempt=1, choice=0, position=len(work.token_ids), token_ids=(5,))
             began = time.perf_counter()
-            self.scheduler.settled(reservation.request, reservation.block_ids, [first])
+            self.scheduler.settled(reservation.request, reservation.block_ids, [first], 0.0)
             self.timed += time.perf_counter() - began
         began = time.perf_counter()
         number = self.pool.step_started()
@@ -119,7 +119,7 @@ class Load:
         self.timed += time.perf_counter() - began
         for chunk in live:
             if chunk.last and chunk.prompt.generation is not None:
-                self.scheduler.recomputed(chunk.prompt.generation)
+                self.scheduler.recomputed(chunk.prompt.generation, 0.0)
         return self.timed
 
 

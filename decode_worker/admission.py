@@ -84,10 +84,10 @@ class Admission:
             return 0
         return self._forecast.peak(step, used, newcomers) - self._limit
 
-    def enter(self, key: Key, step: int, newcomer: Newcomer) -> None:
-        """Somebody for whom there was room is here."""
+    def enter(self, key: Key, newcomer: Newcomer) -> None:
+        """Somebody for whom there was room holds blocks."""
         num_steps, num_private = newcomer
-        self._forecast.put(key, step=step, end_step=step + num_steps, num_private=num_private)
+        self._forecast.hold(key, num_steps=num_steps, num_private=num_private)
         self._num_admitted[key[0].work.tier.rank] += 1
 
     def leave(self, key: Key) -> None:
@@ -95,13 +95,15 @@ class Admission:
         self._forecast.remove(key)
         self._num_admitted[key[0].work.tier.rank] -= 1
 
-    def began(self, generation: Generation) -> None:
-        """One that is here generates: from now on it is judged by what it does."""
-        generation.end_step = self._forecast.end_of(generation.key)
-        self._outlived.setdefault(generation.end_step, []).append(generation)
+    def began(self, generation: Generation, step: int) -> None:
+        """One that holds blocks generates: from now on it grows, and is judged by what it does."""
+        _, num_private = self._forecast.held(generation.key)
+        end_step = step + self._steps_left(generation)
+        self._forecast.put(generation.key, step=step, end_step=end_step, num_private=num_private)
+        self._await_end(generation, end_step)
 
     def ended(self, generation: Generation) -> None:
-        """It has come to its natural end: others will be expected to be as long."""
+        """It has come to the end that its client wanted: others will be expected to be as long."""
         self._profile.observe(generation.request.work.tier, generation.sequence.num_output)
 
     def look_again(self, step: int) -> None:
@@ -110,16 +112,23 @@ class Admission:
             if generation.end_step == step and generation.key in self._forecast:
                 # Another place among the lengths that are left: the old one is just above it, again and again.
                 generation.rank = (generation.rank + _GOLDEN) % 1.0
-                num_steps = self.steps_left(generation.request.work, generation.sequence.num_tokens, generation.rank)
                 # Finer than a block would change nothing.
-                self._forecast.postpone(generation.key, step + max(num_steps, self._policy.block_size))
-                self.began(generation)
+                end_step = step + max(self._steps_left(generation), self._policy.block_size)
+                self._forecast.postpone(generation.key, end_step)
+                self._await_end(generation, end_step)
 
     def steps_left(self, work: Decode, num_tokens: int, rank: float) -> int:
         """Steps that a sequence of `num_tokens` is expected to take still; at least one."""
         num_output = num_tokens - work.prompt_len
         most = min(work.sampling.max_tokens, self._policy.max_sequence_tokens - work.prompt_len)
         return max(1, self._profile.predict(work.tier, num_output, rank, most) - num_output)
+
+    def _steps_left(self, generation: Generation) -> int:
+        return self.steps_left(generation.request.work, generation.sequence.num_tokens, generation.rank)
+
+    def _await_end(self, generation: Generation, end_step: int) -> None:
+        generation.end_step = end_step
+        self._outlived.setdefault(end_step, []).append(generation)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -29,12 +29,17 @@ class Forecast(Generic[K]):
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._still: dict[K, tuple[int, int]] = {}
+        """Those that do not grow yet → (steps they are expected to take, blocks that they alone hold)."""
         self._end_of: dict[K, int] = {}
+        """Those that grow → the step at which they are expected to end."""
         self._keys: list[K] = []
-        """In the order of their ends, as the two arrays are."""
+        """Those that grow, in the order of their ends, as the two arrays are."""
         self._ends = array("d")
         self._private = array("d")
         """Blocks that a sequence alone holds, less those that it has grown by since step 0."""
+        self._sum_of_steps = 0
+        """Of those that do not grow yet."""
         self._sum_of_ends = 0
         self._curve: _Curve | None = None
         """Of the last question, until somebody leaves or a step passes."""
@@ -42,43 +47,55 @@ class Forecast(Generic[K]):
         """Blocks that those who have come since then will grow by."""
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._keys) + len(self._still)
 
     def __contains__(self, key: K) -> bool:
-        return key in self._end_of
-
-    def end_of(self, key: K) -> int:
-        """The step at which a sequence is expected to end."""
-        return self._end_of[key]
+        return key in self._end_of or key in self._still
 
     def __iter__(self) -> Iterator[K]:
-        return iter(self._keys)
+        yield from self._keys
+        yield from self._still
+
+    def hold(self, key: K, *, num_steps: int, num_private: int) -> None:
+        """Enter a sequence that holds its blocks and does not grow before it is `put`, however long that takes."""
+        assert key not in self, key
+        self._still[key] = num_steps, num_private
+        self._sum_of_steps += num_steps
+        self._growth_since += num_steps / self._block_size
+
+    def held(self, key: K) -> tuple[int, int]:
+        """What was said of a sequence that does not grow yet."""
+        return self._still[key]
 
     def put(self, key: K, *, step: int, end_step: int, num_private: int) -> None:
-        """Enter a sequence: the present step, the one at which it is expected to end, and the blocks that it alone
-        holds now; from now on it grows."""
+        """Enter a sequence, or let one that is held begin: the present step, the one at which it is expected to end,
+        and the blocks that it alone holds now. From now on it grows."""
         assert key not in self._end_of, key
+        if key in self._still:
+            self.remove(key)
+        else:
+            self._growth_since += (end_step - step) / self._block_size
         self._insert(key, end_step, num_private - step / self._block_size)
-        self._growth_since += (end_step - step) / self._block_size
 
     def postpone(self, key: K, end_step: int) -> None:
-        """A sequence will end later than was expected."""
+        """A sequence that grows will end later than was expected."""
         private = self._private[self._index(key)]
         self.remove(key)
         self._insert(key, end_step, private)
 
     def remove(self, key: K) -> None:
         """Forget a sequence; inert when it is unknown."""
-        if key not in self._end_of:
-            return
-        index = self._index(key)
-        self._sum_of_ends -= self._end_of.pop(key)
-        del self._keys[index], self._ends[index], self._private[index]
+        if key in self._still:
+            self._sum_of_steps -= self._still.pop(key)[0]
+        elif key in self._end_of:
+            index = self._index(key)
+            self._sum_of_ends -= self._end_of.pop(key)
+            del self._keys[index], self._ends[index], self._private[index]
         self._curve = None
 
     def most(self, step: int, num_used: int, newcomers: Sequence[tuple[int, int]] = ()) -> int:
         """A bound on `peak` that costs nothing: everyone's growth, as if nobody ended before all others have."""
-        left = self._sum_of_ends - step * len(self._keys) + sum(num_steps for num_steps, _ in newcomers)
+        left = self._sum_of_ends - step * len(self._keys) + self._sum_of_steps + sum(each[0] for each in newcomers)
         return math.ceil(num_used + (left + len(self._keys)) / self._block_size)
 
     def peak(self, step: int, num_used: int, newcomers: Sequence[tuple[int, int]] = ()) -> int:
@@ -91,14 +108,22 @@ class Forecast(Generic[K]):
         """
         if self._curve is None or self._curve.step != step:
             self._growth_since = 0.0
-            steps_left = np.maximum(np.frombuffer(self._ends) - step, 1)
-            private = np.frombuffer(self._private) + step / self._block_size
-            self._curve = _Curve(self._block_size, step, steps_left, private)
+            self._curve = self._curve_at(step)
         curve = self._curve
         for num_steps, num_private in newcomers[1:]:
             curve = curve.beside(num_steps, num_private)
         highest = curve.highest_with(*newcomers[0]) if newcomers else curve.highest
         return math.ceil(num_used + self._growth_since + highest)
+
+    def _curve_at(self, step: int) -> _Curve:
+        steps_left = np.maximum(np.frombuffer(self._ends) - step, 1)
+        private = np.frombuffer(self._private) + step / self._block_size
+        if self._still:
+            still = np.array(list(self._still.values()), float)
+            steps_left = np.concatenate((steps_left, still[:, 0]))
+            order = np.argsort(steps_left, kind="stable")
+            steps_left, private = steps_left[order], np.concatenate((private, still[:, 1]))[order]
+        return _Curve(self._block_size, step, steps_left, private)
 
     def _index(self, key: K) -> int:
         index = bisect_left(self._ends, self._end_of[key])

@@ -55,6 +55,8 @@ class Generation:
     """Slots of host memory that hold its leading blocks, from being swapped out to being swapped in."""
     preempted_at: float = 0.0
     """When it last lost its blocks, in monotonic seconds."""
+    num_passed: int = 0
+    """Requests of higher tiers that came in since, after it had waited beyond the ageing time."""
     gave_way: bool = False
     """Whether it has lost them to a higher tier: it does so only once."""
     num_kept: int = 0

@@ -6,8 +6,10 @@ gets the last one: a calendar says whom a step concerns, and the others cost not
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
+from common.engine.fair_queue import AGED_SHARE
 from common.engine.lazy_heap import LazyHeap
 from decode_worker.request import Generation, Stage
 
@@ -22,11 +24,17 @@ def seniority(generation: Generation) -> Seniority:
 class RunningBatch:
     """At most `max_num_seqs` running sequences, and those that are ready to join."""
 
-    def __init__(self, max_num_seqs: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, block_size: int, ageing_s: float = math.inf) -> None:
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
+        self._ageing_s = ageing_s
+        self._most_aged = max(1, max_num_seqs // AGED_SHARE)
         self._running: dict[Generation, None] = {}
         self._ready: LazyHeap[Generation] = LazyHeap()
+        self._ready_since: dict[Generation, float] = {}
+        """The longest waiting first."""
+        self._aged: set[Generation] = set()
+        """Running sequences that got their place because they had waited long: they do not step aside."""
         self._newest: LazyHeap[Generation] = LazyHeap()
         """Running sequences, the newest of the lowest tier first."""
         self._due: defaultdict[int, list[Generation]] = defaultdict(list)
@@ -60,26 +68,42 @@ class RunningBatch:
         """Those that wait for a place."""
         return list(self._ready)
 
-    def add(self, generation: Generation) -> None:
+    def add(self, generation: Generation, now: float) -> None:
         """Its blocks are here: it joins as soon as there is a place."""
         generation.stage = Stage.READY
         self._ready.add(generation, seniority(generation))
+        self._ready_since[generation] = now
 
-    def next_step(self) -> list[Generation]:
-        """Begin the next step: fill the batch; those that have joined."""
+    def next_step(self, now: float) -> list[Generation]:
+        """Begin the next step: fill the batch; those that have joined.
+
+        Senior sequences first, and in place of those of lower tiers; but whoever has waited beyond the ageing time
+        comes before them, as long as no more than one place in `AGED_SHARE` is taken so.
+        """
         self.step += 1
         joined = []
         while (generation := self._ready.first()) is not None:
-            if len(self._running) >= self._max_num_seqs and not self._make_place(generation):
+            oldest, since = next(iter(self._ready_since.items()))
+            if now - since > self._ageing_s and len(self._aged) < self._most_aged:
+                if len(self._running) < self._max_num_seqs or self._make_place(generation, now):
+                    self._aged.add(oldest)
+                    generation = oldest
+                else:
+                    break
+            elif len(self._running) >= self._max_num_seqs and not self._make_place(generation, now):
                 break
-            self._ready.discard(generation)
-            generation.stage = Stage.RUNNING
-            self._running[generation] = None
-            rank, order = seniority(generation)
-            self._newest.add(generation, (-rank, -order))
-            self.fed(generation)
+            self._join(generation)
             joined.append(generation)
         return joined
+
+    def _join(self, generation: Generation) -> None:
+        self._ready.discard(generation)
+        del self._ready_since[generation]
+        generation.stage = Stage.RUNNING
+        self._running[generation] = None
+        rank, order = seniority(generation)
+        self._newest.add(generation, (-rank, -order))
+        self.fed(generation)
 
     def left(self) -> list[Generation]:
         """Those that `next_step` has sent back to wait, for sequences of a higher tier."""
@@ -115,6 +139,8 @@ class RunningBatch:
     def discard(self, generation: Generation) -> None:
         """It has ended, or lost its blocks; inert when it is not here."""
         self._ready.discard(generation)
+        self._ready_since.pop(generation, None)
+        self._aged.discard(generation)
         if generation in self._running:
             del self._running[generation]
             self._newest.discard(generation)
@@ -124,6 +150,9 @@ class RunningBatch:
         assert len(self._running) <= self._max_num_seqs
         assert set(self._newest) == set(self._running)
         assert not set(self._ready) & set(self._running)
+        assert set(self._ready) == set(self._ready_since)
+        assert self._aged <= set(self._running)
+        assert len(self._aged) <= self._most_aged
         for generation in self._running:
             assert generation.stage is Stage.RUNNING, generation.sequence
             assert generation.due_step > self.step, generation.sequence
@@ -133,12 +162,12 @@ class RunningBatch:
     def _newest_ready(self) -> Generation | None:
         return max(self._ready, key=seniority, default=None)
 
-    def _make_place(self, generation: Generation) -> bool:
+    def _make_place(self, generation: Generation, now: float) -> bool:
         """Send a running sequence of a lower tier back to wait, with its blocks."""
-        newest = self._newest.first()
+        newest = next((g for g in self._newest.smallest(len(self._aged) + 1) if g not in self._aged), None)
         if newest is None or seniority(newest)[0] <= seniority(generation)[0]:
             return False
         self.discard(newest)
-        self.add(newest)
+        self.add(newest, now)
         self._stepped_aside.append(newest)
         return True

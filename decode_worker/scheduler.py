@@ -38,7 +38,8 @@ from decode_worker.step import Step
 _LOOK_AHEAD = 4
 """Waiting requests that are tried when the first of them does not fit."""
 _MAX_PASSED = 16
-"""Times that a waiting request that does not fit may see a later one come in; then nobody passes it."""
+"""Times that a waiting request that does not fit may see a later one come in; then nobody passes it. So it is with a
+preempted sequence that has waited beyond the ageing time, and requests of higher tiers."""
 _OUTPUT_CHARGE = 2.0
 """Service of an output token, where a computed prompt token counts 1 (VTC, section 3)."""
 
@@ -67,7 +68,7 @@ class DecodeScheduler:
         """Requests whose prompt is being computed here."""
         self._recomputing: dict[Generation, LocalPrompt] = {}
         self._chunks: ChunkQueue[LocalPrompt] = ChunkQueue(ageing_s=policy.ageing_s)
-        self._batch = RunningBatch(policy.max_num_seqs, policy.block_size)
+        self._batch = RunningBatch(policy.max_num_seqs, policy.block_size, policy.ageing_s)
         self._preempted: LazyHeap[Generation] = LazyHeap()
         self._newest_prompts: LazyHeap[LocalPrompt] = LazyHeap()
         """What is computed here, the newest of the lowest tier first."""
@@ -187,16 +188,16 @@ class DecodeScheduler:
         self._pool.share(blocks)
         return blocks
 
-    def settled(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens]) -> None:
+    def settled(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
         """The pulled blocks are valid: the request's choices go on after their first tokens."""
         del self._reserved[request]
-        self._begin(request, list(block_ids), first_tokens)
+        self._begin(request, list(block_ids), first_tokens, now)
 
-    def computed(self, request: DecodeRequest, first_tokens: Seq[Tokens]) -> None:
+    def computed(self, request: DecodeRequest, first_tokens: Seq[Tokens], now: float) -> None:
         """The last chunk of the request's prompt is done: its choices go on after their first tokens."""
         prompt = self._prompts.pop(request)
         self._newest_prompts.discard(prompt)
-        self._begin(request, prompt.block_table, first_tokens)
+        self._begin(request, prompt.block_table, first_tokens, now)
 
     # --- a step --------------------------------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ class DecodeScheduler:
         if self._policy.prefill_priority and len(self._chunks):
             step.chunks = self._chunks.schedule(self._policy.token_budget, self._policy.token_budget, now)
             return step
-        joined = self._join()
+        joined = self._join(now)
         self._relieve(step, now)
         sitting_out = self._grow(step, now)
         step.decodes = (
@@ -228,21 +229,22 @@ class DecodeScheduler:
         live = self._chunks.step_done(chunks)
         for chunk in live:
             work = chunk.prompt.request.work
-            self._waiting.charge(work.tier, work.tenant, chunk.end - chunk.start)
+            if chunk.prompt.generation is None:  # what a preemption costs is not the tenant's doing
+                self._waiting.charge(work.tier, work.tenant, chunk.end - chunk.start)
         return live
 
-    def recomputed(self, generation: Generation) -> None:
+    def recomputed(self, generation: Generation, now: float) -> None:
         """The last chunk of a preempted sequence is done: it goes on as before."""
         prompt = self._recomputing.pop(generation)
         self._newest_prompts.discard(prompt)
         generation.sequence.num_computed = len(prompt.token_ids)
-        self._batch.add(generation)
+        self._batch.add(generation, now)
 
-    def remove(self, generation: Generation) -> None:
-        """A sequence has ended, or is given up: its blocks are free again."""
+    def remove(self, generation: Generation, *, wanted: bool = False) -> None:
+        """A sequence has ended, or is given up, by its client if that is `wanted`: its blocks are free again."""
         if generation.stage is Stage.ENDED:
             return
-        if generation.finish_reason is not None:
+        if wanted or generation.finish_reason is not None:
             self._admission.ended(generation)
         if generation.stage is Stage.PREEMPTED:
             self._preempted.discard(generation)
@@ -253,8 +255,11 @@ class DecodeScheduler:
         generation.stage = Stage.ENDED
         self._look_again = True
 
-    def forget(self, request: DecodeRequest) -> None:
-        """Give the request up, wherever it is; blocks that a pull holds are the pull's to release."""
+    def forget(self, request: DecodeRequest, *, wanted: bool = False) -> None:
+        """Give the request up, wherever it is; blocks that a pull holds are the pull's to release.
+
+        If its client wanted that (a stop string, say), its length so far is what is learnt from it.
+        """
         self._waiting.discard(request)
         if request in self._reserved or request in self._prompts:
             self._reserved.pop(request, None)
@@ -265,7 +270,7 @@ class DecodeScheduler:
                 self._pool.release(prompt.block_table)
             self._unbook(request)
         for generation in request.generations:
-            self.remove(generation)
+            self.remove(generation, wanted=wanted)
         self._look_again = True
 
     def check_invariants(self) -> None:
@@ -294,18 +299,22 @@ class DecodeScheduler:
     def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
         """The next one that may come in, if there is one."""
         back = self._preempted.first()
+        waited_long = back is not None and now - back.preempted_at > self._policy.ageing_s
+        if back is not None and waited_long and back.num_passed >= _MAX_PASSED:
+            return self._resume(back, now)
         refused: list[DecodeRequest] = []
         for request in self._candidates(now, len(Tier) if back is None else back.request.work.tier.rank):
             if self._admit(request, now, granted):
                 for passed in refused:
                     passed.num_passed += 1
+                if back is not None and waited_long:
+                    back.num_passed += 1
                 return True
             refused.append(request)
             if request.num_passed >= _MAX_PASSED:
                 break
-        if back is None or (refused and now - back.preempted_at <= self._policy.ageing_s):
-            return False  # what a higher tier waits for is not given to a lower one, for a while
-        return self._resume(back)
+        # What a higher tier waits for is not given to a lower one, unless that has waited long.
+        return back is not None and (waited_long or not refused) and self._resume(back, now)
 
     def _candidates(self, now: float, least_rank: int) -> Iterator[DecodeRequest]:
         """Waiting requests of tiers above that rank, the first one and, should it not fit, some more."""
@@ -341,7 +350,7 @@ class DecodeScheduler:
         blocks = held + self._pool.allocate(num_new - num_forks)
         request.fork_blocks = self._pool.allocate(num_forks)
         for choice, newcomer in zip(work.choices, newcomers, strict=True):
-            self._admission.enter((request, choice), self._batch.step, newcomer)
+            self._admission.enter((request, choice), newcomer)
         self.num_prefix_queried += num_tokens
         self.num_prefix_hit += len(held) * size
         if request.pull is not None:
@@ -351,7 +360,7 @@ class DecodeScheduler:
             self._prompts[request] = self._compute(request, None, work.token_ids, len(held) * size, blocks, now)
         return True
 
-    def _resume(self, generation: Generation) -> bool:
+    def _resume(self, generation: Generation, now: float) -> bool:
         """Give a preempted sequence blocks again."""
         sequence, work = generation.sequence, generation.request.work
         swapped = bool(generation.host_slots)
@@ -364,11 +373,11 @@ class DecodeScheduler:
         self._preempted.discard(generation)
         self._pool.share(held)
         sequence.block_table = held + self._pool.allocate(num_new)
-        self._admission.enter(generation.key, self._batch.step, newcomer)
-        self._admission.began(generation)
+        self._admission.enter(generation.key, newcomer)
+        self._admission.began(generation, self._batch.step)
         if swapped:
             generation.num_kept = len(held)
-            self._batch.add(generation)
+            self._batch.add(generation, now)
         else:
             sequence.num_computed = len(held) * self._block_size
             generation.stage = Stage.RECOMPUTING
@@ -416,7 +425,7 @@ class DecodeScheduler:
         self._newest_prompts.add(prompt, (-tier.rank, -order))
         return prompt
 
-    def _begin(self, request: DecodeRequest, block_ids: list[int], first_tokens: Seq[Tokens]) -> None:
+    def _begin(self, request: DecodeRequest, block_ids: list[int], first_tokens: Seq[Tokens], now: float) -> None:
         """The KV of the request's tokens is here, for good: its choices begin, sharing the full blocks."""
         work = request.work
         num_tokens = len(work.token_ids)
@@ -446,8 +455,8 @@ class DecodeScheduler:
             logprobs = first.logprobs[0] if first.logprobs is not None else None
             generation.append(first.token_ids[0], logprobs, first.finish_reason)
             request.generations.append(generation)
-            self._admission.began(generation)
-            self._batch.add(generation)
+            self._admission.began(generation, self._batch.step)
+            self._batch.add(generation, now)
         assert not request.fork_blocks, request.work
         for generation in request.generations:
             if generation.finish_reason is not None:
@@ -455,9 +464,9 @@ class DecodeScheduler:
 
     # --- a step's parts ------------------------------------------------------------------------------------------
 
-    def _join(self) -> list[Generation]:
+    def _join(self, now: float) -> list[Generation]:
         """Begin a step: fill the batch, and look again at those that live longer than was expected."""
-        joined = self._batch.next_step()
+        joined = self._batch.next_step(now)
         for generation in joined:
             self._flow(generation, _OUTPUT_CHARGE)
         for generation in self._batch.left():
@@ -537,7 +546,7 @@ class DecodeScheduler:
         if not victim.host_slots:
             victim.sequence.num_computed = 0
         victim.stage = Stage.PREEMPTED
-        victim.preempted_at = now
+        victim.preempted_at, victim.num_passed = now, 0
         self._preempted.add(victim, seniority(victim))
         return num_freed
 

@@ -248,7 +248,7 @@ class DecodeWorker:
         request = self._find(message.request)
         if request is None or request.gateway != gateway or request.work.attempt > message.attempt:
             return
-        self._forget(request, "aborted")
+        self._forget(request, "aborted", wanted=True)
         self._count(Cause.CANCELLED)
         self._server.send(gateway, Cancelled(request=message.request, attempt=request.work.attempt))
 
@@ -283,7 +283,7 @@ class DecodeWorker:
     def on_pulled(self, pull: Pull, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
         """A request's blocks are valid: its choices go on."""
         request = self._requests[pull.key.request]
-        self._scheduler.settled(request, block_ids, first_tokens)
+        self._scheduler.settled(request, block_ids, first_tokens, self._clock())
         self._begun(request)
 
     def on_release(self, block_ids: Sequence[int]) -> None:
@@ -357,7 +357,7 @@ class DecodeWorker:
         """Every token of a local prompt has its KV; what was sampled after the last one."""
         request, generation = prompt.request, prompt.generation
         if generation is not None:
-            self._scheduler.recomputed(generation)
+            self._scheduler.recomputed(generation, self._clock())
             self._advance(generation, outcomes[0])
             return
         try:
@@ -365,7 +365,7 @@ class DecodeWorker:
         except InvalidLogitsError as error:
             self._fail(request, Cause.INTERNAL, str(error))
             return
-        self._scheduler.computed(request, tokens)
+        self._scheduler.computed(request, tokens, self._clock())
         for generation in request.generations:
             self._generation_tokens += 1
             self._send_tokens(generation)
@@ -421,19 +421,19 @@ class DecodeWorker:
             gateway, Failed(request=key.request, attempt=key.attempt, cause=cause, message=message[:4096])
         )
 
-    def _forget(self, request: DecodeRequest, why: str) -> None:
-        """Give the request up wherever it is, without a word to the gateway."""
+    def _forget(self, request: DecodeRequest, why: str, *, wanted: bool = False) -> None:
+        """Give the request up wherever it is, without a word to the gateway; `wanted` if its client asked for that."""
         self._finished.pop(request.work.request, None)
         if request.work.request in self._requests:
-            self._drop(request)
+            self._drop(request, wanted=wanted)
             if request.pull is not None:
                 self._intake.abandon(request.pull, None, why)
             self._reserve()
 
-    def _drop(self, request: DecodeRequest) -> None:
+    def _drop(self, request: DecodeRequest, *, wanted: bool = False) -> None:
         """Take the request off the books; what a pull holds of it is released, or in quarantine, by the intake."""
         del self._requests[request.work.request]
-        self._scheduler.forget(request)
+        self._scheduler.forget(request, wanted=wanted)
         self._wake.set()
 
     def _find(self, request: RequestId) -> DecodeRequest | None:

@@ -14,7 +14,14 @@ from common.contract.ids import new_incarnation
 from common.runtime.checkpoint import config_hash, read_config, resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import GatewaySettings, load
-from common.runtime.lifecycle import Announcer, configure_logging, end_with_parent, exit_on_operator_error, run
+from common.runtime.lifecycle import (
+    Announcer,
+    configure_logging,
+    end_with_parent,
+    exit_on_operator_error,
+    freeze_startup_objects,
+    run,
+)
 from gateway.api import create_app, create_runner
 from gateway.api_settings import ApiSettings, Limits, SamplingDefaults
 from gateway.dispatcher import Dispatcher
@@ -76,6 +83,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
         usable = asyncio.create_task(dispatcher.wait_usable())
         await asyncio.wait([dispatching, stopping, usable], return_when=asyncio.FIRST_COMPLETED)
         if usable.done():
+            freeze_startup_objects()
             announcer.say(url=f"http://{settings.host}:{port}", ready=True)
             log.info("ready")
             await asyncio.wait([dispatching, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import zmq.asyncio
 from checkpoints import VOCAB_SIZE
 
 from common.contract.ids import new_incarnation
+from common.contract.messages import Hello, Message, Role, Welcome
 from common.contract.sampling import SamplingParams
+from common.runtime.channel import ControlClient
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatcher import Dispatcher
@@ -104,8 +107,9 @@ class Process:
         return self.facts[name]
 
     def get(self, path: str) -> Any:
-        """The JSON (or text, for /metrics) that the probe port answers."""
-        with urllib.request.urlopen(f"http://{self.fact('http')}{path}", timeout=10) as response:
+        """The JSON (or text, for /metrics) that a worker's probe port, or a gateway, answers."""
+        url = self.facts.get("url") or f"http://{self.fact('http')}"
+        with urllib.request.urlopen(f"{url}{path}", timeout=10) as response:
             text = response.read().decode()
         return text if path == "/metrics" else json.loads(text)
 
@@ -187,14 +191,16 @@ class Workers:
         decode: int = 1,
         options: Sequence[str] = (),
         prefill_options: Sequence[str] = ("--chunk-size", "64"),
-        decode_options: Sequence[str] = (),
+        decode_options: Sequence[str] | Sequence[Sequence[str]] = (),
         env: Mapping[str, str] | None = None,
     ) -> Workers:
-        """Start the processes and wait until all are ready."""
+        """Start the processes and wait until all are ready. Decode workers may each have options of their own."""
         common = ["--model", str(folder), "--num-threads", "1", "--kv-cache-bytes", str(64 * 2**20), *options]
         workers = cls(folder)
         workers.prefill = [Process("prefill_worker", [*common, *prefill_options], env) for _ in range(prefill)]
-        workers.decode = [Process("decode_worker", [*common, *decode_options], env) for _ in range(decode)]
+        each = [decode_options] * decode if not decode_options or isinstance(decode_options[0], str) else decode_options
+        assert len(each) == decode
+        workers.decode = [Process("decode_worker", [*common, *mine], env) for mine in each]
         for process in workers.all:
             process.fact("ready")
         return workers
@@ -213,6 +219,20 @@ class Workers:
                 return
             assert time.monotonic() < deadline, f"left behind after {timeout_s} s: {left}"
             time.sleep(0.02)
+
+    @contextmanager
+    def gateway(self, *options: str) -> Iterator[Process]:
+        """A gateway process in front of the workers, which must end cleanly."""
+        places = [",".join(p.facts["control"] for p in pool) for pool in (self.prefill, self.decode)]
+        workers = ["--prefill-workers", places[0], "--decode-workers", places[1]]
+        gateway = Process("gateway", ["--model", str(self.folder), "--port", "0", *workers, *options])
+        try:
+            gateway.fact("ready")
+            yield gateway
+        finally:
+            gateway.signal()
+            code = gateway.wait()
+        assert code == 0, gateway.log
 
     def signal(self) -> None:
         """Ask every process to end."""
@@ -260,6 +280,64 @@ class Workers:
             usable.cancel()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+class Gateway:
+    """What a gateway hears from one worker."""
+
+    def __init__(self) -> None:
+        self.heard: list[Message] = []
+        self.changed = asyncio.Condition()
+
+    def hello(self, link: ControlClient) -> Hello:
+        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())
+
+    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
+        self.on_message(link, welcome)
+
+    def on_message(self, link: ControlClient, message: Message) -> None:
+        self.heard.append(message)
+        asyncio.ensure_future(self._notify())  # noqa: RUF006 (done before the test goes on: `until` waits for it)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, kind: type[Message], count: int = 1) -> Any:
+        """Wait for the `count`-th message of a kind from now on."""
+        start = len(self.heard)
+        async with self.changed, asyncio.timeout(20):
+            await self.changed.wait_for(lambda: sum(isinstance(m, kind) for m in self.heard[start:]) >= count)
+        return [message for message in self.heard[start:] if isinstance(message, kind)][count - 1]
+
+
+@asynccontextmanager
+async def gateway_of(address: str) -> AsyncIterator[tuple[Gateway, ControlClient]]:
+    """A session with one worker, in which the test says what it likes."""
+    context = zmq.asyncio.Context()
+    gateway = Gateway()
+    link = ControlClient(context, address, new_incarnation(), gateway, monotonic, Pulse(timeout_s=30))  # type: ignore[arg-type]
+    running = asyncio.create_task(link.run())
+    try:
+        await gateway.until(Welcome)
+        yield gateway, link
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+@contextmanager
+def avoided(registry: Registry, *processes: Process) -> Iterator[None]:
+    """As if requests of others kept these workers busy: new ones go elsewhere."""
+    places = [registry.workers[process.facts["control"]].place for process in processes]
+    for place in places:
+        registry.took(place.address, 2**20)
+    try:
+        yield
+    finally:
+        for place in places:
+            registry.left(place.address, place.incarnation, 2**20)
 
 
 @dataclass

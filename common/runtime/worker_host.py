@@ -18,7 +18,14 @@ from common.runtime.channel import ControlServer, ServerHandler
 from common.runtime.checkpoint import resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings, load
-from common.runtime.lifecycle import Announcer, configure_logging, end_with_parent, exit_on_operator_error, run
+from common.runtime.lifecycle import (
+    Announcer,
+    configure_logging,
+    end_with_parent,
+    exit_on_operator_error,
+    freeze_startup_objects,
+    run,
+)
 from common.runtime.probes import Probed, ProbeServer
 
 log = logging.getLogger(__name__)
@@ -55,6 +62,7 @@ class WorkerHost:
 
     async def serve(self, worker: Worker, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, or a loop of the worker fails."""
+        freeze_startup_objects()
         self._probes.probed = worker
         self._announcer.say(ready=True)
         log.info("ready")

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from stack import Workers
+from stack import BLOCK_BYTES, Process, Workers
+
+NUM_SMALL_BLOCKS = 40
 
 
 @pytest.fixture(scope="session")
@@ -52,5 +54,31 @@ def pool(pools: dict[str, Workers], checkpoint: Callable[[str], Path]) -> Iterat
 
 @pytest.fixture
 def main_pool(pool: Callable[..., Workers]) -> Workers:
-    """Two prefill and two decode workers, each with a batch that a crowd fills."""
-    return pool("llama", prefill=2, decode=2, options=("--checksums",), decode_options=("--max-num-seqs", "16"))
+    """Two prefill and two decode workers. A crowd fills their batches; a prefix that another one holds is pulled."""
+    return pool(
+        "llama",
+        prefill=2,
+        decode=2,
+        options=("--checksums",),
+        prefill_options=("--chunk-size", "64", "--pull-prefixes", "always"),
+        decode_options=("--max-num-seqs", "16"),
+    )
+
+
+@pytest.fixture
+def small_decode(pool: Callable[..., Workers]) -> dict[str, Process]:
+    """Decode workers with little memory, by how they share it out: as they come, or so that sequences give way."""
+    policies = {
+        "default": (),
+        "swap": ("--memory-reserve", "-1", "--preempt-by", "swap"),
+        "recompute": ("--memory-reserve", "-1", "--preempt-by", "recompute"),
+    }
+    size = ("--kv-cache-bytes", str(NUM_SMALL_BLOCKS * BLOCK_BYTES))
+    workers = pool(
+        "small decode",
+        prefill=0,
+        decode=len(policies),
+        options=("--checksums",),
+        decode_options=[(*size, *options) for options in policies.values()],
+    )
+    return dict(zip(policies, workers.decode, strict=True))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq.asyncio
+from stack import gateway_of
 
 from common.contract.errors import Cause
 from common.contract.ids import new_incarnation, new_request_id
@@ -21,20 +21,18 @@ from common.contract.messages import (
     Cancelled,
     Decode,
     Failed,
+    Finished,
     Heartbeat,
-    Hello,
-    Message,
     Prefill,
     Role,
     Source,
     Tokens,
-    Welcome,
 )
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sampled, Slice
 from common.engine.engine import Engine
 from common.engine.runner import ModelRunner, load_runner
-from common.runtime.channel import ControlClient, ControlServer
+from common.runtime.channel import ControlServer
 from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.clock import Pulse, monotonic
 from common.runtime.config import DecodeSettings, PrefillSettings
@@ -47,51 +45,26 @@ PULSE = Pulse(interval_s=0.05, timeout_s=20)
 
 
 class HeldRunner:
-    """A real runner whose steps wait for a gate."""
+    """A real runner whose steps wait for a gate, but for the next `num_free_steps`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.gate = threading.Event()
         self.gate.set()
         self.in_step = threading.Event()
+        self.num_free_steps = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+        if self.num_free_steps > 0:
+            self.num_free_steps -= 1
+            return self._runner.step(slices)
         self.in_step.set()
         assert self.gate.wait(30)
         self.in_step.clear()
         return self._runner.step(slices)
-
-
-class Gateway:
-    """What a gateway hears from one worker."""
-
-    def __init__(self) -> None:
-        self.heard: list[Message] = []
-        self.changed = asyncio.Condition()
-
-    def hello(self, link: ControlClient) -> Hello:
-        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())
-
-    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
-        self.on_message(link, welcome)
-
-    def on_message(self, link: ControlClient, message: Message) -> None:
-        self.heard.append(message)
-        asyncio.ensure_future(self._notify())  # noqa: RUF006 (done before the test goes on: `until` waits for it)
-
-    async def _notify(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
-
-    async def until(self, kind: type[Message], count: int = 1) -> Any:
-        """Wait for the `count`-th message of a kind from now on."""
-        start = len(self.heard)
-        async with self.changed, asyncio.timeout(20):
-            await self.changed.wait_for(lambda: sum(isinstance(m, kind) for m in self.heard[start:]) >= count)
-        return [message for message in self.heard[start:] if isinstance(message, kind)][count - 1]
 
 
 @asynccontextmanager
@@ -124,21 +97,6 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         await server.close()
-
-
-@asynccontextmanager
-async def gateway_of(address: str) -> AsyncIterator[tuple[Gateway, ControlClient]]:
-    context = zmq.asyncio.Context()
-    gateway = Gateway()
-    link = ControlClient(context, address, new_incarnation(), gateway, monotonic, PULSE)  # type: ignore[arg-type]
-    running = asyncio.create_task(link.run())
-    try:
-        await gateway.until(Welcome)
-        yield gateway, link
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        context.destroy(linger=0)
 
 
 def work(length: int, max_tokens: int) -> dict[str, Any]:
@@ -192,6 +150,37 @@ async def test_heartbeats_and_aborts_are_answered_while_a_step_runs(
         d_link.send(Abort(request=request["request"], attempt=1))
         await eventually(lambda: all(w.ready()[1]["blocks_used"] == 0 for w in (prefill, decode)))
         assert sum(isinstance(message, Cancelled) for message in gateway.heard) == 1
+
+
+async def test_blocks_cross_while_the_prompt_is_still_computed(checkpoint: Callable[[str], Path]) -> None:
+    """The third of four chunks is held: by then the decode worker has read the blocks of the first two."""
+    async with AsyncExitStack() as stack:
+        prefill, held, prefill_at, prefill_me = await stack.enter_async_context(
+            worker(Role.PREFILL, checkpoint("llama"), chunk_size=64)
+        )
+        decode, _, decode_at, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
+        p_gateway, p_link = await stack.enter_async_context(gateway_of(prefill_at))
+        d_gateway, d_link = await stack.enter_async_context(gateway_of(decode_at))
+
+        def num_blocks_read() -> float:
+            samples = [sample for metric in decode.metrics() for sample in metric.samples]
+            (num_bytes,) = (s.value for s in samples if s.name == "baton_transfer_bytes_total")
+            return float(num_bytes / held.layout.block_bytes)
+
+        request = work(200, 5)
+        held.num_free_steps = 2
+        held.gate.clear()
+        p_link.send(Prefill(**request))
+        d_link.send(Decode(**request, source=Source(address=prefill_at, incarnation=prefill_me)))
+        assert await asyncio.to_thread(held.in_step.wait, 20), "the third step never began"
+        await eventually(lambda: num_blocks_read() == 2 * 64 / 16)
+        assert held.in_step.is_set()
+        assert (prefill.ready()[1]["running"], decode.ready()[1]["pulling"]) == (1, 1)
+        assert not any(isinstance(message, Tokens) for message in (*p_gateway.heard, *d_gateway.heard))
+        held.gate.set()
+        await d_gateway.until(Finished)
+        assert num_blocks_read() == 13  # each block once
+        await eventually(lambda: all(w.ready()[1]["blocks_used"] == 0 for w in (prefill, decode)))
 
 
 async def test_a_replayed_or_older_attempt_is_inert_and_a_newer_one_fences(checkpoint: Callable[[str], Path]) -> None:

@@ -161,7 +161,7 @@ class Traffic:
         if all(token.finish_reason is not None for token in first_tokens):
             self.give_up_pull(request)
             return
-        self.scheduler.settled(request, self.pulling.pop(request)[0], first_tokens)
+        self.scheduler.settled(request, self.pulling.pop(request)[0], first_tokens, self.now)
         self.decoding.append(request)
 
     def first_tokens(self, request: DecodeRequest) -> list[Tokens]:
@@ -265,11 +265,11 @@ class Traffic:
     def computed(self, prompt: Any) -> None:
         request, generation = prompt.request, prompt.generation
         if generation is not None:
-            self.scheduler.recomputed(generation)
+            self.scheduler.recomputed(generation, self.now)
             self.sample(generation)
             return
         self.computing.remove(request)
-        self.scheduler.computed(request, self.first_tokens(request))
+        self.scheduler.computed(request, self.first_tokens(request), self.now)
         self.decoding.append(request)
         self.close_if_finished(request)
 

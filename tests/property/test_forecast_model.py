@@ -127,8 +127,7 @@ def test_whole_blocks_are_never_further_off_than_one_for_each_sequence(
         forecast.put(index, step=0, end_step=num_steps, num_private=blocks(num_tokens))
     num_used = sum(blocks(num_tokens) for num_tokens, _ in sequences)
     real = max(
-        sum(blocks(num_tokens + step) for num_tokens, num_steps in sequences if num_steps >= step)
-        for step in range(61)
+        sum(blocks(num_tokens + step) for num_tokens, num_steps in sequences if num_steps >= step) for step in range(61)
     )
     assert abs(forecast.peak(0, num_used) - real) <= len(sequences)
 
@@ -159,7 +158,9 @@ def test_the_profile_draws_from_the_recent_lengths_that_are_still_possible(
             known = longer[int(rank * len(longer))] if longer else 2 * num_output + 1
             assert found == min(known, max_output)
         elif not recent[tier]:
-            assert found == min(range(num_output + 1, max_output + 1)[int(rank * (max_output - num_output))], max_output)
+            assert found == min(
+                range(num_output + 1, max_output + 1)[int(rank * (max_output - num_output))], max_output
+            )
 
 
 @given(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from decode_bench import EAGER, Bench, request, tokens
 
 from common.contract.tiers import Tier
 from common.engine.costs import Costs
-from decode_bench import EAGER, Bench, request, tokens
 from decode_worker.request import Generation, Stage
 
 INTERACTIVE, STANDARD, BATCH = Tier
@@ -289,18 +289,20 @@ def test_who_was_preempted_comes_back_before_those_of_its_tier_and_lower_come_in
 
 
 def test_of_those_who_were_preempted_the_oldest_of_the_highest_tier_comes_back_first() -> None:
-    bench, [vip, batch, old, new] = crowded(INTERACTIVE, BATCH, STANDARD, STANDARD)
-    bench.reserve(request("other vip", 30, tier=INTERACTIVE))
+    bench, [vip, *others] = crowded(INTERACTIVE, BATCH, STANDARD, STANDARD)
+    big = request("big", 30, tier=INTERACTIVE)
+    bench.reserve(big)
     bench.step()
-    assert [each.stage for each in (vip, batch, old, new)] == [Stage.RUNNING, *[Stage.PREEMPTED] * 3]
-    bench.forget(bench.requests[-1])
+    assert preempted([vip, *others]) == [1, 2, 3]
+    for each in (big, vip.request):
+        bench.forget(each)
+    elsewhere = bench.pool.allocate(bench.pool.num_free)
     back: list[Generation] = []
-    for _ in range(60):
-        bench.step()
-        back += [each for each in (batch, old, new) if each.stage is not Stage.PREEMPTED and each not in back]
-        if len(back) == 2:
-            bench.forget(vip.request)
-    assert back == [old, new, batch]
+    while elsewhere:
+        bench.pool.release([elsewhere.pop()])
+        bench.reserve()
+        back += [each for each in others if each.stage is not Stage.PREEMPTED and each not in back]
+    assert back == [others[1], others[2], others[0]]
 
 
 def test_who_was_preempted_is_not_kept_out_by_an_endless_stream_of_a_higher_tier() -> None:
@@ -308,14 +310,14 @@ def test_who_was_preempted_is_not_kept_out_by_an_endless_stream_of_a_higher_tier
     bench, [a, b] = crowded(INTERACTIVE, BATCH, ageing_s=5.0)
     bench.preempt()
     bench.forget(a.request)
-    for number in range(60):
+    for number in range(40):
         bench.now += 1.0
         bench.want(request(f"vip {number}", 20, max_tokens=4, tier=INTERACTIVE, arrived=bench.now))
         bench.reserve()
         for name in list(bench.pulling):
             bench.settle(next(each for each in bench.requests if each.work.request == name))
         bench.step()
-    assert b.sequence.num_tokens > 40
+    assert b.sequence.num_tokens > 13, "it has not had a single step"
 
 
 # --- a higher tier needs room ------------------------------------------------------------------------------------
@@ -408,19 +410,23 @@ def test_who_holds_nothing_alone_does_not_end_the_search_for_room() -> None:
     assert a.stage is not Stage.ENDED
 
 
-def test_the_room_that_was_made_goes_to_whom_it_was_made_for() -> None:
-    """Not to one of a lower tier that was preempted before, and needs less."""
+def test_room_that_does_not_do_yet_is_kept_for_whom_it_is_made() -> None:
+    """One of a lower tier, preempted before, would fit into it; it would only have to give way again."""
     bench = Bench(10, memory_reserve=EAGER, num_host_blocks=20)
-    bench.run(request("a", 18, tier=BATCH))
-    b = bench.run(request("b", 14, tier=BATCH))
+    a, c = bench.run(request("a", 17, tier=BATCH)), bench.run(request("c", 5, tier=BATCH))
+    b = bench.run(request("b", 9, tier=BATCH))
     bench.preempt()
     assert b.stage is Stage.PREEMPTED
-    bench.want(request("vip", 22, tier=INTERACTIVE))
+    bench.want(request("vip", 21, tier=INTERACTIVE))
+    bench.forget(c.request)
     bench.reserve()
-    num_preemptions = bench.num_preemptions
-    bench.steps(3)
+    num_free = bench.pool.num_free
+    assert -(-b.sequence.num_tokens // 4) <= num_free < 6
+    assert b.stage is Stage.PREEMPTED
+    bench.step()
     assert list(bench.pulling) == ["vip"]
-    assert bench.num_preemptions - num_preemptions <= 1
+    assert a.stage is Stage.PREEMPTED
+    assert bench.num_preemptions == 2
 
 
 def test_one_after_the_other_may_have_to_give_way() -> None:
@@ -473,3 +479,10 @@ def test_in_a_full_batch_nobody_takes_the_place_of_its_own_tier_or_a_higher(tier
     bench.enter(request("new", 4, tier=STANDARD))
     for step in bench.steps(3):
         assert step.decodes == [a, b]
+
+
+def test_lower_tiers_that_hold_all_places_keep_no_higher_one_out() -> None:
+    bench = Bench(64, memory_reserve=EAGER, max_num_seqs=2)
+    waiting = [request(f"batch {number}", 4, tier=BATCH) for number in range(9)]
+    assert len(bench.reserve(*waiting)) == 4
+    assert bench.reserve(request("vip", 4, tier=INTERACTIVE)) == ["vip"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from decode_bench import EAGER, Bench, request, tokens
 
 from common.contract.tiers import Tier
 from common.engine.costs import Costs
-from decode_bench import EAGER, Bench, request, tokens
 from decode_worker.request import DecodeRequest
 from decode_worker.step import Step
 

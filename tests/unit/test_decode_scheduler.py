@@ -1,256 +1,18 @@
-"""The decode scheduler: who is let in, how choices fork, what is lent, and that whoever leaves keeps nothing."""
+"""The decode scheduler: the batch, how choices fork, what is lent, and that whoever leaves keeps nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+from decode_bench import EAGER, ENDLESS, Bench, request, tokens
 
 from common.contract.messages import FinishReason
 from common.contract.tiers import Tier
-from decode_bench import EAGER, ENDLESS, Bench, request, tokens
 from decode_worker.request import DecodeRequest, Stage
-from decode_worker.scheduler import _LOOK_AHEAD
 from decode_worker.step import Step
 
 INTERACTIVE, STANDARD, BATCH = Tier
-
-# --- how much a request needs ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "max_tokens", "num_choices", "num_output", "needed"),
-    [
-        pytest.param(4, 1, 1, 0, 1, id="the only token is never stored"),
-        pytest.param(4, 2, 1, 0, 2, id="a second token stores the first"),
-        pytest.param(4, 5, 1, 0, 2, id="the last token is never stored"),
-        pytest.param(4, 6, 1, 0, 3, id="one token more"),
-        pytest.param(1, 1, 1, 0, 1, id="a prompt of one token"),
-        pytest.param(8, 5, 3, 0, 2 + 3, id="full blocks are shared, growth is not"),
-        pytest.param(6, 3, 3, 0, 1 + 3, id="a partial block is copied for each choice"),
-        pytest.param(6, 4, 3, 0, 1 + 3 * 2, id="a partial block and growth for each choice"),
-        pytest.param(8, 6, 1, 4, 3, id="what the client has already is not generated again"),
-    ],
-)
-def test_the_most_blocks_that_a_request_can_hold(
-    num_tokens: int, max_tokens: int, num_choices: int, num_output: int, needed: int
-) -> None:
-    bench = Bench()
-    subject = request("a", num_tokens, max_tokens, num_choices=num_choices, num_output=num_output)
-    assert bench.scheduler.blocks_needed(subject.work) == needed
-    bench.reserve(subject)
-    most = bench.pool.num_used
-    bench.settle(subject, *["length"] * num_choices if max_tokens == 1 else [])
-    while bench.scheduler.num_running + bench.scheduler.num_waiting:
-        step = bench.begin_step()
-        most = max(most, bench.pool.num_used)
-        bench.end_step(step)
-    assert most == needed
-
-
-def test_a_sequence_grows_no_longer_than_the_model_allows() -> None:
-    bench = Bench(max_sequence_tokens=9)
-    assert bench.scheduler.blocks_needed(request("a", 5, 500).work) == 2
-
-
-def test_what_can_never_fit_is_known() -> None:
-    bench = Bench(num_blocks=3)
-    assert bench.scheduler.fits(request("a", 4, 9).work)
-    assert not bench.scheduler.fits(request("a", 4, 10).work)
-
-
-# --- admission: what fits now and later --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("stage", "num_output", "comes_in"),
-    [
-        # Two prompts of 4 blocks; each grows by a block in 4 steps; 16 blocks in all.
-        ("pulling", 17, True),
-        ("pulling", 18, False),
-        ("computing", 17, True),
-        ("computing", 18, False),
-        ("ready", 17, True),
-        ("ready", 18, False),
-        # It has a fifth block, and a step less to go.
-        ("running", 16, True),
-        ("running", 17, False),
-    ],
-)
-def test_what_fits_now_comes_in_only_if_it_fits_when_all_have_grown(
-    stage: str, num_output: int, comes_in: bool
-) -> None:
-    bench = Bench()
-    bench.profile(num_output)
-    first = request("first", 16, local=stage == "computing")
-    assert bench.reserve(first) == ([] if first.pull is None else ["first"])
-    if stage in ("ready", "running"):
-        bench.settle(first)
-    if stage == "running":
-        bench.step()
-    assert bench.pool.num_free >= 4 + 2
-    assert bench.reserve(request("second", 16)) == (["second"] if comes_in else [])
-
-
-@pytest.mark.parametrize(
-    ("reserve", "num_output", "comes_in"),
-    [(0.25, 9, True), (0.25, 10, False), (0.0, 17, True), (-0.25, 25, True), (-0.25, 26, False)],
-)
-def test_a_share_of_the_cache_is_kept_from_new_requests(reserve: float, num_output: int, comes_in: bool) -> None:
-    bench = Bench(memory_reserve=reserve)
-    bench.profile(num_output)
-    bench.reserve(request("first", 16))
-    assert bench.reserve(request("second", 16)) == (["second"] if comes_in else [])
-
-
-@pytest.mark.parametrize("num_tokens", [1, 16, 64])
-def test_one_alone_always_comes_in(num_tokens: int) -> None:
-    bench = Bench(memory_reserve=0.9)
-    assert bench.scheduler.num_expected == 0
-    assert bench.reserve(request("a", num_tokens)) == ["a"]
-    assert bench.scheduler.num_expected > bench.pool.num_blocks
-
-
-def test_who_does_not_fit_waits_and_comes_in_when_there_is_room() -> None:
-    bench = Bench()
-    [first] = bench.enter(request("first", 40, 10))
-    second = request("second", 40, 10)
-    assert bench.scheduler.fits(second.work)
-    assert bench.reserve(second) == []
-    assert bench.scheduler.num_waiting == 1 + 1
-    bench.step()
-    assert not bench.pulling
-    bench.step(ends=[first])
-    assert list(bench.pulling) == ["second"]
-    assert bench.scheduler.num_waiting == 0
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "comes_in"), [(4, True), pytest.param(5, False, id="the other one is for who runs")]
-)
-def test_blocks_that_the_next_step_needs_are_not_given_away(num_tokens: int, comes_in: bool) -> None:
-    bench = Bench(4, memory_reserve=EAGER)
-    bench.run(request("a", 7))  # the ninth token, with the next step, is the first of a third block
-    assert bench.pool.num_free == 2
-    assert bench.reserve(request("b", num_tokens)) == (["b"] if comes_in else [])
-
-
-def test_blocks_that_those_who_are_about_to_join_need_are_not_given_away() -> None:
-    bench = Bench(4, memory_reserve=EAGER)
-    bench.enter(request("a", 8))
-    assert bench.pool.num_free == 2
-    assert bench.reserve(request("b", 8)) == []
-    assert bench.reserve(request("c", 4)) == ["c"]
-
-
-@pytest.mark.parametrize("num_steps", [0, 63])
-@pytest.mark.parametrize("how", ["pulled", "computed"])
-def test_growth_that_has_not_begun_is_expected_however_long_that_takes(how: str, num_steps: int) -> None:
-    """Time that passes does not bring a sequence nearer to its end before it has begun, nor does it grow."""
-    bench = Bench(45, token_budget=1)
-    bench.profile(41)
-    bench.reserve(request("slow", 64, local=how == "computed"))
-    bench.steps(num_steps)
-    assert bench.scheduler.num_running == 0
-    # 16 + 16 blocks, and 10 more for each.
-    assert bench.reserve(request("other", 64)) == []
-
-
-@pytest.mark.parametrize("how", ["pulled", "computed"])
-def test_growth_is_expected_of_one_that_begins_later_than_it_was_to_end(how: str) -> None:
-    bench = Bench(45, token_budget=1)
-    bench.profile(41)
-    slow = request("slow", 64, local=how == "computed")
-    bench.reserve(slow)
-    bench.steps(64)
-    if how == "pulled":
-        bench.settle(slow)
-    assert bench.scheduler.num_waiting == 1
-    assert bench.reserve(request("other", 64)) == []
-    bench.steps(8)
-    assert not bench.pulling
-
-
-def test_a_sequence_that_is_kept_out_of_the_batch_does_not_grow_meanwhile() -> None:
-    bench = Bench(50, max_num_seqs=1)
-    for tier, num_output in zip(Tier, (161, 5, 81), strict=True):
-        bench.profile(num_output, tier)
-    bench.run(request("runs", 4, tier=INTERACTIVE))
-    bench.enter(request("kept out", 4))
-    bench.steps(99)
-    assert bench.scheduler.num_running == 1
-    # Just before the one that runs ends, in 60 steps: 41 blocks, and 15 of the newcomer's, which go on growing. What
-    # the other one gives back by then is a block or two.
-    assert bench.reserve(request("newcomer", 4, tier=BATCH)) == []
-
-
-@pytest.mark.parametrize("when", ["during the step", "after it"])
-def test_a_prefix_that_is_used_again_counts_as_in_use(when: str) -> None:
-    """Blocks that wait for the step in flight are neither free nor used; those of them that are shared are used."""
-    bench = Bench(14)
-    bench.profile(9)
-    first = request("first", 32)
-    bench.run(first)
-    bench.run(request("other", 4))
-    step = bench.begin_step()
-    bench.forget(first)
-    assert (bench.pool.num_used, bench.pool.num_limbo) == (2, 9)
-    if when == "after it":
-        bench.end_step(step)
-    # 2 blocks and 9, of which 8 are cached; and more than 3 that both will grow by.
-    assert bench.reserve(request("follow-up", tokens("first", 32) + tokens("more", 4))) == []
-
-
-# --- admission: whose turn it is ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("max_num_seqs", "places"), [(1, 3), (8, 10), (16, 20)])
-def test_a_few_more_are_let_in_than_can_run(max_num_seqs: int, places: int) -> None:
-    """So that a place that falls free is taken at the next step."""
-    bench = Bench(100, max_num_seqs=max_num_seqs, memory_reserve=EAGER)
-    assert len(bench.reserve(*(request(f"r{number}", 4) for number in range(50)))) == places
-
-
-def test_more_choices_than_places_come_in_alone() -> None:
-    bench = Bench(100, max_num_seqs=1, memory_reserve=EAGER)
-    other, many = request("other", 4), request("many", 4, num_choices=5)
-    assert bench.reserve(other, many) == ["other"]
-    bench.forget(other)
-    assert bench.reserve() == ["many"]
-
-
-def test_the_higher_tier_comes_first() -> None:
-    bench = Bench(1)
-    requests = [request(str(tier), 4, tier=tier, arrived=-tier.rank) for tier in (BATCH, STANDARD, INTERACTIVE)]
-    assert bench.reserve(*requests) == ["interactive"]
-    bench.forget(requests[2])
-    assert bench.reserve() == ["standard"]
-
-
-def test_within_a_tier_the_earlier_one_comes_first() -> None:
-    bench = Bench(1)
-    assert bench.reserve(request("late", 4, arrived=2.0), request("early", 4, arrived=1.0)) == ["early"]
-
-
-def test_a_request_that_does_not_fit_is_passed_sixteen_times_and_no_more() -> None:
-    bench = Bench(10, memory_reserve=EAGER)
-    blocker, big = request("blocker", 20), request("big", 24, arrived=1.0)
-    assert bench.reserve(blocker, big) == ["blocker"]
-    for number in range(16):
-        bench.enter(request(f"small {number}", 1, arrived=2.0), "stop")
-    assert bench.pool.num_free == 5
-    assert bench.reserve(request("one too many", 1, arrived=2.0)) == []
-    bench.forget(blocker)
-    assert bench.reserve() == ["big", "one too many"]
-
-
-@pytest.mark.parametrize(("num_ahead", "comes_in"), [(_LOOK_AHEAD - 1, True), (_LOOK_AHEAD, False)])
-def test_so_many_are_tried_when_the_first_does_not_fit(num_ahead: int, comes_in: bool) -> None:
-    bench = Bench(10, memory_reserve=EAGER)
-    bench.reserve(request("blocker", 20))
-    ahead = [request(f"big {number}", 24, arrived=1.0) for number in range(num_ahead)]
-    assert bench.reserve(*ahead, request("small", 1, arrived=2.0)) == (["small"] if comes_in else [])
-
 
 # --- the batch ---------------------------------------------------------------------------------------------------
 
@@ -536,6 +298,9 @@ def test_a_request_that_is_given_up_keeps_nothing(stage: str, preempt_by: str) -
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pulling) == (0, 0, 0)
     assert (scheduler.num_computing, scheduler.num_preempted, scheduler.num_uncomputed) == (0, 0, 0)
     assert (bench.pool.num_free, scheduler.num_host_used, scheduler.num_expected) == (8, 0, 0)
+    served = [scheduler._waiting.counter(tier, "") for tier in Tier]
+    bench.steps(3)
+    assert [scheduler._waiting.counter(tier, "") for tier in Tier] == served, "its tenant goes on being charged"
     assert bench.reserve(request("next", 32)) == ["next"], "who comes next has the whole cache"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from prefill_worker.scheduler import LOOK_AHEAD, MAX_PASSED, PrefillRequest, Pre
 BLOCK_SIZE = 4
 GATEWAY = Incarnation("g")
 INTERACTIVE, STANDARD, BATCH = Tier
+TOKENS = itertools.count(10**6)
 TARGETS_S = {INTERACTIVE: 0.5, STANDARD: 2.0, BATCH: 60.0}
 
 
@@ -33,8 +35,7 @@ def request(
     salt: str = "",
 ) -> PrefillRequest:
     """A request whose tokens no other one has, unless they are given."""
-    seed = hash(name) % 10**6 * 10**6
-    token_ids = range(seed, seed + num_tokens) if token_ids is None else token_ids
+    token_ids = [next(TOKENS) for _ in range(num_tokens)] if token_ids is None else token_ids
     work = Prefill(
         request=RequestId(name),
         attempt=attempt,

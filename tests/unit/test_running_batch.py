@@ -5,10 +5,10 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from decode_bench import BLOCK_SIZE, request
 
 from common.contract.tiers import Tier
 from common.engine.sequence import Sequence
-from decode_bench import BLOCK_SIZE, request
 from decode_worker.request import Generation, Stage
 from decode_worker.running_batch import RunningBatch, seniority
 

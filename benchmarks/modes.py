@@ -1,0 +1,162 @@
+"""One trace, every mode: disaggregated, colocated with chunked prefill, prefill first, static and windowed batching.
+
+    python -m benchmarks.modes [--requests 120] [--rate 6]
+
+Requests arrive in a Poisson process, with ShareGPT-like lengths. The batching policies run on one engine in this
+process with both cores' threads: the decode scheduler with its prompts computed locally, and the same scheduler fed
+batch by batch (`benchmarks.baselines`). The disaggregated mode is the real stack, a prefill and a decode worker with
+one thread each, gateway and wire included; the colocated one is shown over the same wire too. Every output of every
+mode is compared with the first one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks.baselines import BatchAtATime
+from benchmarks.driver import Arrival, Driver, Real
+from benchmarks.interference import connected, share
+from benchmarks.local import local_stack
+from benchmarks.models import llama_15m
+from benchmarks.record import record
+from benchmarks.reserve import lognormal
+from common.contract.sampling import SamplingParams
+from common.engine.block_pool import BlockPool
+from common.engine.runner import load_runner, measure_costs
+from decode_worker.policy import Policy
+from decode_worker.scheduler import DecodeScheduler
+from gateway.generation import Generation
+
+BATCH = 16
+WINDOW_S = 0.5
+KV_BYTES = 256 * 2**20
+
+Outcome = tuple[list[int], list[float]]
+"""A request's tokens, and the seconds from its arrival to each."""
+
+
+def trace(num: int, rate: float, seed: int) -> list[Arrival]:
+    """Poisson arrivals; prompts of 300 tokens on average, outputs of 80."""
+    draw = random.Random(seed)
+    moment, arrivals = 0.0, []
+    for _ in range(num):
+        moment += draw.expovariate(rate)
+        num_prompt, num_output = lognormal(draw, 300, 400, 1500), lognormal(draw, 80, 80, 400)
+        prompt = tuple(draw.randrange(10, 30000) for _ in range(num_prompt))
+        arrivals.append(Arrival(time_s=moment, prompt=prompt, num_output=num_output, max_tokens=num_output))
+    return arrivals
+
+
+def in_process(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome]:
+    """One engine, two threads, no wire."""
+    torch.set_num_threads(2)
+    runner = load_runner(folder, kv_cache_bytes=KV_BYTES, swap_bytes=2**20)
+    costs = measure_costs(runner)
+    pool = BlockPool(runner.cache.num_blocks)
+    policy = Policy(
+        block_size=16,
+        max_num_seqs=BATCH,
+        max_sequence_tokens=2048,
+        prefill_priority=mode in ("prefill-priority", "static", "windowed"),
+        num_host_blocks=runner.num_host_blocks,
+    )
+    scheduler: DecodeScheduler | BatchAtATime = DecodeScheduler(pool, policy, costs)
+    if mode in ("static", "windowed"):
+        scheduler = BatchAtATime(scheduler, BATCH, math.inf if mode == "static" else WINDOW_S)
+    driver = Driver(pool, scheduler, Real(runner), block_size=16, max_sequence_tokens=2048, real_time=True)
+    stories = driver.run(arrivals)
+    return [(story.token_ids, [each - story.arrival.time_s for each in story.times_s]) for story in stories]
+
+
+def over_the_wire(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome]:
+    """The real stack, tokens taken at the dispatcher."""
+    environment = {
+        "BATON_KV_CACHE_BYTES": str(KV_BYTES),
+        "BATON_MAX_NUM_SEQS": str(BATCH),
+        "BATON_LOCAL_PREFILL_TOKENS": "0",
+    }
+    prefill = "1" if mode == "disaggregated" else "0"
+    with local_stack(["--model", str(folder), "--prefill", prefill], environment) as local:
+
+        async def body() -> list[Outcome]:
+            async with connected(local, folder) as dispatcher:
+                began = time.perf_counter()
+
+                async def one(arrival: Arrival) -> Outcome:
+                    await asyncio.sleep(max(0.0, began + arrival.time_s - time.perf_counter()))
+                    sampling = SamplingParams(temperature=0.0, max_tokens=arrival.max_tokens, ignore_eos=True)
+                    work = Generation(token_ids=arrival.prompt, num_choices=1, sampling=sampling, budget_s=3600)
+                    tokens: list[int] = []
+                    times: list[float] = []
+                    async for delta in dispatcher.generate(work):
+                        tokens += delta.token_ids
+                        times += [time.perf_counter() - began - arrival.time_s] * len(delta.token_ids)
+                    return tokens, times
+
+                return list(await asyncio.gather(*(one(arrival) for arrival in arrivals)))
+
+        return asyncio.run(body())
+
+
+MODES: dict[str, Callable[[Path, list[Arrival], str], list[Outcome]]] = {
+    "disaggregated": over_the_wire,
+    "colocated-wire": over_the_wire,
+    "colocated": in_process,
+    "prefill-priority": in_process,
+    "windowed": in_process,
+    "static": in_process,
+}
+
+
+def summary(arrivals: list[Arrival], outcomes: list[Outcome]) -> dict[str, float]:
+    """What users see of a mode."""
+    ttfts = [times[0] for _, times in outcomes]
+    gaps = [later - earlier for _, times in outcomes for earlier, later in itertools.pairwise(times)]
+    last = max(arrival.time_s + times[-1] for arrival, (_, times) in zip(arrivals, outcomes, strict=True))
+    return {
+        "ttft_mean_s": statistics.mean(ttfts),
+        "ttft_p99_s": share(ttfts, 0.99),
+        "itl_p50_ms": 1000 * share(gaps, 0.5),
+        "itl_p99_ms": 1000 * share(gaps, 0.99),
+        "latency_mean_s": statistics.mean(times[-1] for _, times in outcomes),
+        "tokens_per_s": sum(len(tokens) for tokens, _ in outcomes) / last,
+    }
+
+
+def main() -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--rate", type=float, default=3.0, help="requests per second")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    arrivals = trace(args.requests, args.rate, args.seed)
+    figures: dict[str, dict[str, float]] = {}
+    expected: list[list[int]] | None = None
+    with TemporaryDirectory() as scratch:
+        folder = llama_15m(Path(scratch))
+        for mode, run in MODES.items():
+            outcomes = run(folder, arrivals, mode)
+            tokens = [each for each, _ in outcomes]
+            expected = expected or tokens
+            figures[mode] = summary(arrivals, outcomes) | {
+                "different_outputs": sum(a != b for a, b in zip(expected, tokens, strict=True))
+            }
+            print(f"{mode:<17}" + "  ".join(f"{name} {value:.3f}" for name, value in figures[mode].items()), flush=True)
+    workload = {"requests": args.requests, "rate_per_s": args.rate, "model": "llama 15m", "max_num_seqs": BATCH}
+    print(record("modes", workload=workload, figures=figures, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()
