@@ -6,6 +6,7 @@ were. A sequence that outlives what was expected of it is judged anew.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from common.contract.messages import Decode
@@ -40,8 +41,8 @@ class Admission:
         """Sequences that may hold blocks: a full batch, and some that are ready when places fall free."""
         self._forecast: Forecast[Key] = Forecast(policy.block_size)
         self._profile = OutputProfile()
-        self._outlived: dict[int, list[Generation]] = {}
-        """Step → sequences that are expected to have ended by then."""
+        self._outlived: defaultdict[int, dict[Generation, None]] = defaultdict(dict)
+        """Step → sequences that grow and are expected to have ended by then."""
         self._num_admitted = [0] * len(Tier)
         """By the rank of their tier."""
 
@@ -66,20 +67,19 @@ class Admission:
         return admitted == 0 or admitted + num <= self._places
 
     def num_lacking(
-        self, step: int, *, num_new: int, num_revived: int, headroom: int, newcomers: Sequence[Newcomer]
+        self, step: int, *, num_new: int, held: Sequence[int], headroom: int, newcomers: Sequence[Newcomer]
     ) -> int:
-        """How many blocks are lacking, now or later, before `newcomers` can have `num_new` of them, beside the
-        `num_revived` unreferenced cached ones that they use; at most 0 if there is room.
+        """How many blocks are lacking, now or later, before `newcomers` can have `num_new` of them beside the cached
+        ones that they use, `held`; at most 0 if there is room.
 
         `headroom` blocks are left for those who are here. Whoever would be alone has room if the blocks are free.
         """
         pool = self._pool
-        if not len(self._forecast):
-            return num_new + num_revived - pool.num_free
-        lacking = num_new + num_revived + headroom - pool.num_free
-        if lacking > 0:
-            return lacking
-        used = pool.num_used + num_revived + num_new
+        lacking = num_new + pool.num_unreferenced(held) - pool.num_free
+        if not len(self._forecast) or lacking + headroom > 0:
+            return lacking + (headroom if len(self._forecast) else 0)
+        # Those of the cached blocks that nobody uses now will be in use; a step in flight may hold some back from both.
+        used = pool.num_used + num_new + sum(pool.ref_count(block) == 0 for block in held)
         if self._forecast.most(step, used, newcomers) <= self._limit:
             return 0
         return self._forecast.peak(step, used, newcomers) - self._limit
@@ -91,16 +91,26 @@ class Admission:
         self._num_admitted[key[0].work.tier.rank] += 1
 
     def leave(self, key: Key) -> None:
-        """It has given its blocks back."""
+        """It has given its blocks back; one that has generated is to be `left`."""
         self._forecast.remove(key)
         self._num_admitted[key[0].work.tier.rank] -= 1
 
-    def began(self, generation: Generation, step: int) -> None:
-        """One that holds blocks generates: from now on it grows, and is judged by what it does."""
+    def left(self, generation: Generation) -> None:
+        """One that generates, or has, has given its blocks back."""
+        self._expect_nothing(generation)
+        self.leave(generation.key)
+
+    def joined(self, generation: Generation, step: int) -> None:
+        """One that holds blocks runs: from now on it grows, and is judged by what it does."""
         _, num_private = self._forecast.held(generation.key)
         end_step = step + self._steps_left(generation)
         self._forecast.put(generation.key, step=step, end_step=end_step, num_private=num_private)
-        self._await_end(generation, end_step)
+        self._expect_end(generation, end_step)
+
+    def paused(self, generation: Generation, step: int, num_private: int) -> None:
+        """One that runs waits for a place again, and does not grow."""
+        self._expect_nothing(generation)
+        self._forecast.stop(generation.key, step=step, num_private=num_private)
 
     def ended(self, generation: Generation) -> None:
         """It has come to the end that its client wanted: others will be expected to be as long."""
@@ -109,13 +119,12 @@ class Admission:
     def look_again(self, step: int) -> None:
         """Judge those anew who were expected to have ended before `step`, and have not."""
         for generation in self._outlived.pop(step, ()):
-            if generation.end_step == step and generation.key in self._forecast:
-                # Another place among the lengths that are left: the old one is just above it, again and again.
-                generation.rank = (generation.rank + _GOLDEN) % 1.0
-                # Finer than a block would change nothing.
-                end_step = step + max(self._steps_left(generation), self._policy.block_size)
-                self._forecast.postpone(generation.key, end_step)
-                self._await_end(generation, end_step)
+            # Another place among the lengths that are left: the old one is just above it, again and again.
+            generation.rank = (generation.rank + _GOLDEN) % 1.0
+            # Finer than a block would change nothing.
+            end_step = step + max(self._steps_left(generation), self._policy.block_size)
+            self._forecast.postpone(generation.key, end_step)
+            self._expect_end(generation, end_step)
 
     def steps_left(self, work: Decode, num_tokens: int, rank: float) -> int:
         """Steps that a sequence of `num_tokens` is expected to take still; at least one."""
@@ -126,9 +135,15 @@ class Admission:
     def _steps_left(self, generation: Generation) -> int:
         return self.steps_left(generation.request.work, generation.sequence.num_tokens, generation.rank)
 
-    def _await_end(self, generation: Generation, end_step: int) -> None:
+    def _expect_end(self, generation: Generation, end_step: int) -> None:
         generation.end_step = end_step
-        self._outlived.setdefault(end_step, []).append(generation)
+        self._outlived[end_step][generation] = None
+
+    def _expect_nothing(self, generation: Generation) -> None:
+        awaited = self._outlived.get(generation.end_step, {})
+        awaited.pop(generation, None)
+        if not awaited:
+            self._outlived.pop(generation.end_step, None)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -31,29 +31,30 @@ class Forecast(Generic[K]):
         self._block_size = block_size
         self._still: dict[K, tuple[int, int]] = {}
         """Those that do not grow yet → (steps they are expected to take, blocks that they alone hold)."""
-        self._end_of: dict[K, int] = {}
-        """Those that grow → the step at which they are expected to end."""
-        self._keys: list[K] = []
-        """Those that grow, in the order of their ends, as the two arrays are."""
+        self._places: dict[K, tuple[int, int]] = {}
+        """Those that grow → (the step at which they are expected to end, a number that tells equals apart)."""
+        self._order: list[tuple[int, int]] = []
+        """The places of those that grow, sorted, as the two arrays are."""
         self._ends = array("d")
         self._private = array("d")
         """Blocks that a sequence alone holds, less those that it has grown by since step 0."""
         self._sum_of_steps = 0
         """Of those that do not grow yet."""
         self._sum_of_ends = 0
+        self._last_number = 0
         self._curve: _Curve | None = None
         """Of the last question, until somebody leaves or a step passes."""
         self._growth_since = 0.0
         """Blocks that those who have come since then will grow by."""
 
     def __len__(self) -> int:
-        return len(self._keys) + len(self._still)
+        return len(self._places) + len(self._still)
 
     def __contains__(self, key: K) -> bool:
-        return key in self._end_of or key in self._still
+        return key in self._places or key in self._still
 
     def __iter__(self) -> Iterator[K]:
-        yield from self._keys
+        yield from self._places
         yield from self._still
 
     def hold(self, key: K, *, num_steps: int, num_private: int) -> None:
@@ -70,16 +71,22 @@ class Forecast(Generic[K]):
     def put(self, key: K, *, step: int, end_step: int, num_private: int) -> None:
         """Enter a sequence, or let one that is held begin: the present step, the one at which it is expected to end,
         and the blocks that it alone holds now. From now on it grows."""
-        assert key not in self._end_of, key
+        assert key not in self._places, key
         if key in self._still:
             self.remove(key)
         else:
             self._growth_since += (end_step - step) / self._block_size
         self._insert(key, end_step, num_private - step / self._block_size)
 
+    def stop(self, key: K, *, step: int, num_private: int) -> None:
+        """A sequence that grows does not for a while: it is held again, and expected to take the steps it has left."""
+        num_steps = max(1, self._places[key][0] - step)
+        self.remove(key)
+        self.hold(key, num_steps=num_steps, num_private=num_private)
+
     def postpone(self, key: K, end_step: int) -> None:
         """A sequence that grows will end later than was expected."""
-        private = self._private[self._index(key)]
+        private = self._private[bisect_left(self._order, self._places[key])]
         self.remove(key)
         self._insert(key, end_step, private)
 
@@ -87,16 +94,17 @@ class Forecast(Generic[K]):
         """Forget a sequence; inert when it is unknown."""
         if key in self._still:
             self._sum_of_steps -= self._still.pop(key)[0]
-        elif key in self._end_of:
-            index = self._index(key)
-            self._sum_of_ends -= self._end_of.pop(key)
-            del self._keys[index], self._ends[index], self._private[index]
+        elif key in self._places:
+            place = self._places.pop(key)
+            index = bisect_left(self._order, place)
+            self._sum_of_ends -= place[0]
+            del self._order[index], self._ends[index], self._private[index]
         self._curve = None
 
     def most(self, step: int, num_used: int, newcomers: Sequence[tuple[int, int]] = ()) -> int:
         """A bound on `peak` that costs nothing: everyone's growth, as if nobody ended before all others have."""
-        left = self._sum_of_ends - step * len(self._keys) + self._sum_of_steps + sum(each[0] for each in newcomers)
-        return math.ceil(num_used + (left + len(self._keys)) / self._block_size)
+        left = self._sum_of_ends - step * len(self._order) + self._sum_of_steps + sum(each[0] for each in newcomers)
+        return math.ceil(num_used + (left + len(self._order)) / self._block_size)
 
     def peak(self, step: int, num_used: int, newcomers: Sequence[tuple[int, int]] = ()) -> int:
         """The most blocks in use from now on.
@@ -125,19 +133,16 @@ class Forecast(Generic[K]):
             steps_left, private = steps_left[order], np.concatenate((private, still[:, 1]))[order]
         return _Curve(self._block_size, step, steps_left, private)
 
-    def _index(self, key: K) -> int:
-        index = bisect_left(self._ends, self._end_of[key])
-        while self._keys[index] != key:
-            index += 1
-        return index
-
     def _insert(self, key: K, end_step: int, private: float) -> None:
-        index = bisect_right(self._ends, end_step)
+        self._last_number += 1
+        place = end_step, self._last_number
+        index = bisect_left(self._order, place)
+        self._order.insert(index, place)
         self._ends.insert(index, end_step)
         self._private.insert(index, private)
-        self._keys.insert(index, key)
-        self._end_of[key] = end_step
+        self._places[key] = place
         self._sum_of_ends += end_step
+        self._curve = None
 
 
 class _Curve:

@@ -32,7 +32,7 @@ from common.engine.sequence import Sequence
 from decode_worker.admission import Admission, Newcomer, rank_of
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
-from decode_worker.running_batch import RunningBatch, seniority
+from decode_worker.running_batch import RunningBatch, Seniority, seniority
 from decode_worker.step import Step
 
 _LOOK_AHEAD = 4
@@ -170,7 +170,9 @@ class DecodeScheduler:
     def reserve(self, now: float) -> list[Reservation]:
         """Let in what fits: preempted sequences first, then waiting requests. Returns those that may pull."""
         if not self._look_again and self._pool.num_free <= self._free_when_refused:
+            self._free_when_refused = self._pool.num_free
             return []
+        self._pressure = None
         granted: list[Reservation] = []
         while self._let_one_in(now, granted):
             pass
@@ -341,7 +343,7 @@ class DecodeScheduler:
             (self._admission.steps_left(work, num_tokens + 1, rank_of(order + index)), num_private)
             for index, num_private in enumerate(private)
         ]
-        if not self._has_room(work.tier.rank, num_new, self._pool.num_unreferenced(held), newcomers):
+        if not self._has_room(work.tier.rank, num_new, held, newcomers):
             return False
         self._waiting.take(request, now)
         self._num_orders += len(work.choices)
@@ -368,13 +370,12 @@ class DecodeScheduler:
         held = self._pool.match(generation.chain.hashes[: usable // self._block_size])
         num_new = self._blocks_for(sequence.num_tokens) - len(held)
         newcomer = self._admission.steps_left(work, sequence.num_tokens, generation.rank), num_new
-        if not self._has_room(work.tier.rank, num_new, self._pool.num_unreferenced(held), [newcomer]):
+        if not self._has_room(work.tier.rank, num_new, held, [newcomer]):
             return False
         self._preempted.discard(generation)
         self._pool.share(held)
         sequence.block_table = held + self._pool.allocate(num_new)
         self._admission.enter(generation.key, newcomer)
-        self._admission.began(generation, self._batch.step)
         if swapped:
             generation.num_kept = len(held)
             self._batch.add(generation, now)
@@ -391,15 +392,15 @@ class DecodeScheduler:
             )
         return True
 
-    def _has_room(self, rank: int, num_new: int, num_revived: int, newcomers: Seq[Newcomer]) -> bool:
-        """Whether `num_new` blocks, beside `num_revived` unreferenced cached ones, can be given away now, and nobody
-        will lack any for it later. If lower tiers stand in the way, they are told to give."""
+    def _has_room(self, rank: int, num_new: int, held: Seq[int], newcomers: Seq[Newcomer]) -> bool:
+        """Whether `num_new` blocks, beside the cached ones `held`, can be given away now, and nobody will lack any
+        for it later. If lower tiers stand in the way, they are told to give."""
         if not self._admission.has_places(rank, len(newcomers)):
             return False
         lacking = self._admission.num_lacking(
             self._batch.step,
             num_new=num_new,
-            num_revived=num_revived,
+            held=held,
             headroom=self._batch.num_due_next + self._batch.num_ready,
             newcomers=newcomers,
         )
@@ -455,7 +456,6 @@ class DecodeScheduler:
             logprobs = first.logprobs[0] if first.logprobs is not None else None
             generation.append(first.token_ids[0], logprobs, first.finish_reason)
             request.generations.append(generation)
-            self._admission.began(generation, self._batch.step)
             self._batch.add(generation, now)
         assert not request.fork_blocks, request.work
         for generation in request.generations:
@@ -469,8 +469,11 @@ class DecodeScheduler:
         joined = self._batch.next_step(now)
         for generation in joined:
             self._flow(generation, _OUTPUT_CHARGE)
+            self._admission.joined(generation, self._batch.step)
         for generation in self._batch.left():
             self._flow(generation, -_OUTPUT_CHARGE)
+            num_private = self._num_private(generation.sequence.block_table)
+            self._admission.paused(generation, self._batch.step, num_private)
         self._waiting.advance(self._batch.step)
         self._admission.look_again(self._batch.step)
         return joined
@@ -510,20 +513,21 @@ class DecodeScheduler:
         if self._pressure is None:
             return
         (rank, lacking), self._pressure = self._pressure, None
-        while lacking > 0:
-            victim = self._newest()
-            if victim is None or victim.request.work.tier.rank <= rank or victim.gave_way:
+        holders = (*self._batch.running(), *self._batch.ready(), *self._newest_prompts)
+        victims = [each for each in holders if each.request.work.tier.rank > rank and not each.gave_way]
+        victims.sort(key=_seniority, reverse=True)
+        for victim in victims:
+            if lacking <= 0:
                 break
             victim.gave_way = True
             lacking -= self._preempt(victim, step, now)
-        self._look_again = True
 
     def _newest(self) -> Generation | LocalPrompt | None:
         """The newest of the lowest tier, of all that hold blocks but those that pull."""
         generation, prompt = self._batch.newest(), self._newest_prompts.first()
         if generation is None or prompt is None:
             return generation or prompt
-        return prompt if prompt.urgency[::2] > seniority(generation) else generation
+        return prompt if _seniority(prompt) > _seniority(generation) else generation
 
     def _preempt(self, victim: Generation | LocalPrompt, step: Step, now: float) -> int:
         """Take its blocks; how many come back with this step's end."""
@@ -543,6 +547,7 @@ class DecodeScheduler:
         if not victim.host_slots:
             self.num_recomputed += 1
         self._take_blocks(victim)
+        self._look_again = True
         if not victim.host_slots:
             victim.sequence.num_computed = 0
         victim.stage = Stage.PREEMPTED
@@ -584,7 +589,7 @@ class DecodeScheduler:
         self._pool.release(sequence.block_table)
         sequence.block_table = []
         generation.num_named = 0
-        self._admission.leave(generation.key)
+        self._admission.left(generation)
 
     def _unbook(self, request: DecodeRequest) -> None:
         """A request that had room, and no choices yet, has it no more."""
@@ -618,3 +623,9 @@ class DecodeScheduler:
 
 def _rank_of(victim: Generation | LocalPrompt) -> int:
     return victim.request.work.tier.rank
+
+
+def _seniority(holder: Generation | LocalPrompt) -> Seniority:
+    if isinstance(holder, LocalPrompt):
+        return holder.urgency[0], holder.urgency[2]
+    return seniority(holder)

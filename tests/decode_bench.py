@@ -116,7 +116,7 @@ class Bench:
     def settle(self, subject: DecodeRequest, *reasons: FinishReason | None) -> list[Generation]:
         """The pull is over, and valid."""
         blocks = self.pulling.pop(subject.work.request).block_ids
-        self.scheduler.settled(subject, blocks, first_tokens(subject, *reasons))
+        self.scheduler.settled(subject, blocks, first_tokens(subject, *reasons), self.now)
         self.check()
         return subject.generations
 
@@ -154,10 +154,10 @@ class Bench:
                 self._advance(generation, ends)
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last and chunk.prompt.generation is not None:
-                self.scheduler.recomputed(chunk.prompt.generation)
+                self.scheduler.recomputed(chunk.prompt.generation, self.now)
                 self._advance(chunk.prompt.generation, ends)
             elif chunk.last:
-                self.scheduler.computed(chunk.prompt.request, first_tokens(chunk.prompt.request))
+                self.scheduler.computed(chunk.prompt.request, first_tokens(chunk.prompt.request), self.now)
         self.check()
 
     def step(self, *, ends: Collection[Generation] = ()) -> Step:

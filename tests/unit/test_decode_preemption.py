@@ -310,7 +310,7 @@ def test_who_was_preempted_is_not_kept_out_by_an_endless_stream_of_a_higher_tier
     bench, [a, b] = crowded(INTERACTIVE, BATCH, ageing_s=5.0)
     bench.preempt()
     bench.forget(a.request)
-    for number in range(40):
+    for number in range(120):
         bench.now += 1.0
         bench.want(request(f"vip {number}", 20, max_tokens=4, tier=INTERACTIVE, arrived=bench.now))
         bench.reserve()

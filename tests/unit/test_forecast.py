@@ -59,7 +59,18 @@ def test_a_later_end_is_taken_into_account() -> None:
     assert made.peak(0, 10) == 11
     made.postpone("a", 20)
     assert made.peak(0, 10) == 15
-    assert made.end_of("a") == 20
+
+
+def test_who_does_not_grow_yet_is_as_far_from_its_end_however_much_time_passes() -> None:
+    made = forecast(4, a=(100, 1))
+    made.hold("b", num_steps=8, num_private=4)
+    assert made.held("b") == (8, 4)
+    # Before the end of b: 10 + 2 * 8/4. Before that of a: 10 + 100/4 - 4; and of a 40 steps later, when it has grown.
+    assert made.peak(1, 10) == 31
+    assert made.peak(40, 20) == 31
+    made.put("b", step=40, end_step=100, num_private=4)
+    assert made.peak(40, 20) == 50
+    assert sorted(made) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +97,7 @@ def test_several_newcomers_come_together() -> None:
 def test_who_comes_in_the_step_of_the_last_question_is_not_forgotten() -> None:
     made = forecast(4, a=(8, 6))
     assert made.peak(0, 10) == 12
-    made.put("b", step=0, end_step=16, num_private=4)
+    made.hold("b", num_steps=16, num_private=4)
     # As if b never ended: 10 + 8/4 + 16/4.
     assert made.peak(0, 10) == 16
     assert made.peak(1, 11) == 15, "11 + 2 * 7/4: exact again with the next step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -196,6 +197,15 @@ def test_an_aged_batch_prompt_gets_its_share_under_an_interactive_flood() -> Non
     assert batch.num_uncomputed <= 2000 - 12 * 128
 
 
+def test_an_aged_prompt_does_not_wait_for_a_long_interactive_one_to_end() -> None:
+    bench = Bench(num_blocks=50_000, chunk_size=512, token_budget=1024)
+    bench.admit(*(request(f"i{number}", 32_000, tier=INTERACTIVE) for number in range(5)))
+    bench.step()
+    bench.scheduler.add(request("batch", 1000, tier=BATCH, arrived=1.0))
+    assert bench.scheduler.admit(31.0) == []
+    assert ("batch", 0, 128) in bench.step(now=31.5)
+
+
 # --- blocks ------------------------------------------------------------------------------------------------------
 
 
@@ -353,6 +363,26 @@ def test_a_flooding_tenant_s_prompts_do_not_stand_before_another_tenant_s() -> N
             computed[name.rstrip("0123456789")] += end - start
     assert computed["meek"] == 160
     assert computed["flood"] <= 160 + 4 * 32, "what was let in before, and then every second prompt"
+
+
+@pytest.mark.parametrize("longest", [30, 300])
+def test_two_tenants_that_always_wait_get_the_same_whatever_they_submit(longest: int) -> None:
+    """Within 2·max(w_p·L_in, w_q·M) of each other (see `fair_queue`), where M is what is let in: two steps' prompts."""
+    rng = random.Random(longest)
+    bench = Bench(num_blocks=100_000, chunk_size=32, token_budget=64, max_waiting=10_000, seconds_per_token=1e-3)
+    for number in range(2200):
+        tenant = "meek" if number % 11 == 0 else "flood"
+        bench.scheduler.add(request(f"{tenant}{number}", rng.randint(1, longest), tenant=tenant))
+    served, num_waiting, now, most = {"meek": 0, "flood": 0}, {"meek": 200, "flood": 2000}, 0.0, 0
+    while min(num_waiting.values()):
+        for request_id, start, end in bench.step(now, check=False):
+            tenant = request_id.rstrip("0123456789")
+            served[tenant] += end - start
+            num_waiting[tenant] -= start == 0
+            now += (end - start) * 1e-3
+        most = max(most, abs(served["meek"] - served["flood"]))
+    assert most <= 2 * max(longest, 4 * longest), served
+    assert served["meek"] > 10 * most
 
 
 # --- the prefix cache --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -28,17 +29,18 @@ def generation(order: int, tier: Tier = STANDARD, num_tokens: int = 1, num_block
 class Bench:
     """A batch whose sequences get a token with each step."""
 
-    def __init__(self, max_num_seqs: int = 4) -> None:
-        self.batch = RunningBatch(max_num_seqs, BLOCK_SIZE)
+    def __init__(self, max_num_seqs: int = 4, ageing_s: float = math.inf) -> None:
+        self.batch = RunningBatch(max_num_seqs, BLOCK_SIZE, ageing_s)
+        self.now = 0.0
 
     def add(self, *generations: Generation) -> None:
         for each in generations:
-            self.batch.add(each)
+            self.batch.add(each, self.now)
         self.batch.check_invariants()
 
     def step(self) -> tuple[list[Generation], list[Generation]]:
         """Those that have joined, those that were due and got their block."""
-        joined = self.batch.next_step()
+        joined = self.batch.next_step(self.now)
         due = self.batch.due()
         for each in due:
             each.sequence.block_table.append(0)
@@ -121,7 +123,7 @@ def test_who_sits_out_is_due_again_at_the_next_step() -> None:
     bench.add(subject)
     bench.step()
     for _ in range(3):
-        bench.batch.next_step()
+        bench.batch.next_step(bench.now)
         assert bench.batch.due() == [subject]
         bench.batch.sit_out(subject)
         bench.batch.check_invariants()
@@ -185,6 +187,49 @@ def test_who_stepped_aside_is_due_as_many_steps_later() -> None:
     assert bench.step() == ([], [subject])
 
 
+def test_who_has_waited_long_gets_a_place_before_a_higher_tier() -> None:
+    bench = Bench(max_num_seqs=8, ageing_s=5.0)
+    first = [generation(order, INTERACTIVE) for order in range(8)]
+    more = [generation(order, INTERACTIVE) for order in range(10, 14)]
+    waits = generation(9, BATCH)
+    bench.add(*first)
+    bench.step()
+    bench.add(waits, *more)
+    bench.now = 5.0
+    bench.batch.discard(first[0])
+    assert bench.step()[0] == [more[0]], "it has not waited long enough"
+    bench.now = 5.1
+    bench.batch.discard(first[1])
+    assert bench.step()[0] == [waits]
+
+
+def test_those_who_have_waited_long_get_one_place_in_eight() -> None:
+    bench = Bench(max_num_seqs=16, ageing_s=5.0)
+    aged = [generation(order, BATCH) for order in range(5)]
+    bench.add(*aged)
+    bench.now = 9.0
+    bench.add(*(generation(order, INTERACTIVE) for order in range(10, 40)))
+    joined, _ = bench.step()
+    assert sum(each in aged for each in joined) == 2
+    assert len(joined) == 16
+    bench.batch.discard(aged[0])
+    assert bench.step()[0] == [aged[2]], "as soon as one of them has ended"
+
+
+def test_who_got_its_place_by_waiting_does_not_step_aside() -> None:
+    bench = Bench(max_num_seqs=2, ageing_s=5.0)
+    aged, other = generation(0, BATCH), generation(1)
+    bench.add(aged)
+    bench.now = 9.0
+    bench.add(other)
+    bench.step()
+    vip, another = generation(2, INTERACTIVE), generation(3, INTERACTIVE)
+    bench.add(vip, another)
+    assert bench.step()[0] == [vip]
+    assert bench.batch.running() == [aged, vip]
+    assert set(bench.batch.ready()) == {another, other}
+
+
 def test_discarding_what_is_not_here_does_nothing() -> None:
     bench = Bench()
     bench.batch.discard(generation(0))
@@ -202,7 +247,7 @@ def test_the_calendar_agrees_with_looking_at_everybody(seed: int) -> None:
             bench.add(here[-1])
         if here and random.random() < 0.3:
             bench.batch.discard(here.pop(random.randrange(len(here))))
-        bench.batch.next_step()
+        bench.batch.next_step(bench.now)
         lacking = [g for g in bench.batch.running() if g.sequence.num_tokens > len(g.sequence.block_table) * BLOCK_SIZE]
         due = bench.batch.due()
         assert due == sorted(lacking, key=seniority), f"seed {seed}"
