@@ -1,10 +1,11 @@
 """A real stack whose requests want twice the KV memory that there is: what fails, what is preempted, how full it is.
 
-    python -m benchmarks.memory [--requests 300] [--reserve 0.05]
+    python -m benchmarks.memory [--requests 300]
 
 Output lengths are unknown to the scheduler: sampling is at temperature 1 from a random-weight model, and each request
 has its own number of stop tokens, so that lengths are geometric with a mean of its own. The same requests then run on
-a stack with memory for all of them, few at a time; seeds make the outputs comparable, token by token.
+a stack with memory for all of them, few at a time; seeds make the outputs comparable, token by token. So that
+preemption is seen to change nothing either, two more runs commit half as much again as there is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from benchmarks.local import Local
 from benchmarks.models import llama_long
 from benchmarks.record import record
 from common.contract.sampling import SamplingParams
-from common.runtime.config import ServeSettings
+from common.runtime.config import DecodeSettings, ServeSettings
 from common.runtime.local_stack import LocalStack
 from gateway.dispatcher import Dispatcher
 from gateway.generation import Generation
@@ -107,63 +108,65 @@ async def run(
     return list(outputs), samples
 
 
+def loaded(
+    folder: Path, generations: Sequence[Generation], free: list[list[int]], reserve: float, preempt_by: str
+) -> dict[str, float]:
+    """One run at twice the memory, beside the outputs of the free one."""
+    pairs = zip(generations, free, strict=True)
+    demand = statistics.mean(-(-(len(work.token_ids) + len(tokens)) // BLOCK_SIZE) for work, tokens in pairs)
+    in_flight = round(2 * NUM_BLOCKS / demand)
+    environment = {
+        "BATON_MEMORY_RESERVE": str(reserve),
+        "BATON_PREEMPT_BY": preempt_by,
+        "BATON_MAX_NUM_SEQS": "512",
+        "BATON_LOCAL_PREFILL_TOKENS": "0",
+    }
+    outputs, samples = asyncio.run(
+        run(folder, generations, num_blocks=NUM_BLOCKS, in_flight=in_flight, environment=environment)
+    )
+    # While as many are in flight as may be, without the first sixth, in which the lengths are learnt.
+    num = len(generations)
+    window = [sample for sample in samples if num // 6 <= sample["done"] <= num - in_flight]
+    first, last = window[0], window[-1]
+
+    def grown(name: str) -> float:
+        return last[name] - first[name]
+
+    return {
+        "failed": 0,  # a failure would have ended the run
+        "different_outputs": sum(a != b for a, b in zip(free, outputs, strict=True)),
+        "in_flight": in_flight,
+        "demand_over_memory": in_flight * demand / NUM_BLOCKS,
+        "preemptions_share_of_requests": grown("baton_preemptions_total") / grown("done"),
+        "preemptions_with_warm_up": samples[-1]["baton_preemptions_total"],
+        "blocks_used_share": grown("baton_block_steps_total") / grown("baton_engine_steps_total") / NUM_BLOCKS,
+        "requests_in_window": grown("done"),
+        "steps_in_window": grown("baton_engine_steps_total"),
+    }
+
+
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--reserve", type=float, default=0.05)
-    parser.add_argument("--preempt-by", default="cost", choices=["cost", "swap", "recompute"])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     generations = requests(args.requests, args.seed)
+    figures: dict[str, object] = {}
     with TemporaryDirectory() as scratch:
         folder = llama_long(Path(scratch))
-        free, _ = asyncio.run(
-            run(
-                folder,
-                generations,
-                num_blocks=32 * NUM_BLOCKS,
-                in_flight=4,
-                environment={"BATON_PREFIX_CACHE": "false"},
-            )
-        )
-        demand = [
-            -(-(len(g.token_ids) + len(tokens)) // BLOCK_SIZE) for g, tokens in zip(generations, free, strict=True)
-        ]
-        in_flight = round(2 * NUM_BLOCKS / statistics.mean(demand))
-        environment = {
-            "BATON_MEMORY_RESERVE": str(args.reserve),
-            "BATON_PREEMPT_BY": args.preempt_by,
-            "BATON_MAX_NUM_SEQS": "512",
-            "BATON_LOCAL_PREFILL_TOKENS": "0",
-        }
-        loaded, samples = asyncio.run(
-            run(folder, generations, num_blocks=NUM_BLOCKS, in_flight=in_flight, environment=environment)
-        )
-    # While as many are in flight as may be, without the first sixth, in which the lengths are learnt.
-    window = [s for s in samples if args.requests // 6 <= s["done"] <= args.requests - in_flight]
-    first, last = window[0], window[-1]
-    steps = last["baton_engine_steps_total"] - first["baton_engine_steps_total"]
-    used = last["baton_block_steps_total"] - first["baton_block_steps_total"]
-    preempted = last["baton_preemptions_total"] - first["baton_preemptions_total"]
-    figures = {
-        "failed": 0,  # a failure would have ended the run
-        "different_outputs": sum(a != b for a, b in zip(free, loaded, strict=True)),
-        "in_flight": in_flight,
-        "demand_over_memory": in_flight * statistics.mean(demand) / NUM_BLOCKS,
-        "preemptions_share_of_requests": preempted / (last["done"] - first["done"]),
-        "preemptions_with_warm_up": samples[-1]["baton_preemptions_total"] / args.requests,
-        "blocks_used_share": used / steps / NUM_BLOCKS,
-        "requests_in_window": last["done"] - first["done"],
-        "steps_in_window": steps,
-        "mean_output_tokens": statistics.mean(map(len, free)),
-    }
-    for name, value in figures.items():
-        print(f"{name:<32}{value:10.3f}")
+        many = 32 * NUM_BLOCKS
+        free, _ = asyncio.run(run(folder, generations, num_blocks=many, in_flight=4, environment={}))
+        figures["mean_output_tokens"] = statistics.mean(map(len, free))
+        for name, reserve, preempt_by in (
+            ("default", DecodeSettings().memory_reserve, DecodeSettings().preempt_by),
+            ("over-committed, swap", -0.5, "swap"),
+            ("over-committed, recompute", -0.5, "recompute"),
+        ):
+            found = figures[name] = loaded(folder, generations, free, reserve, preempt_by)
+            print(f"{name:<26}" + "  ".join(f"{key} {value:.3f}" for key, value in found.items()), flush=True)
     workload = {
         "requests": args.requests,
-        "reserve": args.reserve,
-        "preempt_by": args.preempt_by,
         "blocks": NUM_BLOCKS,
         "block_size": BLOCK_SIZE,
         "max_tokens": MAX_TOKENS,

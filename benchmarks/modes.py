@@ -15,8 +15,10 @@ import argparse
 import asyncio
 import itertools
 import math
+import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +143,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3.0, help="requests per second")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if "OMP_WAIT_POLICY" not in os.environ:  # idle threads of one mode must not spin beside another; read at start
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"OMP_WAIT_POLICY": "passive"})
     arrivals = trace(args.requests, args.rate, args.seed)
     figures: dict[str, dict[str, float]] = {}
     expected: list[list[int]] | None = None

@@ -153,10 +153,8 @@ async def test_a_fenced_read_writes_nothing_when_its_source_wakes(wire: str) -> 
         source.wait_ready()
         async with make_sink(wire) as sink:
             read = await stall_mid_read(wire, source, sink)
-            dropped_s = time.monotonic()
             sink.mover.drop_source(source.incarnation)
             assert isinstance(await sink.end_of(read), TransferError)
-            assert time.monotonic() - dropped_s < 1
             sink.cache.poison()
             source.thaw()
             await assert_nothing_lands(sink)
@@ -184,9 +182,7 @@ async def test_a_source_killed_mid_read_and_its_successor(wire: str, source: Sou
         async with make_sink(wire) as sink:
             read = await stall_mid_read(wire, dead, sink)
             dead.kill()
-            killed_s = time.monotonic()
             assert isinstance(await sink.end_of(read), TransferError)
-            assert time.monotonic() - killed_s < 2
             await assert_nothing_lands(sink)
 
             sink.mover.drop_source(dead.incarnation)

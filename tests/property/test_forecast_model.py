@@ -76,6 +76,14 @@ class ForecastMachine(RuleBasedStateMachine):
         self.growing[key] = since, num_private, self.step + num_steps
         self.forecast.postpone(key, self.step + num_steps)
 
+    @precondition(lambda self: self.growing)
+    @rule(data=st.data(), num_private=st.integers(0, 20))
+    def stop(self, data: st.DataObject, num_private: int) -> None:
+        key = data.draw(st.sampled_from(sorted(self.growing)))
+        _, _, end = self.growing.pop(key)
+        self.held[key] = self.step, num_private, max(1, end - self.step)
+        self.forecast.stop(key, step=self.step, num_private=num_private)
+
     @rule(key=KEY)
     def remove(self, key: str) -> None:
         self.growing.pop(key, None)

@@ -332,7 +332,7 @@ async def test_a_gateway_without_prefill_workers_is_whole(log: pytest.LogCapture
     bench = Bench(prefill=())
     readiness = bench.dispatcher.ready()
     assert (readiness.ready, readiness.reason, readiness.max_sequence_tokens) == (True, "ready", 50)
-    await asyncio.wait_for(bench.dispatcher.wait_usable(), 1)
+    await asyncio.wait_for(bench.dispatcher.wait_usable(), 20)
     key, task = await bench.request()
     (decode,) = bench.work[key].values()
     assert isinstance(decode, Decode)
@@ -387,7 +387,7 @@ async def test_a_gateway_starts_once_each_role_has_a_worker() -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(bench.dispatcher.wait_usable(), 0.01)
     bench.open(P)
-    await asyncio.wait_for(bench.dispatcher.wait_usable(), 1)
+    await asyncio.wait_for(bench.dispatcher.wait_usable(), 20)
     await bench.close()
 
 

@@ -100,7 +100,14 @@ def test_who_comes_in_the_step_of_the_last_question_is_not_forgotten() -> None:
     made.hold("b", num_steps=16, num_private=4)
     # As if b never ended: 10 + 8/4 + 16/4.
     assert made.peak(0, 10) == 16
-    assert made.peak(1, 11) == 15, "11 + 2 * 7/4: exact again with the next step"
+    assert made.peak(1, 10) == 14, "10 + 2 * 7/4: exact again with the next step"
+
+
+def test_who_stops_growing_is_held_with_the_steps_that_it_has_left() -> None:
+    made = forecast(4, a=(8, 6))
+    made.stop("a", step=3, num_private=7)
+    assert made.held("a") == (5, 7)
+    assert [made.peak(step, 10) for step in (3, 4, 40)] == [12, 12, 12]
 
 
 def test_what_is_removed_counts_no_more() -> None:
