@@ -169,7 +169,8 @@ class DecodeScheduler:
 
     def reserve(self, now: float) -> list[Reservation]:
         """Let in what fits: preempted sequences first, then waiting requests. Returns those that may pull."""
-        if not self._look_again and self._pool.num_free <= self._free_when_refused:
+        unchanged = not self._look_again and self._pool.num_free <= self._free_when_refused
+        if unchanged and not self._waited_long(self._preempted.first(), now):
             self._free_when_refused = self._pool.num_free
             return []
         self._pressure = None
@@ -221,7 +222,7 @@ class DecodeScheduler:
         )
         self._swap_in(step, joined)
         if len(self._chunks):
-            left = self._policy.token_budget - len(step.decodes)
+            left = max(0, self._policy.token_budget - len(step.decodes))
             budget = min(left, self._policy.prefill_tokens) if step.decodes else left
             step.chunks = self._chunks.schedule(budget, budget, now)
         return step
@@ -233,6 +234,9 @@ class DecodeScheduler:
             work = chunk.prompt.request.work
             if chunk.prompt.generation is None:  # what a preemption costs is not the tenant's doing
                 self._waiting.charge(work.tier, work.tenant, chunk.end - chunk.start)
+                full = range(chunk.start // self._block_size, chunk.end // self._block_size)
+                for index in full:
+                    self._pool.name(chunk.prompt.block_table[index], chunk.prompt.request.chain.hashes[index])
         return live
 
     def recomputed(self, generation: Generation, now: float) -> None:
@@ -301,7 +305,7 @@ class DecodeScheduler:
     def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
         """The next one that may come in, if there is one."""
         back = self._preempted.first()
-        waited_long = back is not None and now - back.preempted_at > self._policy.ageing_s
+        waited_long = self._waited_long(back, now)
         if back is not None and waited_long and back.num_passed >= _MAX_PASSED:
             return self._resume(back, now)
         refused: list[DecodeRequest] = []
@@ -317,6 +321,9 @@ class DecodeScheduler:
                 break
         # What a higher tier waits for is not given to a lower one, unless that has waited long.
         return back is not None and (waited_long or not refused) and self._resume(back, now)
+
+    def _waited_long(self, preempted: Generation | None, now: float) -> bool:
+        return preempted is not None and now - preempted.preempted_at > self._policy.ageing_s
 
     def _candidates(self, now: float, least_rank: int) -> Iterator[DecodeRequest]:
         """Waiting requests of tiers above that rank, the first one and, should it not fit, some more."""
@@ -619,10 +626,6 @@ class DecodeScheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-
-def _rank_of(victim: Generation | LocalPrompt) -> int:
-    return victim.request.work.tier.rank
 
 
 def _seniority(holder: Generation | LocalPrompt) -> Seniority:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
 from stack import BLOCK_BYTES, Process, Workers
 
 NUM_SMALL_BLOCKS = 40
+_PULLING = ("--chunk-size", "64", "--pull-prefixes", "always")
+_WIRES: dict[str, Any] = {
+    "zmq": {"options": ("--transport", "zmq", "--checksums")},
+    "nixl-tcp": {"options": ("--checksums",), "env": {"UCX_TLS": "tcp"}},
+}
 
 
 @pytest.fixture(scope="session")
@@ -60,9 +66,15 @@ def main_pool(pool: Callable[..., Workers]) -> Workers:
         prefill=2,
         decode=2,
         options=("--checksums",),
-        prefill_options=("--chunk-size", "64", "--pull-prefixes", "always"),
+        prefill_options=_PULLING,
         decode_options=("--max-num-seqs", "16"),
     )
+
+
+@pytest.fixture
+def over(main_pool: Workers, pool: Callable[..., Workers]) -> Callable[[str], Workers]:
+    """Workers whose blocks travel over "nixl" (the main pool), "nixl-tcp" or "zmq"."""
+    return lambda wire: main_pool if wire == "nixl" else pool(wire, prefill_options=_PULLING, **_WIRES[wire])
 
 
 @pytest.fixture

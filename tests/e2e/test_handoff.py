@@ -14,15 +14,10 @@ from common.contract.errors import Cause
 from gateway.generation import GenerationFailed
 
 Pool = Callable[..., Workers]
-TRANSPORTS = {
-    "nixl": {},
-    "zmq": {"options": ("--transport", "zmq", "--checksums")},
-    "nixl-tcp": {"env": {"UCX_TLS": "tcp"}, "options": ("--checksums",)},
-}
 
 
 async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_every_transport(
-    main_pool: Workers, pool: Pool
+    main_pool: Workers, over: Callable[[str], Workers]
 ) -> None:
     work = generation(prompt(1, 150), temperature=1.0, top_k=50, top_p=0.95, seed=1234, max_tokens=100, logprobs=2)
     texts = {}
@@ -47,9 +42,9 @@ async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_ever
         await asyncio.gather(*crowd, return_exceptions=True)
         again = generation(prompt(1, 150), temperature=1.0, top_k=50, top_p=0.95, seed=1235, max_tokens=100)
         other_seed = await answer(dispatcher, again)
-    for name in ("zmq", "nixl-tcp"):
-        async with pool(name, **TRANSPORTS[name]).dispatcher() as dispatcher:
-            texts[name] = await answer(dispatcher, work)
+    for wire in ("zmq", "nixl-tcp"):
+        async with over(wire).dispatcher() as dispatcher:
+            texts[wire] = await answer(dispatcher, work)
     first = texts["alone"].tokens[0]
     assert {name: text.tokens[0] for name, text in texts.items()} == dict.fromkeys(texts, first)
     assert other_seed.tokens[0] != first
@@ -97,9 +92,9 @@ async def test_a_stop_token_ends_a_choice_and_ignore_eos_does_not(main_pool: Wor
         assert len(later.tokens[0]) >= 20
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_aborts_at_random_moments_return_every_block(main_pool: Workers, pool: Pool, transport: str) -> None:
-    workers = main_pool if transport == "nixl" else pool(transport, **TRANSPORTS[transport])
+@pytest.mark.parametrize("wire", ["nixl", "zmq", "nixl-tcp"])
+async def test_aborts_at_random_moments_return_every_block(over: Callable[[str], Workers], wire: str) -> None:
+    workers = over(wire)
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)

@@ -250,9 +250,10 @@ async def test_a_holder_that_does_not_answer_costs_time_but_no_request(
 class PlayedHolder(PlayedSource):
     """A holder whose words are the test's, and whose blocks another process serves."""
 
-    def __init__(self, sink: Incarnation, source: SourceProcess) -> None:
+    def __init__(self, sink: Incarnation, wire: str, source: SourceProcess) -> None:
         super().__init__(sink)
         self.incarnation = source.incarnation
+        self._wire = wire
         self._source = source
 
     async def lend(self) -> AttachPrefix:
@@ -264,7 +265,7 @@ class PlayedHolder(PlayedSource):
                 role=Role.DECODE,
                 fingerprint=FINGERPRINT,
                 max_sequence_tokens=1024,
-                transport="nixl",
+                transport=self._wire,
                 transport_metadata=self._source.metadata,
                 open_requests=(),
             )
@@ -286,12 +287,15 @@ class PlayedHolder(PlayedSource):
         return attach
 
 
+@pytest.mark.parametrize("wire", ["nixl", "zmq"])
 @pytest.mark.parametrize("fault", ["frozen", "killed"])
 async def test_a_holder_that_fails_in_the_middle_of_a_read_costs_time_but_no_request(
-    main_pool: Workers, fault: str
+    over: Callable[[str], Workers], wire: str, fault: str
 ) -> None:
-    """Blocks that a frozen holder's read may still write to are nobody's until it has ended."""
-    p, d = main_pool.prefill[0], main_pool.decode[0]
+    """Blocks that a frozen holder's read may still write to are nobody's until it has ended: over ZMQ, what the holder
+    sends once it goes on does land in them."""
+    workers = over(wire)
+    p, d = workers.prefill[0], workers.decode[0]
     ids = tuple(prompt(8000 if fault == "frozen" else 9000, 200))
     work: dict[str, Any] = {
         "request": new_request_id(),
@@ -303,11 +307,11 @@ async def test_a_holder_that_fails_in_the_middle_of_a_read_costs_time_but_no_req
         "budget_s": 60,
     }
     async with AsyncExitStack() as stack:
-        source = stack.enter_context(SourceProcess("nixl", 12, BLOCK_BYTES, seed=5, environment={}))
+        source = stack.enter_context(SourceProcess(wire, 12, BLOCK_BYTES, seed=5, environment={}))
         source.wait_ready()
         _, p_link = await stack.enter_async_context(gateway_of(p.facts["control"]))
         d_gateway, d_link = await stack.enter_async_context(gateway_of(d.facts["control"]))
-        holder = PlayedHolder(p_link.worker, source)
+        holder = PlayedHolder(p_link.worker, wire, source)
         stack.callback(holder.close)
         source.freeze()
         hint = PrefixHint(source=Source(address=holder.address, incarnation=holder.incarnation), num_tokens=192)
@@ -327,7 +331,11 @@ async def test_a_holder_that_fails_in_the_middle_of_a_read_costs_time_but_no_req
         await until(lambda: p.get("/ready")["blocks_quarantined"] == 0, "the read never ended")
     received = {message.position: message.token_ids for message in d_gateway.heard if isinstance(message, Tokens)}
     tokens = [token for position in sorted(received) for token in received[position]]
-    async with main_pool.dispatcher() as dispatcher:
-        for salt in ("", "nobody's"):
+    # What the prefill worker has cached is right, too.
+    computed = p.metric(COMPUTED)
+    async with Workers(workers.folder, prefill=[p], decode=[d]).dispatcher() as dispatcher:
+        for salt, num_computed in (("", 8), ("nobody's", 200)):
             again = generation(ids, cache_salt=salt, max_tokens=20, ignore_eos=True)
             assert (await answer(dispatcher, again)).tokens == [tokens]
+            computed += num_computed
+            assert p.metric(COMPUTED) == computed

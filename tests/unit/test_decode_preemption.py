@@ -352,6 +352,15 @@ def test_as_many_give_way_as_it_takes(num_tokens: int, num_giving_way: int) -> N
     assert list(bench.pulling) == ["vip"]
 
 
+def test_nobody_of_its_own_tier_gives_way_when_lower_ones_have_not_enough() -> None:
+    bench, [vip, batch] = crowded(INTERACTIVE, BATCH)
+    assert bench.reserve(request("big", 24, tier=INTERACTIVE)) == []
+    step = bench.begin_step()
+    assert [vip.stage, batch.stage] == [Stage.RUNNING, Stage.PREEMPTED]
+    bench.end_step(step)
+    assert bench.reserve() == []
+
+
 def test_a_prompt_of_a_lower_tier_gives_way_too() -> None:
     bench = Bench(4, memory_reserve=EAGER, token_budget=1)
     bench.reserve(request("batch", 16, local=True, tier=BATCH))
@@ -427,6 +436,26 @@ def test_room_that_does_not_do_yet_is_kept_for_whom_it_is_made() -> None:
     assert list(bench.pulling) == ["vip"]
     assert a.stage is Stage.PREEMPTED
     assert bench.num_preemptions == 2
+
+
+@pytest.mark.parametrize("meanwhile", ["somebody asks", "nothing happens"])
+def test_room_is_kept_for_a_higher_tier_for_a_while_and_no_longer(meanwhile: str) -> None:
+    bench = Bench(12, memory_reserve=EAGER, ageing_s=5.0)
+    bench.run(request("a", 4, tier=INTERACTIVE))
+    b = bench.run(request("b", 8, tier=BATCH))
+    first = request("first", 32, tier=INTERACTIVE)
+    bench.reserve(first)
+    bench.step()
+    assert (list(bench.pulling), b.stage) == (["first"], Stage.PREEMPTED)
+    bench.want(request("too big beside a", 44, tier=INTERACTIVE))
+    bench.forget(first)
+    bench.reserve()
+    assert b.stage is Stage.PREEMPTED
+    bench.now = 6.0
+    if meanwhile == "somebody asks":
+        bench.want(request("somebody else", 4, tier=BATCH))
+    bench.reserve()
+    assert b.stage is Stage.RECOMPUTING
 
 
 def test_one_after_the_other_may_have_to_give_way() -> None:

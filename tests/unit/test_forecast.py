@@ -126,7 +126,12 @@ def test_nobody_is_entered_twice() -> None:
 @pytest.mark.parametrize(("step", "bound"), [(0, 17), (4, 15)])
 def test_the_bound_takes_everybody_to_grow_and_nobody_to_end(step: int, bound: int) -> None:
     # 10 and (8 + 16 steps, and one for each) / 4, and less by what has been grown.
-    assert forecast(4, a=(8, 6), b=(16, 4)).most(step, 10) == bound
+    made = forecast(4, a=(8, 6), b=(16, 4))
+    assert made.most(step, 10) == bound
+    made.hold("c", num_steps=20, num_private=1)
+    assert made.most(step, 10) == bound + 5
+    made.remove("c")
+    assert made.most(step, 10) == bound
 
 
 class Counted:
