@@ -111,6 +111,10 @@ class DecodeRequest:
     """Whether its prompt, while it was computed here, lost its blocks to a higher tier: it does so only once."""
     num_passed: int = 0
     """Later requests that came in while this one did not fit."""
+    sent_back: bool = False
+    """Whether it waits again, after its prompt had been computed here in part."""
+    num_charged: int = 0
+    """Leading tokens whose computation its tenant has been charged for."""
     fork_blocks: list[int] = field(default_factory=list)
     """Blocks for the forks' copies of a partly filled last block, held from the reservation to the fork."""
     generations: list[Generation] = field(default_factory=list)

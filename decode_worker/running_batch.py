@@ -54,8 +54,9 @@ class RunningBatch:
 
     @property
     def num_due_next(self) -> int:
-        """Running sequences that need a block before the next step, at most."""
-        return len(self._due.get(self.step + 1, ()))
+        """Running sequences that need a block before the next step."""
+        due = self._due.get(self.step + 1, ())
+        return sum(generation in self._running and generation.due_step == self.step + 1 for generation in due)
 
     def __contains__(self, generation: Generation) -> bool:
         return generation in self._running

@@ -209,6 +209,7 @@ class DecodeScheduler:
         of swapped sequences, are not used again before it has finished."""
         step = Step(copies=self._copies)
         self._copies = []
+        self._arriving.clear()
         for copy in step.copies:
             self._pool.release(copy)
         if self._policy.prefill_priority and len(self._chunks):
@@ -233,7 +234,9 @@ class DecodeScheduler:
         for chunk in live:
             work = chunk.prompt.request.work
             if chunk.prompt.generation is None:  # what a preemption costs is not the tenant's doing
-                self._waiting.charge(work.tier, work.tenant, chunk.end - chunk.start)
+                request = chunk.prompt.request
+                self._waiting.charge(work.tier, work.tenant, max(0, chunk.end - max(chunk.start, request.num_charged)))
+                request.num_charged = max(chunk.end, request.num_charged)
                 full = range(chunk.start // self._block_size, chunk.end // self._block_size)
                 for index in full:
                     self._pool.name(chunk.prompt.block_table[index], chunk.prompt.request.chain.hashes[index])
@@ -252,6 +255,9 @@ class DecodeScheduler:
             return
         if wanted or generation.finish_reason is not None:
             self._admission.ended(generation)
+        if generation in self._batch:  # its last step: what flows has flowed until that began
+            work = generation.request.work
+            self._waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE)
         if generation.stage is Stage.PREEMPTED:
             self._preempted.discard(generation)
         else:
@@ -360,8 +366,9 @@ class DecodeScheduler:
         request.fork_blocks = self._pool.allocate(num_forks)
         for choice, newcomer in zip(work.choices, newcomers, strict=True):
             self._admission.enter((request, choice), newcomer)
-        self.num_prefix_queried += num_tokens
-        self.num_prefix_hit += len(held) * size
+        if not request.sent_back:
+            self.num_prefix_queried += num_tokens
+            self.num_prefix_hit += len(held) * size
         if request.pull is not None:
             self._reserved[request] = None
             granted.append(Reservation(request, blocks, len(held)))
@@ -487,7 +494,6 @@ class DecodeScheduler:
 
     def _swap_in(self, step: Step, joined: Seq[Generation]) -> None:
         """Bring back what those that have joined left in host memory, unless they were preempted at once."""
-        self._arriving.clear()
         for generation in joined:
             if generation in self._batch and generation.host_slots:
                 kept, slots = generation.num_kept, generation.host_slots
@@ -566,6 +572,7 @@ class DecodeScheduler:
         """A request that is computed here, and has said nothing yet, waits again."""
         num_freed = self._num_private(prompt.block_table) + len(prompt.request.fork_blocks)
         self.forget(prompt.request)
+        prompt.request.sent_back = True
         self.want(prompt.request, prompt.request.arrived)
         self.num_recomputed += 1
         return num_freed

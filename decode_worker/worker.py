@@ -55,7 +55,7 @@ from common.runtime.config import DecodeSettings
 from common.runtime.fence import AttemptFence
 from common.runtime.probes import counter, gauge
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt
+from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from kv_transfer.intake import Intake
@@ -167,7 +167,8 @@ class DecodeWorker:
             await self._busy.wait()
             await asyncio.sleep(_TICK_S)
             self._tick()
-            if not (self._requests or self._intake.num_quarantined or self._lender.num_leases):
+            lending = self._lender.num_leases or self._lender.num_parked
+            if not (self._requests or self._intake.num_quarantined or lending):
                 self._busy.clear()
 
     def _tick(self) -> None:
@@ -179,6 +180,7 @@ class DecodeWorker:
             self._fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {stage}")
         self._intake.tick(now)
         self._lender.expire(now)
+        self._reserve()  # whoever has waited long may have a right now that it had not before
 
     # --- events from gateways and sinks --------------------------------------------------------------------------
 
@@ -357,6 +359,8 @@ class DecodeWorker:
         """Every token of a local prompt has its KV; what was sampled after the last one."""
         request, generation = prompt.request, prompt.generation
         if generation is not None:
+            if generation.stage is not Stage.RECOMPUTING:
+                return  # another choice of its request has just failed
             self._scheduler.recomputed(generation, self._clock())
             self._advance(generation, outcomes[0])
             return

@@ -50,6 +50,7 @@ class Unpin:
     """The lease no longer pins these blocks."""
 
     key: RequestKey
+    """As it was opened: a sink may have attached for a newer attempt since."""
     block_ids: tuple[int, ...]
 
 
@@ -396,7 +397,9 @@ class LeaseTable:
 
     def _end(self, lease: Lease) -> Unpin | Return:
         del self._leases[lease.key.request]
-        return Return(lease.block_ids) if lease.lent else Unpin(lease.key, lease.block_ids)
+        if lease.lent:
+            return Return(lease.block_ids)
+        return Unpin(RequestKey(lease.key.request, lease.opened_attempt), lease.block_ids)
 
     def _refuse_parked(self, item: tuple[RequestId, _Parked], cause: Cause, message: str) -> list[Action]:
         request, parked = item

@@ -95,7 +95,8 @@ class LeaseMachine(RuleBasedStateMachine):
                     verdicts.append(message)
                 case Unpin(key, block_ids):
                     held = self.held.pop(key.request)
-                    assert (key, block_ids, held.lent) == (held.key, held.blocks, False)
+                    opened = RequestKey(held.key.request, held.opened_attempt)
+                    assert (key, block_ids, held.lent) == (opened, held.blocks, False), "whoever opened it must know it"
                 case Return(block_ids):
                     [held] = [held for held in self.held.values() if held.blocks == block_ids]
                     assert held.lent

@@ -162,6 +162,21 @@ def test_two_tenants_get_as_much_as_each_other_when_one_asks_for_ten_times_as_mu
     assert 2 * abs(served["flood"] - served["modest"]) <= 2 * max(16, 2 * PLACES * (16 + 20))
 
 
+@pytest.mark.parametrize("handoff", [True, False], ids=["pulled", "computed here"])
+def test_answers_of_two_tokens_are_not_cheaper_than_others(handoff: bool) -> None:
+    """Each step of a sequence counts, its last one too; prompts count where they are computed here."""
+    flood = [arrival(0.0, 10_000 + index, 4, 3, tenant="flood", handoff=handoff) for index in range(6000)]
+    modest = [arrival(0.0, 1 + index, 4, 40, tenant="modest", handoff=handoff) for index in range(600)]
+    stories, _ = play(flood + modest, until_s=5.0)
+    served = dict.fromkeys(("flood", "modest"), 0)
+    for story in stories:
+        # The first token comes with the prompt, which counts 4 where it is computed here.
+        if story.token_ids:
+            served[story.arrival.tenant] += 2 * (len(story.token_ids) - 1) + (0 if handoff else 4)
+    assert min(served.values()) > 2000
+    assert abs(served["flood"] - served["modest"]) <= 2 * max(4, 2 * PLACES * (4 + 40))
+
+
 def test_a_returning_tenant_gets_no_credit_for_its_absence() -> None:
     always = [arrival(0.0, 1000 + index, 16, 20, tenant="always") for index in range(1000)]
     before = [arrival(0.0, 1, 16, 20, tenant="returns")]
