@@ -38,8 +38,8 @@ NEW_TEXT = (100, 1, 15, 16, 17, 33, 5, 48)
 ANSWERS = (40, 47, 48, 49, 41, 64, 40, 40)
 """Tokens of each turn's answer."""
 SAMPLED = {"temperature": 1.0, "top_k": 20, "seed": 77}
-"""With this seed no random number falls within 1e-5 of the border between two tokens: there, the last bits of the logits
-would decide, and these differ between batches of different shapes."""
+"""With this seed no random number falls within 1e-5 of the border between two tokens: there, the last bits of the
+logits would decide, and these differ between batches of different shapes."""
 COMPUTED = "baton_prompt_tokens_computed_total"
 PULLS = "baton_prefix_pulls_total"
 
