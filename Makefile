@@ -17,14 +17,14 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu"
 
 check: $(STAMP)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(STAMP)
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format --no-cache .
+	$(BIN)/ruff check --no-cache --fix .
 
 # The stamp is written last, so that an interrupted installation starts again.
 $(STAMP): pyproject.toml

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.engine.chunked_prefill import Chunk
-
 from common.engine.batch import Sample, Slice
+from common.engine.chunked_prefill import Chunk
 from common.engine.prompt import prompt_slice
 from decode_worker.request import Generation, LocalPrompt
 
