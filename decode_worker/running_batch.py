@@ -37,7 +37,8 @@ class RunningBatch:
         """Running sequences that got their place because they had waited long: they do not step aside."""
         self._newest: LazyHeap[Generation] = LazyHeap()
         """Running sequences, the newest of the lowest tier first."""
-        self._due: defaultdict[int, list[Generation]] = defaultdict(list)
+        self._due: defaultdict[int, dict[Generation, None]] = defaultdict(dict)
+        """Step → running sequences that need a block before it."""
         self._stepped_aside: list[Generation] = []
         self.step = 0
         """The number of the step that is being prepared, or was last."""
@@ -55,8 +56,7 @@ class RunningBatch:
     @property
     def num_due_next(self) -> int:
         """Running sequences that need a block before the next step."""
-        due = self._due.get(self.step + 1, ())
-        return sum(generation in self._running and generation.due_step == self.step + 1 for generation in due)
+        return len(self._due.get(self.step + 1, ()))
 
     def __contains__(self, generation: Generation) -> bool:
         return generation in self._running
@@ -113,21 +113,21 @@ class RunningBatch:
 
     def due(self) -> list[Generation]:
         """Running sequences that cannot take part in this step without another block, senior ones first."""
-        due = [g for g in self._due.pop(self.step, ()) if g in self._running and g.due_step == self.step]
-        due.sort(key=seniority)
-        return due
+        return sorted(self._due.pop(self.step, ()), key=seniority)
 
     def fed(self, generation: Generation) -> None:
         """It runs from this step on, with the blocks that it has: enter the step at which they do not suffice."""
         sequence = generation.sequence
         spare_slots = len(sequence.block_table) * self._block_size - sequence.num_tokens
-        generation.due_step = self.step if spare_slots < 0 else self.step + spare_slots + 1
-        self._due[generation.due_step].append(generation)
+        self._enter(generation, self.step if spare_slots < 0 else self.step + spare_slots + 1)
 
     def sit_out(self, generation: Generation) -> None:
         """It needs a block that is not there: it does not take part in this step."""
-        generation.due_step = self.step + 1
-        self._due[generation.due_step].append(generation)
+        self._enter(generation, self.step + 1)
+
+    def _enter(self, generation: Generation, due_step: int) -> None:
+        generation.due_step = due_step
+        self._due[due_step][generation] = None
 
     def newest(self) -> Generation | None:
         """Of the running and the ready sequences, the newest of the lowest tier."""
@@ -145,6 +145,7 @@ class RunningBatch:
         if generation in self._running:
             del self._running[generation]
             self._newest.discard(generation)
+            self._due.get(generation.due_step, {}).pop(generation, None)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
@@ -158,6 +159,7 @@ class RunningBatch:
             assert generation.stage is Stage.RUNNING, generation.sequence
             assert generation.due_step > self.step, generation.sequence
             assert generation in self._due[generation.due_step], "a sequence has dropped out of the calendar"
+        assert sum(map(len, self._due.values())) == len(self._running), "the calendar names one twice, or who is gone"
         assert all(generation.stage is Stage.READY for generation in self._ready)
 
     def _newest_ready(self) -> Generation | None:

@@ -237,9 +237,8 @@ class DecodeScheduler:
                 request = chunk.prompt.request
                 self._waiting.charge(work.tier, work.tenant, max(0, chunk.end - max(chunk.start, request.num_charged)))
                 request.num_charged = max(chunk.end, request.num_charged)
-                full = range(chunk.start // self._block_size, chunk.end // self._block_size)
-                for index in full:
-                    self._pool.name(chunk.prompt.block_table[index], chunk.prompt.request.chain.hashes[index])
+                full = slice(chunk.start // self._block_size, chunk.end // self._block_size)
+                self._pool.name(chunk.prompt.block_table[full], request.chain.hashes[full])
         return live
 
     def recomputed(self, generation: Generation, now: float) -> None:
@@ -445,8 +444,7 @@ class DecodeScheduler:
         work = request.work
         num_tokens = len(work.token_ids)
         full = num_tokens // self._block_size
-        for block, name in zip(block_ids[:full], request.chain.hashes, strict=True):
-            self._pool.name(block, name)
+        self._pool.name(block_ids[:full], request.chain.hashes)
         for index, first in enumerate(first_tokens):
             table = list(block_ids)
             if index > 0:
@@ -618,10 +616,9 @@ class DecodeScheduler:
             return  # what is to be in its blocks may not be there yet
         sequence, chain = generation.sequence, generation.chain
         chain.extend(sequence.token_ids, sequence.num_computed)
-        full = sequence.num_computed // self._block_size
-        for index in range(generation.num_named, full):
-            self._pool.name(sequence.block_table[index], chain.hashes[index])
-        generation.num_named = max(generation.num_named, full)
+        full = slice(generation.num_named, sequence.num_computed // self._block_size)
+        self._pool.name(sequence.block_table[full], chain.hashes[full])
+        generation.num_named = max(full.start, full.stop)
 
     def _num_private(self, blocks: Seq[int]) -> int:
         """How many of `blocks`, held by one sequence, nobody else holds."""

@@ -390,8 +390,8 @@ class PrefillScheduler:
 
     def _name(self, request: PrefillRequest, start: int, end: int) -> None:
         """Tokens `[start, end)` are computed: their blocks that are full now can be found by others."""
-        for index in range(start // self._block_size, end // self._block_size):
-            self._pool.name(request.block_table[index], request.block_hashes[index])
+        full = slice(start // self._block_size, end // self._block_size)
+        self._pool.name(request.block_table[full], request.block_hashes[full])
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import BatonError
@@ -41,7 +42,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         # The names of blocks, both ways.
-        self._names: dict[int, BlockHash] = {}
+        self._names: list[BlockHash | None] = [None] * num_blocks
         self._named: dict[BlockHash, int] = {}
         # Named blocks without references that no step in flight may name, least recently released first.
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
@@ -75,7 +76,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks that have a name: used, in limbo or unreferenced."""
-        return len(self._names)
+        return len(self._named)
 
     @property
     def num_evicted(self) -> int:
@@ -93,22 +94,31 @@ class BlockPool:
         """
         if num > self.num_free:
             raise OutOfBlocksError(f"{num} blocks wanted, {self.num_free} free of {self.num_blocks}")
-        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(num)]
+        free = self._free
+        blocks = [free.popleft() for _ in range(min(num, len(free)))]
+        blocks += self._evict(num - len(blocks))
+        ref_counts = self._ref_counts
         for block in blocks:
-            self._ref_counts[block] = 1
+            ref_counts[block] = 1
         return blocks
 
-    def _evict(self) -> int:
-        block, _ = self._unreferenced.popitem(last=False)
-        del self._named[self._names.pop(block)]
-        self._num_evicted += 1
-        return block
+    def _evict(self, num: int) -> list[int]:
+        """Take the names of the `num` blocks that were released longest ago."""
+        blocks = list(islice(self._unreferenced, num))
+        for block in blocks:
+            del self._unreferenced[block]
+            name = self._names[block]
+            assert name is not None, f"block {block} is in the cache without a name"
+            del self._named[name]
+            self._names[block] = None
+        self._num_evicted += num
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of `blocks`, which are used or cached."""
         for block in blocks:
             if self._ref_counts[block] == 0:
-                assert block in self._names, f"block {block} is shared but nobody holds it"
+                assert self._names[block] is not None, f"block {block} is shared but nobody holds it"
                 if block in self._limbo:
                     del self._limbo[block]
                 else:
@@ -129,26 +139,27 @@ class BlockPool:
             if count == 0:
                 if self._in_flight:
                     self._limbo[block] = self._last_step
-                elif block in names:
+                elif names[block] is not None:
                     self._unreferenced[block] = None
                 else:
                     self._free.append(block)
 
     def _set_free(self, block: int) -> None:
-        if block in self._names:
+        if self._names[block] is not None:
             self._unreferenced[block] = None
         else:
             self._free.append(block)
 
-    def name(self, block: int, block_hash: BlockHash) -> None:
-        """Let `block`, which is used, be found by `block_hash`: it is full and holds valid KV that no one will change.
-
-        Inert if the block has a name, if the hash names another block, or without a prefix cache.
-        """
-        assert self._ref_counts[block] > 0, f"block {block} is named but nobody holds it"
-        if self._prefix_cache and block not in self._names and block_hash not in self._named:
-            self._names[block] = block_hash
-            self._named[block_hash] = block
+    def name(self, blocks: Sequence[int], block_hashes: Sequence[BlockHash]) -> None:
+        """Let each of `blocks`, which are used, be found by its hash: it is full and holds valid KV that nobody will
+        change. Inert for blocks that have a name, for hashes that name another block, and without a prefix cache."""
+        if not self._prefix_cache:
+            return
+        ref_counts, names, named = self._ref_counts, self._names, self._named
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            assert ref_counts[block] > 0, f"block {block} is named but nobody holds it"
+            if names[block] is None and named.setdefault(block_hash, block) == block:
+                names[block] = block_hash
 
     def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """The cached blocks of the leading ones of `block_hashes`, as far as they are cached.
@@ -204,9 +215,9 @@ class BlockPool:
         assert all(step >= oldest for step in steps), "a block in limbo waits for no step"
 
     def _check_names(self) -> None:
-        assert self._named == {name: block for block, name in self._names.items()}, "the two maps of names differ"
-        assert len(self._named) == len(self._names), "two blocks have one name"
-        assert self._prefix_cache or not self._names, "a block has a name without a prefix cache"
-        assert all(0 <= block < self.num_blocks for block in self._names), "a name of no block"
-        assert self._names.keys().isdisjoint(self._free), "a plain free block has a name"
-        assert self._unreferenced.keys() <= self._names.keys(), "an unreferenced cached block has no name"
+        names = {block: name for block, name in enumerate(self._names) if name is not None}
+        assert self._named == {name: block for block, name in names.items()}, "the two maps of names differ"
+        assert len(self._named) == len(names), "two blocks have one name"
+        assert self._prefix_cache or not names, "a block has a name without a prefix cache"
+        assert names.keys().isdisjoint(self._free), "a plain free block has a name"
+        assert self._unreferenced.keys() <= names.keys(), "an unreferenced cached block has no name"

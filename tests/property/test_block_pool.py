@@ -74,7 +74,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), block_hash=st.sampled_from(HASHES))
     def name(self, data: st.DataObject, block_hash: BlockHash) -> None:
         block = data.draw(st.sampled_from([block for owned in self.owners for block in owned]))
-        self.pool.name(block, block_hash)
+        self.pool.name([block], [block_hash])
         if self.prefix_cache and block not in self.names and block_hash not in self.names.values():
             self.names[block] = block_hash
 
@@ -168,7 +168,7 @@ def test_misuse_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match="nobody holds it"):
         pool.share(blocks)
     with pytest.raises(AssertionError, match="named but nobody holds it"):
-        pool.name(blocks[0], HASHES[0])
+        pool.name(blocks[:1], HASHES[:1])
     with pytest.raises(AssertionError, match="not in flight"):
         pool.step_finished(1)
 
@@ -177,7 +177,7 @@ def cached(pool: BlockPool, block_hashes: list[BlockHash]) -> list[int]:
     """A sequence that has come and gone."""
     blocks = pool.allocate(len(block_hashes))
     for block, block_hash in zip(blocks, block_hashes, strict=True):
-        pool.name(block, block_hash)
+        pool.name([block], [block_hash])
     pool.release(blocks)
     return blocks
 
@@ -220,9 +220,9 @@ def test_a_block_in_limbo_is_shared_but_not_evicted() -> None:
 def test_a_name_is_given_once() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
-    pool.name(first, HASHES[0])
-    pool.name(second, HASHES[0])  # The same contents, computed twice.
-    pool.name(first, HASHES[1])
+    pool.name([first], HASHES[:1])
+    pool.name([second], HASHES[:1])  # The same contents, computed twice.
+    pool.name([first], HASHES[1:2])
     assert pool.match(HASHES[:1]) == [first]
     assert pool.match(HASHES[1:2]) == []
     pool.release([first, second])
