@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -33,9 +33,9 @@ class Forecast(Generic[K]):
         """Those that do not grow yet → (steps they are expected to take, blocks that they alone hold)."""
         self._places: dict[K, tuple[int, int]] = {}
         """Those that grow → (the step at which they are expected to end, a number that tells equals apart)."""
-        self._order: list[tuple[int, int]] = []
-        """The places of those that grow, sorted, as the two arrays are."""
+        # Of those that grow, sorted by place. The arrays lie close together in memory: they are searched at every turn.
         self._ends = array("d")
+        self._numbers = array("q")
         self._private = array("d")
         """Blocks that a sequence alone holds, less those that it has grown by since step 0."""
         self._sum_of_steps = 0
@@ -86,25 +86,20 @@ class Forecast(Generic[K]):
 
     def postpone(self, key: K, end_step: int) -> None:
         """A sequence that grows will end later than was expected."""
-        private = self._private[bisect_left(self._order, self._places[key])]
-        self.remove(key)
-        self._insert(key, end_step, private)
+        self._insert(key, end_step, self._take(key))
 
     def remove(self, key: K) -> None:
         """Forget a sequence; inert when it is unknown."""
         if key in self._still:
             self._sum_of_steps -= self._still.pop(key)[0]
         elif key in self._places:
-            place = self._places.pop(key)
-            index = bisect_left(self._order, place)
-            self._sum_of_ends -= place[0]
-            del self._order[index], self._ends[index], self._private[index]
+            self._take(key)
         self._curve = None
 
     def most(self, step: int, num_used: int, newcomers: Sequence[tuple[int, int]] = ()) -> int:
         """A bound on `peak` that costs nothing: everyone's growth, as if nobody ended before all others have."""
-        left = self._sum_of_ends - step * len(self._order) + self._sum_of_steps + sum(each[0] for each in newcomers)
-        return math.ceil(num_used + (left + len(self._order)) / self._block_size)
+        left = self._sum_of_ends - step * len(self._places) + self._sum_of_steps + sum(each[0] for each in newcomers)
+        return math.ceil(num_used + (left + len(self._places)) / self._block_size)
 
     def peak(self, step: int, num_used: int, newcomers: Sequence[tuple[int, int]] = ()) -> int:
         """The most blocks in use from now on.
@@ -135,14 +130,22 @@ class Forecast(Generic[K]):
 
     def _insert(self, key: K, end_step: int, private: float) -> None:
         self._last_number += 1
-        place = end_step, self._last_number
-        index = bisect_left(self._order, place)
-        self._order.insert(index, place)
+        index = bisect_right(self._ends, float(end_step))  # its number is the highest
         self._ends.insert(index, end_step)
+        self._numbers.insert(index, self._last_number)
         self._private.insert(index, private)
-        self._places[key] = place
+        self._places[key] = end_step, self._last_number
         self._sum_of_ends += end_step
         self._curve = None
+
+    def _take(self, key: K) -> float:
+        """Take out a sequence that grows; what was noted of its blocks."""
+        end_step, number = self._places.pop(key)
+        start = bisect_left(self._ends, float(end_step))
+        index = bisect_left(self._numbers, number, start, bisect_right(self._ends, float(end_step), start))
+        self._sum_of_ends -= end_step
+        del self._ends[index], self._numbers[index]
+        return self._private.pop(index)
 
 
 class _Curve:

@@ -29,7 +29,7 @@ class RunningBatch:
         self._block_size = block_size
         self._ageing_s = ageing_s
         self._most_aged = max(1, max_num_seqs // AGED_SHARE)
-        self._running: dict[Generation, None] = {}
+        self._running: dict[Generation, Seniority] = {}
         self._ready: LazyHeap[Generation] = LazyHeap()
         self._ready_since: dict[Generation, float] = {}
         """The longest waiting first."""
@@ -101,8 +101,7 @@ class RunningBatch:
         self._ready.discard(generation)
         del self._ready_since[generation]
         generation.stage = Stage.RUNNING
-        self._running[generation] = None
-        rank, order = seniority(generation)
+        self._running[generation] = rank, order = seniority(generation)
         self._newest.add(generation, (-rank, -order))
         self.fed(generation)
 
@@ -113,21 +112,20 @@ class RunningBatch:
 
     def due(self) -> list[Generation]:
         """Running sequences that cannot take part in this step without another block, senior ones first."""
-        return sorted(self._due.pop(self.step, ()), key=seniority)
+        return sorted(self._due.pop(self.step, ()), key=self._running.__getitem__)
 
-    def fed(self, generation: Generation) -> None:
-        """It runs from this step on, with the blocks that it has: enter the step at which they do not suffice."""
-        sequence = generation.sequence
-        spare_slots = len(sequence.block_table) * self._block_size - sequence.num_tokens
-        self._enter(generation, self.step if spare_slots < 0 else self.step + spare_slots + 1)
+    def fed(self, *generations: Generation) -> None:
+        """They run from this step on, with the blocks that they have: enter the steps at which these do not suffice."""
+        for generation in generations:
+            sequence = generation.sequence
+            num_slots = len(sequence.block_table) * self._block_size
+            generation.due_step = due_step = self.step + max(0, num_slots - len(sequence.token_ids) + 1)
+            self._due[due_step][generation] = None
 
     def sit_out(self, generation: Generation) -> None:
         """It needs a block that is not there: it does not take part in this step."""
-        self._enter(generation, self.step + 1)
-
-    def _enter(self, generation: Generation, due_step: int) -> None:
-        generation.due_step = due_step
-        self._due[due_step][generation] = None
+        generation.due_step = self.step + 1
+        self._due[self.step + 1][generation] = None
 
     def newest(self) -> Generation | None:
         """Of the running and the ready sequences, the newest of the lowest tier."""

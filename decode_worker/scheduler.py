@@ -505,10 +505,10 @@ class DecodeScheduler:
         ones of lower tiers lose theirs, so that there will be."""
         due = self._batch.due()
         blocks = self._pool.allocate(min(len(due), self._pool.num_free))
-        for generation, block in zip(due, blocks, strict=False):
+        fed, lacking = due[: len(blocks)], due[len(blocks) :]
+        for generation, block in zip(fed, blocks, strict=True):
             generation.sequence.block_table.append(block)
-            self._batch.fed(generation)
-        lacking = due[len(blocks) :]
+        self._batch.fed(*fed)
         num_freed = 0
         while num_freed < sum(generation in self._batch for generation in lacking):
             newest = self._newest()

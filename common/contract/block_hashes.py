@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from struct import Struct
+from struct import pack
 from typing import Annotated, NewType
 
 from pydantic import Field
 
 HASH_BYTES = 32
+_TOKEN_BYTES = 8
 BlockHash = NewType("BlockHash", bytes)
 """The name of a full block, `HASH_BYTES` long."""
 HASH = Field(strict=True, min_length=HASH_BYTES, max_length=HASH_BYTES)
@@ -26,12 +27,11 @@ BlockHashes = Annotated[tuple[Annotated[BlockHash, HASH], ...], Field(max_length
 class BlockChain:
     """The names of the leading full blocks of one sequence, computed once each, as the sequence grows."""
 
-    __slots__ = ("_block_size", "_pack", "_root", "hashes")
+    __slots__ = ("_block_size", "_root", "hashes")
 
     def __init__(self, block_size: int, salt: str = "") -> None:
         assert block_size >= 1, block_size
         self._block_size = block_size
-        self._pack = Struct(f"<{block_size}Q").pack
         self._root = BlockHash(hashlib.sha256(f"baton block {block_size} {salt}".encode()).digest())
         self.hashes: list[BlockHash] = []
         """Of blocks `[0, len(hashes))`."""
@@ -39,16 +39,18 @@ class BlockChain:
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Name every block that is full within `token_ids[:num_tokens]`, whose beginning is what was named before."""
         assert num_tokens <= len(token_ids), f"{num_tokens} of {len(token_ids)} tokens"
-        size, pack, sha256, hashes = self._block_size, self._pack, hashlib.sha256, self.hashes
+        size, sha256, hashes = self._block_size, hashlib.sha256, self.hashes
+        new = token_ids[len(hashes) * size : num_tokens - num_tokens % size]
+        packed = pack(f"<{len(new)}Q", *new)
         parent = hashes[-1] if hashes else self._root
-        for start in range(len(hashes) * size, num_tokens - size + 1, size):
-            parent = BlockHash(sha256(parent + pack(*token_ids[start : start + size])).digest())
+        for start in range(0, len(packed), size * _TOKEN_BYTES):
+            parent = BlockHash(sha256(parent + packed[start : start + size * _TOKEN_BYTES]).digest())
             hashes.append(parent)
 
     def fork(self) -> BlockChain:
         """A chain that goes on by itself from here."""
         other = BlockChain.__new__(BlockChain)
-        other._block_size, other._pack, other._root = self._block_size, self._pack, self._root
+        other._block_size, other._root = self._block_size, self._root
         other.hashes = list(self.hashes)
         return other
 

@@ -19,8 +19,8 @@ it loses its name when `allocate` finds no plain free block, least recently rele
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import BatonError
@@ -28,6 +28,64 @@ from common.contract.errors import BatonError
 
 class OutOfBlocksError(BatonError):
     """More blocks were asked for than are free."""
+
+
+class _Idle:
+    """Blocks in the order of their release, of which any can be taken back at any time.
+
+    A queue in which what was taken back stays until it comes to the front, or until there is more of it than of what
+    counts: long sequences end with many blocks, and an `OrderedDict` costs several times as much for each.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[int] = deque()
+        self._stale: dict[int, int] = {}
+        """Block → its entries that do not count; they come before the one that does, if there is one."""
+        self._num_stale = 0
+
+    def __len__(self) -> int:
+        return len(self._queue) - self._num_stale
+
+    def __iter__(self) -> Iterator[int]:
+        stale = dict(self._stale)
+        for block in self._queue:
+            if stale.get(block, 0):
+                stale[block] -= 1
+            else:
+                yield block
+
+    def extend(self, blocks: Sequence[int]) -> None:
+        """These, none of which is here, are released, one after the other."""
+        self._queue.extend(blocks)
+
+    def remove(self, block: int) -> None:
+        """Take back `block`, which is here."""
+        self._stale[block] = self._stale.get(block, 0) + 1
+        self._num_stale += 1
+        if self._num_stale > len(self) + 16:
+            self._queue = deque(self)
+            self._stale.clear()
+            self._num_stale = 0
+
+    def pop(self, num: int) -> list[int]:
+        """Take the `num` that were released first; there are so many."""
+        blocks: list[int] = []
+        queue, stale = self._queue, self._stale
+        while len(blocks) < num:
+            block = queue.popleft()
+            if block not in stale:
+                blocks.append(block)
+                continue
+            stale[block] -= 1
+            self._num_stale -= 1
+            if not stale[block]:
+                del stale[block]
+        return blocks
+
+    def check_invariants(self) -> None:
+        """Assert that what does not count is counted, and does not pile up."""
+        assert sum(self._stale.values()) == self._num_stale <= len(self) + 16, "entries of blocks taken back pile up"
+        assert len(list(self)) == len(self), "an entry that does not count is missing"
 
 
 class BlockPool:
@@ -45,7 +103,7 @@ class BlockPool:
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._named: dict[BlockHash, int] = {}
         # Named blocks without references that no step in flight may name, least recently released first.
-        self._unreferenced: OrderedDict[int, None] = OrderedDict()
+        self._unreferenced = _Idle()
         self._num_evicted = 0
         # block → last step started before its release, in the order of release, hence of steps.
         self._limbo: OrderedDict[int, int] = OrderedDict()
@@ -104,13 +162,13 @@ class BlockPool:
 
     def _evict(self, num: int) -> list[int]:
         """Take the names of the `num` blocks that were released longest ago."""
-        blocks = list(islice(self._unreferenced, num))
+        names, named = self._names, self._named
+        blocks = self._unreferenced.pop(num)
         for block in blocks:
-            del self._unreferenced[block]
-            name = self._names[block]
+            name = names[block]
             assert name is not None, f"block {block} is in the cache without a name"
-            del self._named[name]
-            self._names[block] = None
+            del named[name]
+            names[block] = None
         self._num_evicted += num
         return blocks
 
@@ -122,7 +180,7 @@ class BlockPool:
                 if block in self._limbo:
                     del self._limbo[block]
                 else:
-                    del self._unreferenced[block]
+                    self._unreferenced.remove(block)
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -131,24 +189,23 @@ class BlockPool:
         The last block goes first: of a sequence's cached blocks the last is evicted first, since without the blocks
         before it a block can no longer be matched.
         """
-        ref_counts, names = self._ref_counts, self._names
+        ref_counts = self._ref_counts
+        unused: list[int] = []
         for block in reversed(blocks):
             count = ref_counts[block] - 1
             assert count >= 0, f"block {block} is released more often than held"
             ref_counts[block] = count
             if count == 0:
-                if self._in_flight:
-                    self._limbo[block] = self._last_step
-                elif names[block] is not None:
-                    self._unreferenced[block] = None
-                else:
-                    self._free.append(block)
-
-    def _set_free(self, block: int) -> None:
-        if self._names[block] is not None:
-            self._unreferenced[block] = None
+                unused.append(block)
+        if self._in_flight:
+            self._limbo.update(dict.fromkeys(unused, self._last_step))
         else:
-            self._free.append(block)
+            self._set_free(unused)
+
+    def _set_free(self, blocks: Sequence[int]) -> None:
+        names = self._names
+        self._unreferenced.extend([block for block in blocks if names[block] is not None])
+        self._free.extend([block for block in blocks if names[block] is None])
 
     def name(self, blocks: Sequence[int], block_hashes: Sequence[BlockHash]) -> None:
         """Let each of `blocks`, which are used, be found by its hash: it is full and holds valid KV that nobody will
@@ -179,7 +236,7 @@ class BlockPool:
 
         Used ones and those in limbo do not: sharing them leaves `num_free` as it is.
         """
-        return sum(block in self._unreferenced for block in blocks)
+        return sum(self._ref_counts[block] == 0 and block not in self._limbo for block in blocks)
 
     def step_started(self) -> int:
         """A step that may name any block now used is about to run; its number."""
@@ -192,12 +249,10 @@ class BlockPool:
         assert step in self._in_flight, f"step {step} is not in flight"
         del self._in_flight[step]
         oldest = next(iter(self._in_flight), self._last_step + 1)
-        while self._limbo:
-            block, last_step = next(iter(self._limbo.items()))
-            if last_step >= oldest:
-                break
+        unused = [block for block, _ in takewhile(lambda each: each[1] < oldest, self._limbo.items())]
+        for block in unused:
             del self._limbo[block]
-            self._set_free(block)
+        self._set_free(unused)
 
     def check_invariants(self) -> None:
         """Assert that every block is in exactly one state, that names are one to one, and that limbo is justified."""
@@ -207,6 +262,7 @@ class BlockPool:
         unreferenced = {block for block, count in enumerate(self._ref_counts) if count == 0}
         assert unreferenced == set(idle), "a block without references is in no list, or one with references is in one"
         assert self.num_used == sum(count > 0 for count in self._ref_counts)
+        self._unreferenced.check_invariants()
         self._check_names()
         oldest = next(iter(self._in_flight), self._last_step + 1)
         assert list(self._in_flight) == sorted(self._in_flight), "steps in flight are out of order"
@@ -220,4 +276,4 @@ class BlockPool:
         assert len(self._named) == len(names), "two blocks have one name"
         assert self._prefix_cache or not names, "a block has a name without a prefix cache"
         assert names.keys().isdisjoint(self._free), "a plain free block has a name"
-        assert self._unreferenced.keys() <= names.keys(), "an unreferenced cached block has no name"
+        assert names.keys() >= set(self._unreferenced), "an unreferenced cached block has no name"

@@ -53,6 +53,8 @@ class _Ranking:
     Counters of one rate keep their order while steps pass. So there is a heap for each rate, by level, and the least
     of all is the least of their tops; n sequences in service make at most about sqrt(2n) different rates. Charges only
     raise a level: an entry may be too low, and is put right when it comes to the top.
+
+    An account gets its entry when somebody asks who is the least: until then it may change, or go, any number of times.
     """
 
     def __init__(self) -> None:
@@ -60,6 +62,8 @@ class _Ranking:
         """Rate → (level, order, entry number, tenant)."""
         self._members: dict[str, tuple[_Account, int]] = {}
         """Account, and the number of its only valid entry."""
+        self._unranked: dict[str, None] = {}
+        """Those who have no valid entry yet."""
         self._num_entries = 0
         self._last_number = 0
 
@@ -73,17 +77,20 @@ class _Ranking:
         """Enter `tenant` with its present rate, be it new or here with another rate."""
         self._last_number += 1
         self._members[tenant] = account, self._last_number
-        self._push(account.rate, (account.level, account.order, self._last_number, tenant))
-        self._compact()
+        self._unranked[tenant] = None
 
     def discard(self, tenant: str) -> None:
         """Forget `tenant`; inert when it is not here."""
         self._members.pop(tenant, None)
+        self._unranked.pop(tenant, None)
         self._compact()
 
     def least(self, step: int, num: int = 1) -> list[str]:
         """The `num` tenants with the least counters, or as many as there are, in order."""
+        self._rank_all()
         tops = [top for rate in list(self._heaps) if (top := self._top(rate, step)) is not None]
+        if num == 1:  # by far the most frequent question: nothing has to be taken out to answer it
+            return [self._heaps[min(tops)[2]][0][3]] if tops else []
         heapq.heapify(tops)
         taken: list[tuple[float, tuple[float, int, int, str]]] = []
         while tops and len(taken) < num:
@@ -96,6 +103,16 @@ class _Ranking:
         for rate, entry in taken:
             self._push(rate, entry)
         return [entry[3] for _, entry in taken]
+
+    def _rank_all(self) -> None:
+        """Give everyone an entry."""
+        if not self._unranked:
+            return
+        for tenant in self._unranked:
+            account, number = self._members[tenant]
+            self._push(account.rate, (account.level, account.order, number, tenant))
+        self._unranked.clear()
+        self._compact()
 
     def _push(self, rate: float, entry: tuple[float, int, int, str]) -> None:
         heapq.heappush(self._heaps.setdefault(rate, []), entry)
@@ -122,12 +139,13 @@ class _Ranking:
         if self._num_entries <= 2 * len(self._members) + 16:
             return
         self._heaps.clear()
+        self._unranked.clear()
         self._num_entries = 0
         for tenant, (account, number) in self._members.items():
             self._push(account.rate, (account.level, account.order, number, tenant))
 
     def check_invariants(self) -> None:
-        """Assert that every account has one valid entry, in the heap of its rate, and not too high."""
+        """Assert that every account that is ranked has one valid entry, in the heap of its rate, and not too high."""
         entries = [(rate, entry) for rate, heap in self._heaps.items() for entry in heap]
         assert len(entries) == self._num_entries <= 2 * len(self._members) + 16, "entries pile up"
         valid = {
@@ -135,7 +153,8 @@ class _Ranking:
             for rate, (level, _, number, tenant) in entries
             if tenant in self._members and self._members[tenant][1] == number
         }
-        assert valid.keys() == self._members.keys(), "an account has no entry"
+        assert valid.keys() | self._unranked.keys() == self._members.keys(), "an account has no entry"
+        assert valid.keys().isdisjoint(self._unranked), "an account would get a second entry"
         for tenant, (rate, level) in valid.items():
             account = self._members[tenant][0]
             assert rate == account.rate, f"{tenant!r} is in the heap of another rate"
@@ -175,7 +194,10 @@ class VirtualTokenCounters:
         assert account.rate >= 0, (tenant, account.rate)
         if account.waits:
             self._waiting.put(tenant, account)
-        self._rank(tenant, account, was_active)
+        if account.active:
+            self._active.put(tenant, account)
+        elif was_active:
+            self._depart(tenant, account)
 
     def advance(self, step: int) -> None:
         """`step` is the present one."""
@@ -186,20 +208,20 @@ class VirtualTokenCounters:
         """`tenant` has something waiting; if it was away, it is lifted to the least of those who were not."""
         account = self._account(tenant)
         assert not account.waits, tenant
-        was_active = account.active
-        if not was_active:
+        if not account.active:
             account.level += max(0.0, self._floor() - self._counter(account))
+            self._active.put(tenant, account)
         self._num_begun += 1
         account.waits, account.order = True, self._num_begun
         self._waiting.put(tenant, account)
-        self._rank(tenant, account, was_active)
 
     def end_waiting(self, tenant: str) -> None:
         """`tenant` has nothing waiting any more."""
         account = self._accounts[tenant]
         account.waits = False
         self._waiting.discard(tenant)
-        self._rank(tenant, account, was_active=True)
+        if not account.active:
+            self._depart(tenant, account)
 
     def least(self, num: int = 1) -> list[str]:
         """The `num` tenants to be served next, or as many as have something waiting, in order."""
@@ -213,13 +235,10 @@ class VirtualTokenCounters:
         least = self._active.least(self._step)
         return self._counter(self._accounts[least[0]]) if least else self._last_departed
 
-    def _rank(self, tenant: str, account: _Account, was_active: bool) -> None:
-        """Keep the ranking of active tenants right after a change."""
-        if account.active:
-            self._active.put(tenant, account)
-        elif was_active:
-            self._active.discard(tenant)
-            self._last_departed = self._counter(account)
+    def _depart(self, tenant: str, account: _Account) -> None:
+        """`tenant` is not active any more."""
+        self._active.discard(tenant)
+        self._last_departed = self._counter(account)
 
     def _account(self, tenant: str) -> _Account:
         account = self._accounts.get(tenant)
@@ -282,7 +301,7 @@ class _Line(Generic[T]):
 
     def aged(self, before: float) -> bool:
         """Whether the oldest has come before that time."""
-        oldest = self.arrivals.first()
+        oldest = self.arrivals.first() if self.arrived else None
         return oldest is not None and self.arrived[oldest] < before
 
     def check_invariants(self) -> None:
@@ -377,7 +396,9 @@ class FairQueue(Generic[T]):
     def first(self, now: float, num: int = 1) -> list[T]:
         """The next `num`, or as many as there are, in the order in which they would be taken if nobody were charged
         meanwhile. Takes none."""
-        lines = [line for line in self._lines.values() if line.arrivals]
+        if not self._places:
+            return []
+        lines = [line for line in self._lines.values() if line.arrived]
         if len(lines) == 1:
             return lines[0].first(num)
         order: list[T] = []

@@ -17,6 +17,8 @@ class LazyHeap(Generic[T]):
     until it comes to the top, or until there is more of it than of what counts.
     """
 
+    __slots__ = ("_entries", "_heap", "_numbers")
+
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, T]] = []
         self._entries: dict[T, int] = {}
