@@ -59,6 +59,8 @@ class Generation:
     """Requests of higher tiers that came in since, after it had waited beyond the ageing time."""
     gave_way: bool = False
     """Whether it has lost them to a higher tier: it does so only once."""
+    moved: bool = False
+    """Whether another worker goes on with it."""
     num_kept: int = 0
     """Leading blocks that were found in the prefix cache when it came back: they are not swapped in."""
 
@@ -127,8 +129,8 @@ class DecodeRequest:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended."""
-        return bool(self.generations) and all(g.finish_reason is not None for g in self.generations)
+        """Whether every choice has ended, or moved away."""
+        return bool(self.generations) and all(g.finish_reason is not None or g.moved for g in self.generations)
 
 
 @dataclass(slots=True, eq=False)

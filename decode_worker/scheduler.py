@@ -266,6 +266,23 @@ class DecodeScheduler:
         generation.stage = Stage.ENDED
         self._look_again = True
 
+    def leave(self, generation: Generation) -> list[int]:
+        """A running sequence goes on elsewhere, and is over here: the blocks with its KV, whose references are the
+        caller's now. No step may be in flight."""
+        assert generation.stage is Stage.RUNNING, generation.sequence
+        sequence = generation.sequence
+        blocks = sequence.block_table[: self._blocks_for(sequence.num_computed)]
+        self._pool.share(blocks)
+        self._take_blocks(generation)
+        generation.stage = Stage.ENDED
+        self._look_again = True
+        return blocks
+
+    def name_running(self) -> None:
+        """Let others find, by their names, the blocks that running sequences have filled."""
+        for generation in self._batch.running():
+            self._name(generation)
+
     def forget(self, request: DecodeRequest, *, wanted: bool = False) -> None:
         """Give the request up, wherever it is; blocks that a pull holds are the pull's to release.
 
@@ -440,10 +457,13 @@ class DecodeScheduler:
         return prompt
 
     def _begin(self, request: DecodeRequest, block_ids: list[int], first_tokens: Seq[Tokens], now: float) -> None:
-        """The KV of the request's tokens is here, for good: its choices begin, sharing the full blocks."""
+        """The KV of the request's tokens is here, for good: its choices begin, sharing the full blocks. One that has
+        moved here brings more tokens, of which only the last has no KV yet."""
         work = request.work
-        num_tokens = len(work.token_ids)
+        token_ids = [*work.token_ids, *first_tokens[0].token_ids[:-1]]
+        num_tokens = len(token_ids)
         full = num_tokens // self._block_size
+        request.chain.extend(token_ids, num_tokens)
         self._pool.name(block_ids[:full], request.chain.hashes)
         for index, first in enumerate(first_tokens):
             table = list(block_ids)
@@ -454,7 +474,7 @@ class DecodeScheduler:
                 self._pool.share([*block_ids[full:], *copies])
                 table[full:] = copies
             sequence = Sequence(
-                request.key, first.choice, list(work.token_ids), work.prompt_len, work.sampling, num_tokens, table
+                request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_tokens, table
             )
             generation = Generation(
                 request,
@@ -463,10 +483,11 @@ class DecodeScheduler:
                 request.order + index,
                 rank_of(request.order + index),
                 num_named=full,
-                first_position=num_tokens,
+                first_position=len(work.token_ids),
             )
-            logprobs = first.logprobs[0] if first.logprobs is not None else None
-            generation.append(first.token_ids[0], logprobs, first.finish_reason)
+            logprobs = first.logprobs or (None,)
+            generation.logprobs += [each for each in logprobs[:-1] if each is not None]
+            generation.append(first.token_ids[-1], logprobs[-1], first.finish_reason)
             request.generations.append(generation)
             self._batch.add(generation, now)
         assert not request.fork_blocks, request.work

@@ -10,7 +10,8 @@ Life cycle of a request in the decode worker:
     4. Valid: the choices join the running batch at the next step. Anything else: nothing is decoded from the blocks.
     5. Each step sends each choice's token; after the last one Finished, and the tokens are kept until Ack.
 
-Under memory pressure a choice may lose its blocks in between and get them back: nobody outside notices.
+Under memory pressure a choice may lose its blocks in between and get them back: nobody outside notices. While the
+worker drains, other decode workers pull the running sequences from it (`decode_worker.migration`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from prometheus_client.metrics_core import Metric
 
@@ -30,15 +32,19 @@ from common.contract.messages import (
     Ack,
     Attach,
     AttachPrefix,
+    AttachSequence,
     Cancelled,
     Decode,
     Detach,
+    Drain,
     Failed,
     Finished,
     Heartbeat,
     Hello,
     Message,
+    Phase,
     Resend,
+    Resume,
     Role,
     Settle,
     Tokens,
@@ -54,6 +60,7 @@ from common.runtime.clock import Clock
 from common.runtime.config import DecodeSettings
 from common.runtime.fence import AttemptFence
 from common.runtime.probes import counter, gauge
+from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
 from decode_worker.scheduler import DecodeScheduler
@@ -117,6 +124,11 @@ class DecodeWorker:
             clock=clock,
             checksum=region.crc32 if settings.checksums else None,
         )
+        self._arrivals = Arrivals(self._scheduler, self._pool, self._intake, self._block_size)
+        self._departures = Departures(
+            self._scheduler, self._pool, self._lender, server.send, region.crc32 if settings.checksums else None
+        )
+        self._draining = False
         self._fence = AttemptFence()
         self._requests: dict[RequestId, DecodeRequest] = {}
         self._finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
@@ -153,6 +165,7 @@ class DecodeWorker:
             if step.empty:
                 self._pool.step_finished(number)
                 self._wake.clear()
+                self._departures.cut()
                 self._reserve()
                 if not (self._scheduler.num_running and self._pool.num_free):
                     await self._wake.wait()
@@ -185,7 +198,7 @@ class DecodeWorker:
     # --- events from gateways and sinks --------------------------------------------------------------------------
 
     def on_message(self, peer: Incarnation, message: Message) -> None:
-        """A message from a gateway, or from a worker that pulls a prefix from here."""
+        """A message from a gateway, or from a worker that pulls from here."""
         match message:
             case Decode():
                 self._on_decode(peer, message)
@@ -198,6 +211,12 @@ class DecodeWorker:
             case Attach() | AttachPrefix() | Settle() | Detach():
                 self._lender.on_message(peer, message)
                 self._busy.set()
+            case AttachSequence():
+                self._on_attach_sequence(peer, message)
+            case Drain():
+                self.drain()
+            case Resume():
+                self.resume()
             case _:
                 log.warning("%s is not for a decode worker; ignored", type(message).__name__)
 
@@ -223,6 +242,8 @@ class DecodeWorker:
         if known is not None:
             self._forget(known, "a newer attempt arrived")
         objection = self._config.objection(work.token_ids)
+        if work.moving and len(work.token_ids) == work.prompt_len:
+            objection = "a sequence moves only when it runs"
         if objection is not None:
             self._refuse(gateway, work.key, Cause.INVALID, objection)
             return
@@ -231,20 +252,42 @@ class DecodeWorker:
             message = f"the request may need {needed} KV blocks, this worker has {self._pool.num_blocks}"
             self._refuse(gateway, work.key, Cause.TOO_LARGE, message)
             return
+        if self._draining:
+            self._refuse(gateway, work.key, Cause.DRAINING, "this decode worker takes no new work")
+            return
         if len(self._requests) >= self._settings.max_waiting + self._settings.max_num_seqs:
             self._refuse(gateway, work.key, Cause.CAPACITY, f"{len(self._requests)} requests open already")
             return
+        self._begin(gateway, work)
+
+    def _begin(self, gateway: Incarnation, work: Decode) -> None:
         now = self._clock()
-        pull = None if work.source is None else Pull(work.key, work.source)
+        pull: Pull | None = None
+        if work.moving:
+            # Its last token has no KV yet, there or here: it is what the sequence goes on from.
+            work = replace(work, token_ids=work.token_ids[:-1])
+            pull = pull_of(work)
+        elif work.source is not None and work.offered is not None:
+            pull = Pull(work.key, work.source, offered=work.offered.attempt)
         chain = BlockChain(self._block_size, work.cache_salt)
         request = DecodeRequest(work, gateway, now + work.budget_s, now, chain, pull)
         self._requests[work.request] = request
         self._busy.set()
-        if pull is None:
-            self._scheduler.want(request, now)
-            self._reserve()
-        else:
+        if pull is not None and not work.moving:
             self._intake.begin(pull, lambda tokens: _fits(tokens, work))
+            return
+        self._scheduler.want(request, now)
+        self._reserve()
+        if work.moving and self._requests.get(work.request) is request and request not in self._arrivals:
+            self._fail(request, Cause.CAPACITY, "there is no room for the sequence at once; where it is, it can go on")
+
+    def _on_attach_sequence(self, sink: Incarnation, message: AttachSequence) -> None:
+        request = self._requests.get(message.sequence.request)
+        generations = request.generations if request is not None and request.key == message.sequence else []
+        generation = next((g for g in generations if g.sequence.choice == message.choice), None)
+        self._departures.attach(sink, message, generation)
+        self._busy.set()
+        self._wake.set()
 
     def _on_abort(self, gateway: Incarnation, message: Abort) -> None:
         request = self._find(message.request)
@@ -273,7 +316,13 @@ class DecodeWorker:
 
     def on_want_blocks(self, pull: Pull, num_blocks: int) -> None:
         """A request's offer is open: it waits for room."""
+        if self._arrivals.find(pull):
+            self._arrivals.want_ahead(pull, num_blocks)
+            return
         request = self._requests[pull.key.request]
+        if request in self._arrivals:
+            self._arrivals.want(request, num_blocks)
+            return
         expected = -(-len(request.work.token_ids) // self._block_size)
         if num_blocks != expected:
             message = f"the source offers {num_blocks} blocks for a prompt of {expected}"
@@ -284,6 +333,9 @@ class DecodeWorker:
 
     def on_pulled(self, pull: Pull, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
         """A request's blocks are valid: its choices go on."""
+        if self._arrivals.find(pull):
+            self._arrivals.pulled_ahead(pull, block_ids)
+            return
         request = self._requests[pull.key.request]
         self._scheduler.settled(request, block_ids, first_tokens, self._clock())
         self._begun(request)
@@ -296,6 +348,11 @@ class DecodeWorker:
 
     def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
         """A request's pull is over without its blocks."""
+        ahead_of = self._arrivals.find(pull)
+        if ahead_of is not None:
+            if not self._arrivals.gave_up_ahead(pull):
+                self._fail(ahead_of, Cause.TRANSFER, f"reading ahead failed: {message}")
+            return
         request = self._requests.get(pull.key.request)
         if request is not None and request.pull is pull:
             self._drop(request)
@@ -306,19 +363,26 @@ class DecodeWorker:
 
     def find_prefix(self, block_hashes: Sequence[bytes]) -> Sequence[int]:
         """Blocks that another worker may read, each with a reference for the lender."""
+        if self._draining:
+            self._scheduler.name_running()
         return self._scheduler.lend([BlockHash(name) for name in block_hashes])
 
     def on_returned(self, block_ids: Sequence[int]) -> None:
         """Lent blocks are back."""
         self.on_release(block_ids)
 
-    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
-        """Leases here are on cached prefixes alone."""
-        raise AssertionError(f"a lease on {key} in a decode worker")
+    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
+        """A sequence that was cut has gone elsewhere; or nobody wants it any more, and its gateway begins again."""
+        request = self._departures.unpinned(key, block_ids, settled=settled)
+        if request is not None and settled:
+            self._finish_if_ended(request)
+        elif request is not None:
+            self._fail(request, Cause.LEASE_LOST, "a sequence was cut, and nobody has taken it over")
+        self._wake.set()
+        self._reserve()
 
     def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
-        """Leases here are on cached prefixes alone."""
-        raise AssertionError(f"a lease on {key} in a decode worker")
+        """The lease of a sequence that was cut has expired; `on_unpinned` follows."""
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
@@ -326,7 +390,10 @@ class DecodeWorker:
         for reservation in self._scheduler.reserve(self._clock()):
             pull = reservation.request.pull
             assert pull is not None, reservation.request.work
-            self._intake.reserve(pull, reservation.block_ids, reservation.num_held)
+            if reservation.request.work.moving:
+                self._arrivals.begin(reservation)
+            else:
+                self._intake.reserve(pull, reservation.block_ids, reservation.num_held)
         if self._scheduler.has_work:
             self._wake.set()
 
@@ -353,6 +420,7 @@ class DecodeWorker:
         if step.chunks and not step.decodes:
             num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
             self._engine.costs.observe_prefill(num_tokens, self._engine.last_step_s)
+        self._departures.cut()
         self._reserve()
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
@@ -406,6 +474,9 @@ class DecodeWorker:
         if not request.finished:
             return
         self._drop(request)
+        if all(generation.moved for generation in request.generations):
+            self._count("moved")
+            return
         self._finished[request.work.request] = request
         while len(self._finished) > MAX_UNACKNOWLEDGED:
             self._finished.popitem(last=False)
@@ -437,6 +508,8 @@ class DecodeWorker:
     def _drop(self, request: DecodeRequest, *, wanted: bool = False) -> None:
         """Take the request off the books; what a pull holds of it is released, or in quarantine, by the intake."""
         del self._requests[request.work.request]
+        self._departures.forget(request)
+        self._arrivals.forget(request)
         self._scheduler.forget(request, wanted=wanted)
         self._wake.set()
 
@@ -448,6 +521,31 @@ class DecodeWorker:
 
     def _count(self, end: str) -> None:
         self._ended[end] = self._ended.get(end, 0) + 1
+
+    # --- leaving -------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take no new work. Gateways learn it by the next heartbeat, and let others pull what runs here."""
+        if not self._draining:
+            log.info("draining: %d requests are open", len(self._requests))
+        self._draining = True
+
+    def resume(self) -> None:
+        """Take work again."""
+        self._draining = False
+
+    def give_up(self, why: str) -> None:
+        """The time for leaving is over: what is still here fails."""
+        for request in list(self._requests.values()):
+            self._fail(request, Cause.DRAINING, why)
+
+    @property
+    def phase(self) -> Phase:
+        """Serving; or draining, until nothing is held here any more."""
+        if not self._draining:
+            return Phase.SERVING
+        held = self._requests or self._finished or self._intake.num_pulls or self._intake.num_quarantined
+        return Phase.DRAINING if held or self._lender.num_leases or self._lender.num_readers else Phase.DRAINED
 
     # --- what others see -----------------------------------------------------------------------------------------
 
@@ -473,13 +571,15 @@ class DecodeWorker:
             waiting_tokens=self._scheduler.num_uncomputed,
             blocks_used=min(self._scheduler.num_expected, self._pool.num_blocks),
             blocks_total=self._pool.num_blocks,
-            draining=False,
+            phase=self.phase,
         )
 
     def ready(self) -> tuple[bool, Mapping[str, object]]:
         """Ready once serving; the counts are zero when nothing is going on."""
-        return True, {
+        return not self._draining, {
             "role": Role.DECODE.value,
+            "phase": self.phase.value,
+            "safe_to_delete": self.phase is Phase.DRAINED,
             "transport": self._settings.transport,
             "blocks_used": self._pool.num_used,
             "blocks_limbo": self._pool.num_limbo,
@@ -527,6 +627,7 @@ class DecodeWorker:
         yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.num_host_used)
         yield from self._intake.metrics()
         yield from self._lender.metrics()
+        yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", self._departures.num_moved)
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
         yield counter("baton_engine_steps", "Engine steps.", self._engine.num_steps)
         yield counter("baton_frames_refused", "Control frames refused.", traffic.frames_refused)

@@ -64,6 +64,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
         settings.pulse,
         local_prefill_tokens=settings.local_prefill_tokens,
         prefix_index_blocks=settings.prefix_index_blocks,
+        patience_s=settings.patience_s,
     )
     api_settings = _api_settings(settings, folder)
     metrics = GatewayMetrics(api_settings.model_name)

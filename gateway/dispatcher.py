@@ -14,13 +14,17 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from common.contract.errors import Cause, FingerprintMismatchError
-from common.contract.ids import Incarnation, RequestId, RequestKey, new_request_id
+from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
     MAX_OPEN_REQUESTS,
+    Decode,
+    Failed,
     Heartbeat,
     Hello,
     HelloRefused,
     Message,
+    Phase,
+    Prefill,
     RequestMessage,
     Role,
     Tokens,
@@ -28,11 +32,14 @@ from common.contract.messages import (
 )
 from common.runtime.channel import ControlClient
 from common.runtime.clock import Clock, Pulse
-from gateway.flow import Action, Deliver, Done, Fail, Flow, FlowState, Send
+from gateway.attempt import Attempt, Deliver, Part, Place, Send
+from gateway.flow import Acquitted, Action, Done, Fail, Flow, FlowState, Left, Want
 from gateway.generation import Delta, Generation, GenerationFailed, Readiness
+from gateway.placement import TRIAL_S, Placement, Route
 from gateway.prefix_index import PrefixIndex, Trail
+from gateway.recovery_metrics import RecoveryMetrics
 from gateway.registry import Registry
-from gateway.router import Handoff, Local, LocalPrefill, choose
+from gateway.router import Handoff, Local, LocalPrefill
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +53,16 @@ class _Client:
     """A flow and the client that waits for it."""
 
     flow: Flow
-    busy: set[Role]
-    """Roles whose part in the request is not over."""
+    deadline: float
+    """Monotonic seconds at which its budget ends."""
     trail: Trail | None
     """Of the first choice; None where nothing is remembered."""
+    decoded_at: Place | None = None
+    """The last decode worker that brought tokens of the first choice."""
+    failed_at: dict[int, float] = field(default_factory=dict)
+    """Choice → since when it has waited for its next token because an attempt failed."""
+    delivered_at: dict[int, float] = field(default_factory=dict)
+    """Choice → when it got its last token."""
     queue: asyncio.Queue[Delta | Done | Fail] = field(default_factory=asyncio.Queue)
     """Bounded by the request: at most one delta for each token, and one end."""
 
@@ -66,19 +79,26 @@ class Dispatcher(Collector):
         *,
         local_prefill_tokens: int = 0,
         prefix_index_blocks: int = 0,
+        patience_s: float = 10.0,
     ) -> None:
         """A prompt of which a decode worker has at most `local_prefill_tokens` to compute is computed there; 0 has no
         such prompt, since the last token is never cached. `prefix_index_blocks` bounds what is remembered of the
-        workers' caches; 0 remembers nothing."""
+        workers' caches; 0 remembers nothing. A request that has lost its worker waits up to `patience_s` for another
+        one to be usable."""
         self._me = me
         self._registry = registry
         self._clock = clock
         self._pulse = pulse
-        self._local_prefill_tokens = local_prefill_tokens
+        self._patience_s = patience_s
+        self._placement = Placement(registry, local_prefill_tokens)
         self._index = PrefixIndex(prefix_index_blocks) if prefix_index_blocks else None
         self._context = zmq.asyncio.Context()
         self._links: dict[str, ControlClient] = {}
+        self._open_clients: dict[_Client, None] = {}
         self._clients: dict[RequestId, _Client] = {}
+        """By each name under which workers know the request."""
+        self._waiting: dict[Want, _Client] = {}
+        """Choices that wait for workers."""
         self._listed: dict[str, frozenset[RequestKey]] = {}
         """What the last Hello to each worker listed: its answer judges these alone."""
         self._usable = asyncio.Event()
@@ -90,6 +110,7 @@ class Dispatcher(Collector):
         self.num_gaps = 0
         self.num_prefix_hints = 0
         self.num_local_prefills: Counter[LocalPrefill] = Counter()
+        self.recovery = RecoveryMetrics()
         self._degraded = False
         """Whether a request has met the present lack of prefill workers."""
 
@@ -158,7 +179,7 @@ class Dispatcher(Collector):
                 }
                 for worker in self._registry.workers.values()
             ],
-            "in_flight": len(self._clients),
+            "in_flight": len(self._open_clients),
         }
         usable = [worker for worker in self._registry.workers.values() if worker.usable]
         takes = [worker.welcome.max_sequence_tokens for worker in usable if worker.welcome is not None]
@@ -178,7 +199,7 @@ class Dispatcher(Collector):
         for role in (Role.PREFILL, Role.DECODE):
             usable.add_metric([role], len(self._registry.usable(role)))
         yield usable
-        yield GaugeMetricFamily("baton_gateway_flows", "Requests between workers and clients.", len(self._clients))
+        yield GaugeMetricFamily("baton_gateway_flows", "Requests between workers and clients.", len(self._open_clients))
         for name, text, value in (
             ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),
             ("duplicates", "Token frames that repeated what was known.", self.num_duplicates),
@@ -192,6 +213,7 @@ class Dispatcher(Collector):
         for reason in LocalPrefill:
             local.add_metric([reason], self.num_local_prefills[reason])
         yield local
+        yield from self.recovery.collect()
 
     # --- a request's life ----------------------------------------------------------------------------------------
 
@@ -199,20 +221,11 @@ class Dispatcher(Collector):
         readiness = self.ready()
         if not readiness.ready:
             raise GenerationFailed(Cause.WORKER_LOST, readiness.reason)
-        if len(self._clients) >= MAX_OPEN_REQUESTS:
+        if len(self._open_clients) >= MAX_OPEN_REQUESTS:
             raise GenerationFailed(Cause.CAPACITY, f"{MAX_OPEN_REQUESTS} generations in flight already")
-        trail = self._trail(generation)
-        route = self._route(generation, trail)
-        prefill = route.prefill.place if isinstance(route, Handoff) else None
-        prefix = route.prefix if isinstance(route, Handoff) else None
-        key = RequestKey(new_request_id(), 1)
-        flow = Flow(key, generation, prefill, route.decode.place)
-        client = _Client(flow, set(flow.places), trail)
-        self._clients[key.request] = client
-        for place in flow.places.values():
-            self._registry.took(place.address, len(generation.token_ids))
-        self._do(client, flow.start(generation.budget_s, prefix))
-        log.info("request %s: %s", key.request, flow.story[-1])
+        client = _Client(Flow(generation), self._clock() + generation.budget_s, self._trail(generation))
+        self._open_clients[client] = None
+        self._do(client, client.flow.begin())
         return client
 
     def _trail(self, generation: Generation) -> Trail | None:
@@ -223,62 +236,150 @@ class Dispatcher(Collector):
         block_size = welcome.fingerprint.layout.block_size  # every usable worker's
         return Trail(self._index, block_size, generation.cache_salt, generation.token_ids)
 
-    def _route(self, generation: Generation, trail: Trail | None) -> Handoff | Local:
-        """Choose, and count what was chosen."""
-        cached = {} if trail is None else trail.cached()
-        route = choose(self._registry, len(generation.token_ids), cached, self._local_prefill_tokens)
+    def _time_out(self, client: _Client) -> None:
+        message = f"the request's time ran out at the gateway; last: {client.flow.story[-1:]}"
+        self._do(client, client.flow.fail(Cause.DEADLINE, message))
+
+    def _close(self, client: _Client) -> None:
+        flow = client.flow
+        del self._open_clients[client]
+        for request in flow.requests:
+            self._clients.pop(request, None)
+        self._waiting = {want: waiting for want, waiting in self._waiting.items() if waiting is not client}
+        self.num_duplicates += flow.num_duplicates
+        self.num_gaps += flow.num_gaps
+        if client.trail is not None and client.decoded_at is not None and flow.state is not FlowState.FAILED:
+            client.trail.decoded(client.decoded_at)
+        log.info("request %s: %s", next(iter(flow.requests)), flow.story[-1])
+
+    def _do(self, client: _Client, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(part, message):
+                    if isinstance(message, Prefill | Decode):
+                        self._registry.took(part.place.address, part.num_tokens)
+                    self._links[part.place.address].send(message)
+                case Deliver(delta):
+                    self._deliver(client, delta)
+                case Want():
+                    self._want(client, action)
+                case Left(part):
+                    self._registry.left(part.place.address, part.place.incarnation, part.num_tokens)
+                case Acquitted(attempt):
+                    self._placement.acquitted(attempt)
+                    self._look_again()
+                case Done() | Fail():
+                    client.queue.put_nowait(action)
+
+    def _deliver(self, client: _Client, delta: Delta) -> None:
+        if client.trail is not None and delta.choice == 0:
+            client.trail.append(delta.token_ids)
+        now = self._clock()
+        if delta.choice in client.failed_at:
+            self.recovery.resume.observe(now - client.failed_at.pop(delta.choice))
+        client.delivered_at[delta.choice] = now
+        client.queue.put_nowait(delta)
+
+    # --- workers for it ------------------------------------------------------------------------------------------
+
+    def _want(self, client: _Client, want: Want) -> None:
+        """Choices want workers: now, or in a moment."""
+        if want.key.attempt > 1 or any(choice.num_failures for choice in want.choices):
+            log.warning("request %s goes on elsewhere: %s", want.key.request, client.flow.story[-1])
+            for choice in want.choices:
+                client.failed_at.setdefault(choice.index, self._clock())
+        self._waiting[want] = client
+        loop = asyncio.get_running_loop()
+        if want.delay_s > 0:
+            loop.call_later(want.delay_s, self._place, want)
+        else:
+            self._place(want)
+        if want in self._waiting:
+            loop.call_later(self._patience_s + want.delay_s, self._out_of_patience, want)
+
+    def _place(self, want: Want) -> None:
+        """Begin an attempt if there are workers for it; inert when nobody waits any more."""
+        client = self._waiting.get(want)
+        if client is None:
+            return
+        if want.offer is not None and not self._placement.stands(want):
+            del self._waiting[want]
+            self._do(client, client.flow.without_offer(want))
+            return
+        trail = client.trail if want.choices[0].index == 0 else None
+        route = self._placement.choose(want, {} if trail is None else trail.cached())
+        if route is not None:
+            del self._waiting[want]
+            self._go(client, want, route)
+
+    def _out_of_patience(self, want: Want) -> None:
+        """Choices have waited long: they go on only for a worker that is there, and kept for another suspect."""
+        client = self._waiting.get(want)
+        if client is None:
+            return
+        if self._registry.usable(Role.DECODE):
+            asyncio.get_running_loop().call_later(self._patience_s, self._out_of_patience, want)
+            return
+        message = f"no decode worker has been usable for {self._patience_s:.1f} s; before: {client.flow.story[-1]}"
+        self._do(client, client.flow.fail(Cause.WORKER_LOST, message))
+
+    def _end_trial(self, attempt: Attempt) -> None:
+        """A worker has been kept long enough for one suspect."""
+        if attempt.on_trial:
+            attempt.on_trial = False
+            self._placement.acquitted(attempt)
+            self._look_again()
+
+    def _go(self, client: _Client, want: Want, route: Route) -> None:
+        flow = client.flow
+        self._clients[want.key.request] = client
+        prefill = route.prefill.place if isinstance(route, Handoff) else None
+        prefix = route.prefix if isinstance(route, Handoff) else None
         if isinstance(route, Local):
             self.num_local_prefills[route.reason] += 1
-        elif route.prefix is not None:
+        elif prefix is not None:
             self.num_prefix_hints += 1
+        self._note_degradation()
+        budget_s = max(0.001, client.deadline - self._clock())
+        self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix))
+        if want.suspect and flow.attempts:
+            self.recovery.num_trials += 1
+            self._placement.tried(flow.attempts[-1])
+            asyncio.get_running_loop().call_later(TRIAL_S, self._end_trial, flow.attempts[-1])
+        log.info("request %s: %s", want.key.request, flow.story[-1])
+
+    def _look_again(self) -> None:
+        """Something has changed: whoever waits may find workers now."""
+        for want in list(self._waiting):
+            if want.delay_s == 0:
+                self._place(want)
+
+    def _note_degradation(self) -> None:
         degraded = Role.PREFILL in self._registry.missing()
         if degraded and not self._degraded:
             log.warning("%s", _DEGRADED)
         elif self._degraded and not degraded:
             log.info("a prefill worker is usable again")
         self._degraded = degraded
-        return route
 
-    def _time_out(self, client: _Client) -> None:
-        message = f"the request's time ran out at the gateway; last: {client.flow.story[-1]}"
-        self._do(client, client.flow.fail(Cause.DEADLINE, message))
-
-    def _close(self, client: _Client) -> None:
-        flow = client.flow
-        del self._clients[flow.key.request]
-        self.num_duplicates += flow.num_duplicates
-        self.num_gaps += flow.num_gaps
-        for role in flow.places:
-            self._part_over(client, role)
-        if client.trail is not None and flow.decode_has_spoken and flow.state is not FlowState.FAILED:
-            client.trail.decoded(flow.places[Role.DECODE])
-        log.info("request %s: %s", flow.key.request, flow.story[-1])
-
-    def _part_over(self, client: _Client, role: Role) -> None:
-        if role in client.busy:
-            client.busy.remove(role)
-            place = client.flow.places[role]
-            self._registry.left(place.address, place.incarnation, len(client.flow.generation.token_ids))
-
-    def _do(self, client: _Client, actions: Iterable[Action]) -> None:
-        for action in actions:
-            match action:
-                case Send(role, message):
-                    self._links[client.flow.places[role].address].send(message)
-                case Deliver(delta):
-                    if client.trail is not None and delta.choice == 0:
-                        client.trail.append(delta.token_ids)
-                    client.queue.put_nowait(delta)
-                case Done() | Fail():
-                    client.queue.put_nowait(action)
-                    for role in client.flow.places:
-                        self._part_over(client, role)
+    def _move_away(self, address: str) -> None:
+        """A decode worker drains: let others pull its running sequences, as far as they have room."""
+        for client in list(self._open_clients):
+            for attempt, choice in client.flow.movable(address):
+                refuge = self._placement.refuge(address, choice.next_position)
+                if refuge is None:
+                    return
+                budget_s = max(0.001, client.deadline - self._clock())
+                self._do(client, client.flow.move(attempt, choice, refuge.place, budget_s))
+                for request in client.flow.requests:
+                    self._clients[request] = client
 
     # --- events from workers (`common.runtime.channel.ClientHandler`) ----------------------------------------------
 
     def hello(self, link: ControlClient) -> Hello:
         """This gateway and the requests that this worker holds for it."""
-        listed = frozenset(client.flow.key for client, _ in self._clients_at(link.address) if client.flow.running)
+        parts = (each for client in self._open_clients for each in client.flow.parts_at(link.address))
+        listed = frozenset(part.key for _, part in parts)
         self._listed[link.address] = listed
         return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=tuple(listed))
 
@@ -296,46 +397,52 @@ class Dispatcher(Collector):
         log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
         if not self._registry.missing():
             self._usable.set()
+        self._look_again()
 
     def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
         """Messages to or from a worker were lost."""
         open_requests = frozenset(welcome.open_requests)
-        for client, role in self._clients_at(link.address):
-            if client.flow.key in self._listed[link.address]:
-                self._do(client, client.flow.on_resync(role, open_requests))
+        for client in list(self._open_clients):
+            for attempt, part in client.flow.parts_at(link.address):
+                if part.key in self._listed[link.address]:
+                    self._do(client, client.flow.on_resync(attempt, part, known=part.key in open_requests))
 
     def on_message(self, link: ControlClient, message: Message) -> None:
         """A message from a worker."""
         if isinstance(message, Heartbeat):
             self._registry.heartbeat(link.address, message)
+            if message.phase is not Phase.SERVING:
+                self._move_away(link.address)
+            elif self._waiting:
+                self._look_again()
         elif isinstance(message, RequestMessage):
             client = self._clients.get(message.request)
-            if client is None or client.flow.key != message.key:
+            found = None if client is None else client.flow.find(message.key, link.address)
+            if client is None or found is None:
                 self.num_stale_messages += 1
                 return
-            for role, place in client.flow.places.items():
-                if place.address == link.address:
-                    if role is Role.PREFILL and role in client.busy:
-                        if isinstance(message, Tokens) and client.trail is not None:
-                            client.trail.prompt_computed(place)
-                        self._part_over(client, role)  # whatever it says, its prompt is computed, or never will be
-                    self._do(client, client.flow.on_message(role, message))
+            self._on_part(client, *found, message)
 
-    def on_lost(self, link: ControlClient, why: str) -> None:
+    def _on_part(self, client: _Client, attempt: Attempt, part: Part, message: RequestMessage) -> None:
+        if isinstance(message, Tokens) and part.role is Role.DECODE:
+            if message.choice == 0:
+                client.decoded_at = part.place
+            if attempt.moving is not None and not attempt.decode_has_spoken:
+                self.recovery.moves["moved"] += 1
+                self.recovery.pause.observe(self._clock() - client.delivered_at.get(message.choice, self._clock()))
+        elif isinstance(message, Tokens) and not part.over and client.trail is not None:
+            client.trail.prompt_computed(part.place)
+        elif isinstance(message, Failed) and attempt.moving is not None and not attempt.decode_has_spoken:
+            self.recovery.moves["stayed"] += 1
+        self._do(client, client.flow.on_message(attempt, part, message))
+
+    def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         """A worker's session is over."""
-        for client, role in self._clients_at(link.address):
-            self._do(client, client.flow.worker_lost(role, why))
         self._registry.lost(link.address)
+        for client in list(self._open_clients):
+            self._do(client, client.flow.worker_lost(link.address, why, crashed=crashed))
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """A worker refuses this gateway."""
         log.error("%s refuses this gateway: %s", link.address, refused.message)
         self._registry.workers[link.address].refused = refused.message
-
-    def _clients_at(self, address: str) -> list[tuple[_Client, Role]]:
-        return [
-            (client, role)
-            for client in self._clients.values()
-            for role, place in client.flow.places.items()
-            if place.address == address
-        ]

@@ -1,41 +1,45 @@
-"""One request's handoff, as the gateway sees it: tokens accepted by (attempt, position), and exactly one end.
+"""One request, from the client's ask to its one end: attempts at its choices, and what follows when one fails.
 
 Life cycle of a request in the gateway:
 
-    1. A prefill and a decode worker are chosen; Prefill and Decode leave together. Or a decode worker alone, which
-       computes the prompt itself: then there is no Prefill, no step 2, and every token comes from there.
-    2. The first token of each choice comes from the prefill worker (Tokens), and goes to the client at once.
-    3. The decode worker's first frame repeats it, and goes on. Duplicates are dropped, gaps asked for again (Resend).
-    4. Every choice has its finish reason: done, and the decode worker may forget (Ack). Or a worker fails, or is lost,
-       or the time runs out: failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
+    1. Its choices want workers (`Want`); once these are chosen, an attempt begins (`gateway.attempt`).
+    2. Tokens are accepted by position, whichever attempt they come from, and go to the client.
+    3. A worker fails, refuses or is lost: the choices that have not ended want workers again, with the tokens that the
+       client has as a forced prefix. Choices that have tokens of their own go on each by itself. If it was the decode
+       worker, and had not begun, the prefill worker's offer still stands: only a decode worker is wanted.
+    4. A decode worker drains: a second attempt pulls the running sequence from it (`move`), and takes over at the cut.
+    5. Every choice has its finish reason: done. Or an attempt fails for good, or too often, or the time runs out:
+       failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
+
+A request that was on a worker when that crashed is a suspect until it has got past the place where it was: it runs
+apart from other suspects (`Want.suspect`), and if that worker crashes too, it is refused. The requests beside it go on.
 
 Pure state: events in, actions out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import (
-    Abort,
-    Ack,
-    Cancelled,
-    Decode,
-    Failed,
-    Finished,
-    Message,
-    Prefill,
-    PrefixHint,
-    Resend,
-    Role,
-    Source,
-    Tokens,
-)
-from gateway.generation import Delta, Generation
+from common.contract.ids import RequestId, RequestKey, new_request_id
+from common.contract.messages import Cut, Message, Moved, PrefixHint, Role
+from gateway.attempt import Action as AttemptAction
+from gateway.attempt import Attempt, Broken, Choice, Deliver, Part, Place, Send
+from gateway.generation import Generation
+
+MAX_FAILURES = 6
+"""Attempts at a choice that may fail without a new token between them; one more fails the request."""
+MAX_BUGS = 2
+"""Of those, what a worker calls its own fault."""
+TRIAL_TOKENS = 4
+"""Tokens beyond the place of a crash with which a suspect is above suspicion."""
+FIRST_DELAY_S = 0.05
+"""Of the second attempt in a row that follows a failure; each further one waits twice as long."""
+_FINAL = frozenset({Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE, Cause.FINGERPRINT})
+"""What would be the same at another worker."""
 
 
 class FlowState(StrEnum):
@@ -47,19 +51,37 @@ class FlowState(StrEnum):
     CANCELLED = "cancelled"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Want:
+    """Choices that want workers: `Flow.go` is to be called when these are chosen."""
+
+    key: RequestKey
+    choices: tuple[Choice, ...]
+    avoid: frozenset[Place] = frozenset()
+    """Workers that have just failed them."""
+    offer: Part | None = None
+    """A prefill worker's part, whose offer still stands."""
+    suspect: bool = False
+    delay_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the sequence whose KV is wanted."""
+        return self.choices[0].next_position if self.offer is None else self.offer.num_tokens
+
+
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Send to the request's worker of this role."""
+class Left:
+    """A worker has nothing (more) to do for this part."""
 
-    role: Role
-    message: Message
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
-    """Give the client new tokens."""
+class Acquitted:
+    """An attempt is on trial no more."""
 
-    delta: Delta
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,195 +97,293 @@ class Fail:
     message: str
 
 
-Action = Send | Deliver | Done | Fail
+Action = Send | Deliver | Want | Left | Acquitted | Done | Fail
 
 
-@dataclass(slots=True)
-class _Choice:
-    next_position: int
-    ended: bool = False
-    asked_again: int | None = None
-    """Position from which a Resend is under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A worker chosen for a request."""
-
-    address: str
-    incarnation: Incarnation
-
-
+@dataclass(slots=True, eq=False)
 class Flow:
-    """One attempt at one request, on one pair of workers, or on a decode worker alone."""
+    """One request and its attempts."""
 
-    def __init__(self, key: RequestKey, generation: Generation, prefill: Place | None, decode: Place) -> None:
-        """Without `prefill`, the decode worker computes the prompt."""
-        self.key = key
-        self.generation = generation
-        self.places = {Role.DECODE: decode} if prefill is None else {Role.PREFILL: prefill, Role.DECODE: decode}
-        self.state = FlowState.RUNNING
-        self.story: list[str] = []
-        self._choices = [_Choice(len(generation.token_ids)) for _ in range(generation.num_choices)]
-        self.decode_has_spoken = False
-        """Whether any of the tokens came from the decode worker: it holds the KV of all that came before them."""
-        self.num_duplicates = 0
-        self.num_gaps = 0
+    generation: Generation
+    state: FlowState = FlowState.RUNNING
+    story: list[str] = field(default_factory=list)
+    num_duplicates: int = 0
+    num_gaps: int = 0
+    failures: dict[Cause, int] = field(default_factory=dict)
+    """Attempts that failed and were followed by another, by cause."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """Those under way."""
+    choices: tuple[Choice, ...] = ()
+    _newest: dict[RequestId, int] = field(default_factory=dict)
+    """Every name under which workers know it → the newest attempt."""
+
+    def __post_init__(self) -> None:
+        prompt = self.generation.token_ids
+        self.choices = tuple(Choice(index, list(prompt)) for index in range(self.generation.num_choices))
 
     @property
     def running(self) -> bool:
         """Whether the end has not come yet."""
         return self.state is FlowState.RUNNING
 
+    @property
+    def requests(self) -> Collection[RequestId]:
+        """Every name under which workers know it."""
+        return self._newest.keys()
+
+    def find(self, key: RequestKey, address: str) -> tuple[Attempt, Part] | None:
+        """The attempt, of those under way, and its part at this address, that messages under `key` are about."""
+        for attempt, part in self.parts_at(address):
+            if part.key == key:
+                return attempt, part
+        return None
+
+    def parts_at(self, address: str) -> list[tuple[Attempt, Part]]:
+        """The parts of a worker in the attempts under way."""
+        return [(a, part) for a in self.attempts for part in a.parts if part.place.address == address]
+
     # --- events --------------------------------------------------------------------------------------------------
 
-    def start(self, budget_s: float, prefix: PrefixHint | None = None) -> list[Action]:
-        """Give each worker its part; `prefix` tells the prefill worker where the prompt's beginning may be found."""
-        request, attempt = self.key
-        work: dict[str, Any] = {
-            "request": request,
-            "attempt": attempt,
-            "token_ids": self.generation.token_ids,
-            "prompt_len": len(self.generation.token_ids),
-            "choices": tuple(range(self.generation.num_choices)),
-            "sampling": self.generation.sampling,
-            "budget_s": budget_s,
-            "tier": self.generation.tier,
-            "tenant": self.generation.tenant,
-            "cache_salt": self.generation.cache_salt,
-        }
-        prefill, decode = self.places.get(Role.PREFILL), self.places[Role.DECODE]
-        if prefill is None:
-            self.story.append(f"prefill and decode at {decode.address}")
-            return [Send(Role.DECODE, Decode(**work, source=None))]
-        self.story.append(f"prefill at {prefill.address}, decode at {decode.address}")
-        if prefix is not None:
-            self.story[-1] += f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}"
-        source = Source(address=prefill.address, incarnation=prefill.incarnation)
-        return [Send(Role.PREFILL, Prefill(**work, prefix=prefix)), Send(Role.DECODE, Decode(**work, source=source))]
+    def begin(self) -> list[Action]:
+        """The first thing that it wants."""
+        request = new_request_id()
+        self._newest[request] = 1
+        return [self._want(self.choices, RequestKey(request, 1))]
 
-    def on_message(self, role: Role, message: Message) -> list[Action]:
-        """A message about this attempt from its worker of this role."""
-        if self.state is not FlowState.RUNNING:
-            return []
-        match message:
-            case Tokens():
-                return self._on_tokens(role, message)
-            case Failed(cause=cause, message=text):
-                return self.fail(cause, text)
-            case Finished() if role is Role.DECODE:
-                return self._ask_for_missing()
-            case Cancelled():
-                return self.fail(Cause.INTERNAL, f"the {role} worker cancelled a request that was not aborted")
-            case _:
-                return []
+    def go(
+        self, want: Want, decode: Place, prefill: Place | None, budget_s: float, prefix: PrefixHint | None = None
+    ) -> list[Action]:
+        """Workers are chosen: an attempt begins. With neither `prefill` nor an offer, `decode` computes the prompt."""
+        assert self.running, self.story
+        attempt = Attempt(want.key, self.generation, want.choices, decode, prefill=prefill, offer=want.offer)
+        attempt.on_trial = want.suspect
+        if prefill is not None:
+            where = f"prefill at {prefill.address}, decode at {decode.address}"
+        elif want.offer is not None:
+            where = f"decode at {decode.address}, from {want.offer.place.address}"
+        else:
+            where = f"prefill and decode at {decode.address}"
+        hint = f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}" if prefix else ""
+        return self._begin(attempt, where + hint, budget_s, prefix)
 
-    def on_resync(self, role: Role, open_requests: frozenset[RequestKey]) -> list[Action]:
-        """Messages to or from this worker were lost; these requests are open there."""
-        if self.state is not FlowState.RUNNING:
-            return []
-        if role is Role.DECODE and self.key in open_requests:
-            return self._ask_for_missing()
-        if self.key in open_requests or (role is Role.PREFILL and self._prefill_may_go()):
-            return []
-        return self.fail(Cause.WORKER_LOST, f"the {role} worker does not know the request after lost messages")
+    def without_offer(self, want: Want) -> list[Action]:
+        """The worker whose offer still stood is gone: what is wanted instead."""
+        return self._want_all(want.key.request, [choice for choice in want.choices if not choice.ended])
 
-    def worker_lost(self, role: Role, why: str) -> list[Action]:
-        """The session with this worker is over. After its first tokens a prefill worker is the decode worker's concern:
-        it goes on if it has settled, and says so if it has not."""
-        if role is Role.PREFILL and self._prefill_may_go():
+    def move(self, attempt: Attempt, choice: Choice, decode: Place, budget_s: float) -> list[Action]:
+        """Let `decode` pull the running sequence of a choice from its draining worker, and go on with it."""
+        key = self._next_key(attempt.key.request, alone=attempt.unfinished == [choice])
+        moving = Attempt(key, self.generation, [choice], decode, moving=attempt.decode)
+        where = f"choice {choice.index} moves from {attempt.decode.place.address} to {decode.address}"
+        return self._begin(moving, where, budget_s, None)
+
+    def movable(self, address: str) -> list[tuple[Attempt, Choice]]:
+        """Running sequences of the decode worker at `address` that nobody pulls yet."""
+        moving = {choice for attempt in self.attempts if attempt.moving for choice in attempt.unfinished}
+        return [
+            (attempt, choice)
+            for attempt, part in self.parts_at(address)
+            if part is attempt.decode and attempt.decode_has_spoken
+            for choice in attempt.unfinished
+            if choice not in moving and choice.index not in attempt.cut
+        ]
+
+    def on_message(self, attempt: Attempt, part: Part, message: Message) -> list[Action]:
+        """A message about the part of an attempt under way."""
+        if not self.running:
             return []
-        return self.fail(Cause.WORKER_LOST, f"the {role} worker was lost: {why}")
+        actions: list[Action] = []
+        if part.role is Role.PREFILL and not part.over:
+            part.over = True  # whatever it says, its prompt is computed, or never will be
+            actions.append(Left(part))
+        actions += self._do(attempt, attempt.on_message(part, message))
+        if isinstance(message, Cut | Moved) and self.running and attempt in self.attempts:
+            actions += self._cut(attempt, self.choices[message.choice])
+        return actions
+
+    def on_resync(self, attempt: Attempt, part: Part, *, known: bool) -> list[Action]:
+        """Messages to or from a part's worker were lost; whether it still knows its part."""
+        return self._do(attempt, attempt.on_resync(part, known=known)) if self.running else []
+
+    def worker_lost(self, address: str, why: str, *, crashed: bool) -> list[Action]:
+        """The session with this worker is over."""
+        actions: list[Action] = []
+        for attempt, part in self.parts_at(address):
+            if self.running and attempt in self.attempts:
+                actions += self._do(attempt, attempt.lost(part, why), crashed=crashed)
+        return actions
 
     def fail(self, cause: Cause, message: str) -> list[Action]:
         """End with an error; inert after the end."""
-        if self.state is not FlowState.RUNNING:
-            return []
-        self._end(FlowState.FAILED, f"{cause}: {message}")
-        return [*self._abort(), Fail(cause, message)]
+        return [*self._end(FlowState.FAILED, f"{cause}: {message}"), Fail(cause, message)] if self.running else []
 
     def cancel(self) -> list[Action]:
         """The client has left; inert after the end."""
-        if self.state is not FlowState.RUNNING:
-            return []
-        self._end(FlowState.CANCELLED, "cancelled")
-        return self._abort()
+        return self._end(FlowState.CANCELLED, "cancelled") if self.running else []
 
     # --- the steps between ---------------------------------------------------------------------------------------
 
-    def _on_tokens(self, role: Role, message: Tokens) -> list[Action]:
-        if role is Role.DECODE:
-            self.decode_has_spoken = True
-        if message.choice >= len(self._choices):
-            return self.fail(Cause.INTERNAL, f"the {role} worker sent a choice that was not asked for")
-        choice = self._choices[message.choice]
-        if choice.ended:
-            self.num_duplicates += 1
-            return []
-        skip = choice.next_position - message.position
-        if skip < 0:
-            return self._ask_again(message.choice, choice)
-        token_ids = message.token_ids[skip:]
-        if not token_ids:
-            self.num_duplicates += 1
-            return []
-        choice.next_position += len(token_ids)
-        choice.asked_again = None
-        choice.ended = message.finish_reason is not None
-        logprobs = None if message.logprobs is None else message.logprobs[skip:]
-        delta = Delta(
-            choice=message.choice, token_ids=token_ids, logprobs=logprobs, finish_reason=message.finish_reason
+    def _do(self, attempt: Attempt, actions: Sequence[AttemptAction], *, crashed: bool = False) -> list[Action]:
+        """Carry out what an attempt decided."""
+        done: list[Action] = []
+        for action in actions:
+            match action:
+                case Send():
+                    done.append(action)
+                case Deliver():
+                    done += [action, *self._progress(attempt, self.choices[action.delta.choice])]
+                case Broken():
+                    done += self._broken(attempt, action, crashed=crashed)
+        return done
+
+    def _begin(self, attempt: Attempt, where: str, budget_s: float, prefix: PrefixHint | None) -> list[Action]:
+        self.attempts.append(attempt)
+        self.story.append(where if attempt.key.attempt == 1 else f"attempt {attempt.key.attempt}: {where}")
+        return self._do(attempt, attempt.start(budget_s, prefix))
+
+    def _progress(self, attempt: Attempt, choice: Choice) -> list[Action]:
+        """A choice has got tokens."""
+        choice.num_failures = 0
+        choice.avoid.clear()
+        if choice.ended or choice.next_position >= choice.innocent_at:
+            choice.num_crashes = 0
+        actions: list[Action] = []
+        if attempt.on_trial and not any(each.num_crashes for each in attempt.choices.values()):
+            attempt.on_trial = False
+            actions.append(Acquitted(attempt))
+        if all(each.ended for each in self.choices):
+            return [*actions, *self._end(FlowState.DONE, "done"), Done()]
+        for other in self.attempts:
+            if attempt.moving is other.decode:
+                other.moved.add(choice.index)
+        for each in [each for each in self.attempts if not each.unfinished]:
+            actions += [each.acknowledge(), *self._close(each)]
+        return actions
+
+    def _broken(self, attempt: Attempt, broken: Broken, *, crashed: bool) -> list[Action]:
+        """An attempt has failed: what it was to bring is wanted from others."""
+        self.story.append(f"{broken.cause}: {broken.message}")
+        wanting = [choice for choice in attempt.unfinished if not self._is_moving(choice, attempt)]
+        if attempt.moving is not None and not attempt.decode_has_spoken:
+            wanting = [choice for choice in wanting if self._is_abandoned(choice, attempt)]
+        offer = self._standing_offer(attempt, broken)
+        actions = self._close(attempt, keep=offer)
+        actions[:0] = [attempt.abort(part) for part in attempt.parts if part is not offer]
+        if not wanting:
+            return actions
+        if crashed and attempt.on_trial:
+            message = (
+                f"two workers have crashed with this request, the second one while it was on trial: {broken.message}"
+            )
+            return [*actions, *self.fail(Cause.POISON, message)]
+        for choice in wanting:
+            choice.num_failures += 1
+            if broken.blame is not None:
+                choice.avoid.add(broken.blame.place)
+            if crashed:
+                choice.num_crashes += 1
+                choice.innocent_at = choice.next_position + TRIAL_TOKENS
+        most = MAX_BUGS if broken.cause is Cause.INTERNAL else MAX_FAILURES
+        if broken.cause in _FINAL or any(choice.num_failures > most for choice in wanting):
+            return [*actions, *self.fail(broken.cause, broken.message)]
+        self.failures[broken.cause] = self.failures.get(broken.cause, 0) + 1
+        return [*actions, *self._again(attempt, wanting, offer)]
+
+    def _again(self, attempt: Attempt, choices: Sequence[Choice], offer: Part | None) -> list[Action]:
+        """Choices of an attempt that is over want workers."""
+        if offer is not None:
+            return [self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
+        return self._want_all(attempt.key.request, choices)
+
+    def _want_all(self, request: RequestId, choices: Sequence[Choice]) -> list[Action]:
+        """Together as long as they are all the bare prompt."""
+        prompt_len = len(self.generation.token_ids)
+        if all(choice.next_position == prompt_len for choice in choices):
+            return [self._want(choices, self._next_key(request))]
+        return [self._want([choice], self._next_key(request, alone=len(choices) == 1)) for choice in choices]
+
+    def _want(self, choices: Sequence[Choice], key: RequestKey, offer: Part | None = None) -> Want:
+        num_failures = max(choice.num_failures for choice in choices)
+        return Want(
+            key,
+            tuple(choices),
+            frozenset(place for choice in choices for place in choice.avoid),
+            offer,
+            suspect=any(choice.num_crashes for choice in choices),
+            delay_s=FIRST_DELAY_S * 2 ** (num_failures - 2) if num_failures >= 2 else 0.0,
         )
-        if not all(each.ended for each in self._choices):
-            return [Deliver(delta)]
-        self._end(FlowState.DONE, "done")
-        return [Deliver(delta), *self._acknowledge(), Done()]
 
-    def _ask_again(self, index: int, choice: _Choice) -> list[Action]:
-        self.num_gaps += 1
-        if choice.asked_again == choice.next_position:
+    def _standing_offer(self, attempt: Attempt, broken: Broken) -> Part | None:
+        """What the prefill worker has computed, or is computing, for a decode worker that has not begun."""
+        if broken.part is not attempt.decode or attempt.decode_has_spoken or attempt.prefill is None:
+            return None
+        if broken.blame is attempt.prefill or broken.cause is Cause.LEASE_LOST or broken.cause in _FINAL:
+            return None
+        return attempt.prefill
+
+    def _is_moving(self, choice: Choice, old: Attempt) -> bool:
+        """Whether another attempt is about to take the choice over from this one."""
+        return any(each.moving is old.decode and choice in each.unfinished for each in self.attempts)
+
+    def _is_abandoned(self, choice: Choice, moving: Attempt) -> bool:
+        """Whether nobody generates the choice any more, now that it will not move."""
+        old = next((each for each in self.attempts if each.decode is moving.moving), None)
+        return old is None or choice.index in old.cut
+
+    def _cut(self, attempt: Attempt, choice: Choice) -> list[Action]:
+        """The decode worker goes on no more with a choice. Whoever pulls it will, or it is wanted again."""
+        if choice.ended or choice not in attempt.unfinished or self._is_moving(choice, attempt):
             return []
-        choice.asked_again = choice.next_position
-        request, attempt = self.key
-        self.story.append(f"gap in choice {index} at {choice.next_position}")
-        return [
-            Send(Role.DECODE, Resend(request=request, attempt=attempt, choice=index, position=choice.next_position))
-        ]
+        attempt.moved.add(choice.index)
+        actions: list[Action] = []
+        key = self._next_key(attempt.key.request, alone=not attempt.unfinished)
+        if not attempt.unfinished:
+            actions = [attempt.abort(attempt.decode), *self._close(attempt)]
+        self.story.append(f"choice {choice.index} was cut for nobody")
+        return [*actions, self._want([choice], key)]
 
-    def _ask_for_missing(self) -> list[Action]:
-        """Every token of the choices that have not ended, from where they stand."""
-        request, attempt = self.key
-        return [
-            Send(Role.DECODE, Resend(request=request, attempt=attempt, choice=index, position=choice.next_position))
-            for index, choice in enumerate(self._choices)
-            if not choice.ended
-        ]
+    def _next_key(self, request: RequestId, *, alone: bool = True) -> RequestKey:
+        """The next attempt at the same request; a request of its own for a choice that parts from others."""
+        request = request if alone else new_request_id()
+        number = self._newest[request] = self._newest.get(request, 0) + 1
+        return RequestKey(request, number)
 
-    def _prefill_may_go(self) -> bool:
-        """Whether the first tokens are here, or sure to come: a decode worker speaks only after it has settled."""
-        return self.decode_has_spoken or all(
-            choice.next_position > len(self.generation.token_ids) for choice in self._choices
-        )
+    def _close(self, attempt: Attempt, keep: Part | None = None) -> list[Action]:
+        """Take an attempt off the books; the part `keep` goes on."""
+        self.attempts.remove(attempt)
+        self.num_duplicates += attempt.num_duplicates
+        self.num_gaps += attempt.num_gaps
+        actions: list[Action] = []
+        for part in attempt.parts:
+            if part is not keep and not part.over:
+                part.over = True
+                actions.append(Left(part))
+        if attempt.on_trial:
+            attempt.on_trial = False
+            actions.append(Acquitted(attempt))
+        return actions
 
-    def _acknowledge(self) -> list[Action]:
-        """Every choice is complete. Had the first tokens ended them all, the decode worker still waits in vain."""
-        request, attempt = self.key
-        if self.decode_has_spoken:
-            return [Send(Role.DECODE, Ack(request=request, attempt=attempt))]
-        return [Send(Role.DECODE, Abort(request=request, attempt=attempt))]
-
-    def _abort(self) -> list[Action]:
-        request, attempt = self.key
-        abort = Abort(request=request, attempt=attempt)
-        return [Send(role, abort) for role in self.places]
-
-    def _end(self, state: FlowState, why: str) -> None:
+    def _end(self, state: FlowState, why: str) -> list[Action]:
         self.state = state
         self.story.append(why)
+        actions: list[Action] = []
+        for attempt in list(self.attempts):
+            if state is FlowState.DONE:
+                actions.append(attempt.acknowledge())
+            else:
+                actions += [attempt.abort(part) for part in attempt.parts]
+            actions += self._close(attempt)
+        return actions
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        assert Role.DECODE in self.places, self.story
-        assert all(choice.next_position >= len(self.generation.token_ids) for choice in self._choices), self.story
+        prompt = list(self.generation.token_ids)
+        assert all(choice.token_ids[: len(prompt)] == prompt for choice in self.choices), self.story
         if self.state is FlowState.DONE:
-            assert all(choice.ended for choice in self._choices), self.story
+            assert all(choice.ended for choice in self.choices), self.story
+        if not self.running:
+            assert not self.attempts, self.story
+        keys = [(part.place, part.key) for attempt in self.attempts for part in attempt.parts]
+        assert len(set(keys)) == len(keys), self.story
+        for attempt in self.attempts:
+            assert attempt.unfinished, self.story

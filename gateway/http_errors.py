@@ -33,6 +33,7 @@ _STATUSES: Final = {
     Cause.TRANSFER: 503,
     Cause.FINGERPRINT: 503,
     Cause.SUPERSEDED: 503,
+    Cause.POISON: 500,
     Cause.INTERNAL: 500,
 }
 _RETRYABLE: Final = frozenset({429, 503})

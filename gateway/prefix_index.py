@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from common.contract.block_hashes import BlockChain, BlockHash
-from gateway.flow import Place
+from gateway.attempt import Place
 
 MAX_PLACES: Final = 4
 """Workers remembered for one block."""

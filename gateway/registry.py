@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION
-from common.contract.messages import Heartbeat, Role, Welcome
-from gateway.flow import Place
+from common.contract.messages import Heartbeat, Phase, Role, Welcome
+from gateway.attempt import Place
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +35,15 @@ class WorkerView:
     @property
     def usable(self) -> bool:
         """Whether it may be given new work."""
-        draining = self.load is not None and self.load.draining
-        return self.incarnation is not None and self.refused is None and not draining
+        leaving = self.load is not None and self.load.phase is not Phase.SERVING
+        return self.incarnation is not None and self.refused is None and not leaving
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` probably finds room there at once."""
+        if self.load is None or self.welcome is None:
+            return False
+        num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
+        return self.load.blocks_used + num_blocks <= self.load.blocks_total
 
     @property
     def place(self) -> Place:

@@ -4,6 +4,8 @@ no prefill workers exist          one decode worker, which computes the prompt t
 little of it is left to compute   the same: a handoff would cost more than it saves         short
 no prefill worker is usable       the same, since the request is served all the same        no_prefill_worker
 otherwise                         a prefill and a decode worker, each the least loaded
+
+Workers that have just failed the request are avoided, and so are those with a request on trial (`gateway.flow`).
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from common.contract.messages import PrefixHint, Role, Source
-from gateway.flow import Place
+from common.contract.messages import PrefixHint, Role
+from gateway.attempt import Place
 from gateway.registry import Registry, WorkerView
 
 _CROWDED_FACTOR: Final = 2
@@ -52,15 +54,51 @@ class Local:
     reason: LocalPrefill
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caution:
+    """Workers that are better left alone."""
+
+    avoid: frozenset[Place] = frozenset()
+    """Those that have just failed the request."""
+    on_trial: frozenset[Place] = frozenset()
+    """Those with a request that is suspected of having crashed a worker: nobody else should be beside it."""
+    suspect: bool = False
+    """Whether the request is one itself: then it goes only where no other one is."""
+
+    def decode(self, workers: list[WorkerView]) -> list[WorkerView]:
+        """Decode workers to choose from; none if the request had better wait."""
+        apart = [worker for worker in workers if worker.place not in self.on_trial]
+        candidates = apart if self.suspect else apart or workers
+        return [worker for worker in candidates if worker.place not in self.avoid] or candidates
+
+    def prefill(self, workers: list[WorkerView]) -> list[WorkerView] | None:
+        """Prefill workers to choose from; decode workers can do without, so those that have failed are not asked. None
+        if the request had better wait."""
+        candidates = [worker for worker in workers if worker.place not in self.avoid]
+        apart = [worker for worker in candidates if worker.place not in self.on_trial]
+        if self.suspect and candidates and not apart:
+            return None
+        return apart or candidates
+
+
+NO_CAUTION: Final = Caution()
+
+
 def choose(
-    registry: Registry, num_tokens: int, cached: Mapping[Place, int], local_prefill_tokens: int
-) -> Handoff | Local:
-    """Workers for a prompt of `num_tokens`, given that a decode worker is usable.
+    registry: Registry,
+    num_tokens: int,
+    cached: Mapping[Place, int],
+    local_prefill_tokens: int,
+    caution: Caution = NO_CAUTION,
+) -> Handoff | Local | None:
+    """Workers for a prompt of `num_tokens`; None if there are none now.
 
     `cached` says how many of its leading tokens, always fewer than all, a worker's cache probably holds. A prompt of
     which a decode worker would compute at most `local_prefill_tokens` is short.
     """
-    prefill, decode = registry.usable(Role.PREFILL), registry.usable(Role.DECODE)
+    prefill, decode = caution.prefill(registry.usable(Role.PREFILL)), caution.decode(registry.usable(Role.DECODE))
+    if not decode or prefill is None:
+        return None
     fewest = min(worker.in_flight for worker in decode)
     free = [worker for worker in decode if worker.in_flight <= _CROWDED_FACTOR * fewest + _CROWDED_REQUESTS]
     near = [worker for worker in free if num_tokens - cached.get(worker.place, 0) <= local_prefill_tokens]
@@ -104,5 +142,4 @@ def _hint(prefill: WorkerView, workers: list[WorkerView], cached: Mapping[Place,
     num_tokens = cached.get(holder.place, 0)
     if num_tokens <= cached.get(prefill.place, 0):
         return None
-    source = Source(address=holder.place.address, incarnation=holder.place.incarnation)
-    return PrefixHint(source=source, num_tokens=num_tokens)
+    return PrefixHint(source=holder.place.source, num_tokens=num_tokens)

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import Attach, AttachPrefix, Detach, Message, Settle, Tokens
+from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, Message, Settle, Tokens
 from common.runtime.clock import Clock
 from common.runtime.probes import counter, gauge
 from kv_transfer.lease import withdrawn
@@ -46,8 +46,9 @@ class LenderEvents(Protocol):
     def on_returned(self, block_ids: Sequence[int]) -> None:
         """The references that `find_prefix` took to these blocks are to be given back."""
 
-    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
-        """The lease that was opened for a request has ended: its references are to be given back."""
+    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
+        """The lease that was opened for a request has ended: its references are to be given back. `settled` if a sink
+        has the blocks."""
 
     def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
         """The lease of a request was ended from here (expiry, reclaim): whoever asked for it must learn so."""
@@ -95,10 +96,10 @@ class Lender:
 
     # --- what sinks say ------------------------------------------------------------------------------------------
 
-    def on_message(self, sink: Incarnation, message: Attach | AttachPrefix | Settle | Detach) -> None:
-        """A message from a sink."""
+    def on_message(self, sink: Incarnation, message: Attach | AttachPrefix | AttachSequence | Settle | Detach) -> None:
+        """A message from a sink. Whoever attaches to a running sequence waits until the worker opens its lease."""
         match message:
-            case Attach():
+            case Attach() | AttachSequence():
                 self._do(self._leases.attach(message, sink, self._clock()))
             case AttachPrefix():
                 self._lend(sink, message)
@@ -134,9 +135,13 @@ class Lender:
 
     # --- what the worker computes --------------------------------------------------------------------------------
 
-    def expect(self, request: RequestId, deadline: float) -> None:
+    def expect(self, key: RequestKey, deadline: float) -> None:
         """A request waits for its blocks, until its budget ends: `open` or `withdraw` follows."""
-        self._leases.expect(request, deadline)
+        self._leases.expect(key, deadline)
+
+    def awaits(self, key: RequestKey) -> bool:
+        """Whether a sink that has attached waits for this offer."""
+        return self._leases.awaits(key)
 
     def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float) -> None:
         """Offer the blocks of a request that is about to be computed; the caller has taken a reference to each."""
@@ -195,8 +200,8 @@ class Lender:
                     self._send(sink, message)
                 case Return(block_ids):
                     self._events.on_returned(block_ids)
-                case Unpin(key, block_ids):
-                    self._events.on_unpinned(key, block_ids)
+                case Unpin(key, block_ids, settled):
+                    self._events.on_unpinned(key, block_ids, settled=settled)
                 case Dropped(key, cause, message):
                     self._events.on_dropped(key, cause, message)
 

@@ -35,6 +35,7 @@ from common.contract.ids import LeaseId, RequestKey
 from common.contract.messages import (
     Attach,
     AttachPrefix,
+    AttachSequence,
     BlocksReady,
     Detach,
     Message,
@@ -122,11 +123,22 @@ Action = SendToSource | WantBlocks | StartRead | Admit | Release | GaveUp
 class Pull:
     """One request's blocks on their way from a source.
 
-    With `block_hashes` it is a prefix pull, of the leading ones of these blocks that the source has.
+    With `block_hashes` it is a prefix pull, of the leading ones of these blocks that the source has. Otherwise it is of
+    the request's own prompt, from the Prefill of attempt `offered` (by default its own), or of a running `sequence`.
     """
 
-    def __init__(self, key: RequestKey, source: Source, block_hashes: Sequence[BlockHash] | None = None) -> None:
+    def __init__(
+        self,
+        key: RequestKey,
+        source: Source,
+        block_hashes: Sequence[BlockHash] | None = None,
+        *,
+        offered: int | None = None,
+        sequence: AttachSequence | None = None,
+    ) -> None:
         assert block_hashes is None or block_hashes, "a prefix of no blocks"
+        self._offered_attempt = key.attempt if offered is None else offered
+        self._sequence = sequence
         self.key = key
         self.source = source
         self.block_hashes = None if block_hashes is None else tuple(block_hashes)
@@ -324,8 +336,10 @@ class Pull:
 
     def _attach(self) -> SendToSource:
         request, attempt = self.key
+        if self._sequence is not None:
+            return SendToSource(self._sequence)
         if self.block_hashes is None:
-            return SendToSource(Attach(request=request, attempt=attempt))
+            return SendToSource(Attach(request=request, attempt=attempt, offered=self._offered_attempt))
         return SendToSource(AttachPrefix(request=request, attempt=attempt, block_hashes=self.block_hashes))
 
     def _settle(self) -> SendToSource:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_lease_id
-from common.contract.messages import Attach, AttachPrefix, Detach, Message, Settle, Tokens
+from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, Message, Settle, Tokens
 from kv_transfer.lease import Lease, verdict, withdrawn
 
 MAX_TOMBSTONES = 4096
@@ -52,6 +52,8 @@ class Unpin:
     key: RequestKey
     """As it was opened: a sink may have attached for a newer attempt since."""
     block_ids: tuple[int, ...]
+    settled: bool
+    """Whether a sink has proved that it has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ Action = Send | Unpin | Return | Dropped
 @dataclass(slots=True)
 class _Parked:
     attempt: int
+    offered: int
+    """Attempt of the Prefill that it waits for."""
     sink: Incarnation
     until: float
 
@@ -88,8 +92,10 @@ class LeaseTable:
         self._checksums = checksums
         self._leases: dict[RequestId, Lease] = {}
         self._parked: OrderedDict[RequestId, _Parked] = OrderedDict()
-        self._expected: dict[RequestId, float] = {}
-        """Requests that wait for their blocks → until when."""
+        self._expected: dict[RequestId, tuple[int, float]] = {}
+        """Requests that wait for their blocks → attempt, and until when."""
+        self._ended: OrderedDict[RequestId, int] = OrderedDict()
+        """Requests → the newest attempt whose offer has ended: nobody can attach to it any more."""
         self._settled: OrderedDict[LeaseId, tuple[RequestKey, int, Incarnation]] = OrderedDict()
         self._readers: set[tuple[RequestKey, Incarnation]] = set()
         self._epoch = 0
@@ -122,13 +128,18 @@ class LeaseTable:
         """Blocks pinned by leases, counted once for each lease."""
         return sum(len(lease.block_ids) for lease in self._leases.values())
 
+    def awaits(self, key: RequestKey) -> bool:
+        """Whether a sink that has attached waits for this offer."""
+        parked = self._parked.get(key.request)
+        return parked is not None and parked.offered == key.attempt
+
     # --- the offer -----------------------------------------------------------------------------------------------
 
-    def expect(self, request: RequestId, deadline: float) -> None:
+    def expect(self, key: RequestKey, deadline: float) -> None:
         """A request waits here for its blocks: whoever attaches to it may wait as long, until `open` or `withdraw`."""
-        self._expected[request] = deadline
-        if request in self._parked:
-            self._parked[request].until = max(self._parked[request].until, deadline)
+        self._expected[key.request] = key.attempt, deadline
+        if key.request in self._parked:
+            self._parked[key.request].until = max(self._parked[key.request].until, deadline)
 
     def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[Action]:
         """Pin `block_ids` for a request that has none yet; a parked attach is answered."""
@@ -138,10 +149,11 @@ class LeaseTable:
         if held is not None and held.lent:  # under the request's own name: its sink is faulty
             actions += self._drop(held, Cause.SUPERSEDED, "the name is a request's")
         lease = self._pin(key, block_ids, deadline, now)
-        parked = self._parked.pop(key.request, None)
-        if parked is None:
+        parked = self._parked.get(key.request)
+        if parked is None or parked.offered > key.attempt:
             return actions
-        if parked.attempt < key.attempt:
+        del self._parked[key.request]
+        if parked.offered < key.attempt:
             return [*actions, *self._refuse_parked((key.request, parked), Cause.SUPERSEDED, "a newer attempt arrived")]
         return [*actions, *self._bind(lease, parked.attempt, parked.sink)]
 
@@ -203,20 +215,23 @@ class LeaseTable:
 
     # --- the sink ------------------------------------------------------------------------------------------------
 
-    def attach(self, message: Attach | AttachPrefix, sink: Incarnation, now: float) -> list[Action]:
+    def attach(self, message: Attach | AttachPrefix | AttachSequence, sink: Incarnation, now: float) -> list[Action]:
         """A sink subscribes, or subscribes again after a loss: it is told everything from the first block.
 
-        A prefix must have been lent before.
+        A prefix must have been lent before. An offer that has ended is not waited for.
         """
         lease = self._leases.get(message.request)
-        if lease is None:
-            assert isinstance(message, Attach), message
-            return self._park(message.key, sink, now)
+        offered = message.offered if isinstance(message, Attach) else message.attempt
+        if lease is None or (not lease.lent and offered > lease.opened_attempt):
+            assert not isinstance(message, AttachPrefix), message
+            if offered <= self._ended.get(message.request, 0):
+                return [Send(sink, withdrawn(message.key, Cause.LEASE_LOST, "this offer has ended"))]
+            return self._park(message.key, offered, sink, now)
         if lease.lent or isinstance(message, AttachPrefix):
             if lease.lent and (lease.key, lease.sink) == (message.key, sink):
                 return [Send(sink, lease.offer(0))]
             return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "this request has a lease of another kind"))]
-        if message.attempt < lease.key.attempt:
+        if message.attempt < lease.key.attempt or offered < lease.opened_attempt:
             return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "a newer attempt is attached"))]
         return self._bind(lease, message.attempt, sink)
 
@@ -234,7 +249,7 @@ class LeaseTable:
             self._readers.discard((message.key, sink))
             while len(self._settled) > MAX_TOMBSTONES:
                 self._settled.popitem(last=False)
-            return [Send(sink, verdict(message, valid=True)), self._end(lease)]
+            return [Send(sink, verdict(message, valid=True)), self._end(lease, settled=True)]
         told_before = self._settled.get(message.lease) == (message.key, message.epoch, sink)
         return [Send(sink, verdict(message, valid=told_before))]
 
@@ -259,19 +274,20 @@ class LeaseTable:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float) -> list[Action]:
-        """End the lease from this side (abort, failure); inert without one.
+        """End the lease from this side (abort, failure), or the wait for it; inert without either.
 
-        When a newer attempt's Prefill is the cause, a sink that has attached for that attempt already waits for it.
+        Whoever waits for a newer attempt goes on waiting.
         """
-        self._expected.pop(request, None)
         lease = self._leases.get(request)
-        newer = cause is Cause.SUPERSEDED
         if lease is None:
-            parked = None if newer else self._parked.pop(request, None)
-            return [] if parked is None else self._refuse_parked((request, parked), cause, message)
+            attempt, _ = self._expected.pop(request, (0, 0.0))
+            self._note_end(request, attempt)
+            parked = self._parked.get(request)
+            if parked is None or parked.offered > attempt:
+                return []
+            del self._parked[request]
+            return self._refuse_parked((request, parked), cause, message)
         actions: list[Action] = []
-        if newer and lease.sink is not None and lease.key.attempt > lease.opened_attempt:
-            return [self._end(lease), *self._park(lease.key, lease.sink, now)]
         if lease.sink is not None:
             actions.append(Send(lease.sink, withdrawn(lease.key, cause, message)))
         return [*actions, self._end(lease)]
@@ -281,11 +297,12 @@ class LeaseTable:
         actions: list[Action] = []
         for request, parked in [item for item in self._parked.items() if item[1].until <= now]:
             del self._parked[request]
-            actions += self._refuse_parked((request, parked), Cause.DEADLINE, "no such prefill arrived")
+            actions += self._refuse_parked((request, parked), Cause.LEASE_LOST, "no such prefill arrived")
         for lease in [lease for lease in self._leases.values() if self._expiry(lease) <= now]:
             self.num_expired += 1
             state = "attached" if lease.sink is not None else "waiting for a decode worker"
-            actions += self._drop(lease, Cause.DEADLINE, f"the lease expired while {state}")
+            cause = Cause.DEADLINE if lease.deadline <= now else Cause.LEASE_LOST
+            actions += self._drop(lease, cause, f"the lease expired while {state}")
         return actions
 
     def reclaim(self, num_blocks: int, unattached_before: float) -> list[Action]:
@@ -320,7 +337,8 @@ class LeaseTable:
             assert 0 <= lease.num_ready <= len(lease.block_ids), lease.story
             assert lease.lease not in self._settled, lease.story
             assert not lease.complete or lease.num_ready == len(lease.block_ids), lease.story
-            assert request not in self._parked, lease.story
+            parked = self._parked.get(request)
+            assert parked is None or parked.offered > lease.opened_attempt, lease.story
             assert request not in self._expected, lease.story
             assert lease.sink is None or (lease.key, lease.sink) in self._readers, lease.story
             assert not lease.lent or (lease.complete and lease.sink is not None), lease.story
@@ -367,7 +385,7 @@ class LeaseTable:
         lease.story.append(why)
         return []
 
-    def _park(self, key: RequestKey, sink: Incarnation, now: float) -> list[Action]:
+    def _park(self, key: RequestKey, offered: int, sink: Incarnation, now: float) -> list[Action]:
         """Keep an attach until its Prefill arrives, within the bounds on number and time."""
         older = self._parked.get(key.request)
         if older is not None and older.attempt > key.attempt:
@@ -375,8 +393,9 @@ class LeaseTable:
         actions: list[Action] = []
         if older is not None and (older.attempt, older.sink) != (key.attempt, sink):
             actions += self._refuse_parked((key.request, older), Cause.SUPERSEDED, "another sink attached")
-        until = max(now + self._unattached_ttl_s, self._expected.get(key.request, -math.inf))
-        self._parked[key.request] = _Parked(key.attempt, sink, until)
+        _, expected_until = self._expected.get(key.request, (0, -math.inf))
+        until = max(now + self._unattached_ttl_s, expected_until)
+        self._parked[key.request] = _Parked(key.attempt, offered, sink, until)
         self._parked.move_to_end(key.request)
         if len(self._parked) > MAX_PARKED:
             actions += self._refuse_parked(self._parked.popitem(last=False), Cause.CAPACITY, "too many parked attaches")
@@ -395,11 +414,20 @@ class LeaseTable:
             actions.append(Dropped(lease.key, cause, message))
         return [*actions, self._end(lease)]
 
-    def _end(self, lease: Lease) -> Unpin | Return:
+    def _end(self, lease: Lease, *, settled: bool = False) -> Unpin | Return:
         del self._leases[lease.key.request]
         if lease.lent:
             return Return(lease.block_ids)
-        return Unpin(RequestKey(lease.key.request, lease.opened_attempt), lease.block_ids)
+        self._note_end(lease.key.request, lease.opened_attempt)
+        return Unpin(RequestKey(lease.key.request, lease.opened_attempt), lease.block_ids, settled)
+
+    def _note_end(self, request: RequestId, attempt: int) -> None:
+        """The offer of this attempt, if there was one, is over."""
+        if attempt > self._ended.get(request, 0):
+            self._ended[request] = attempt
+            self._ended.move_to_end(request)
+            while len(self._ended) > MAX_TOMBSTONES:
+                self._ended.popitem(last=False)
 
     def _refuse_parked(self, item: tuple[RequestId, _Parked], cause: Cause, message: str) -> list[Action]:
         request, parked = item

@@ -125,7 +125,7 @@ class SourceLinks:
         assert link.worker is not None
         self._events.on_source_message(link.worker, message)
 
-    def on_lost(self, link: ControlClient, why: str) -> None:
+    def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         """The session is over."""
         self._close(link.address)
         self._events.on_source_lost(link.address, link.worker, Cause.WORKER_LOST, why)

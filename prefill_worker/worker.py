@@ -33,12 +33,15 @@ from common.contract.messages import (
     AttachPrefix,
     Cancelled,
     Detach,
+    Drain,
     Failed,
     Finished,
     Heartbeat,
     Hello,
     Message,
+    Phase,
     Prefill,
+    Resume,
     Role,
     Settle,
     Tokens,
@@ -119,6 +122,7 @@ class PrefillWorker:
             checksum=region.crc32 if settings.checksums else None,
         )
         self._prefix_pulls = PrefixPulls(me, self._block_size, layout.block_bytes, engine.costs, settings.pull_prefixes)
+        self._draining = False
         self._fence = AttemptFence()
         self._owners: dict[RequestId, _Owner] = {}
         """Who asked for each request that is queued, computed or under a lease."""
@@ -189,6 +193,10 @@ class PrefillWorker:
                 self._on_abort(peer, message)
             case Attach() | AttachPrefix() | Settle() | Detach():
                 self._lender.on_message(peer, message)
+            case Drain():
+                self.drain()
+            case Resume():
+                self.resume()
             case _:
                 log.warning("%s is not for a prefill worker; ignored", type(message).__name__)
         self._deadlines_changed.set()
@@ -222,12 +230,14 @@ class PrefillWorker:
         elif needed > self._pool.num_blocks:
             message = f"the prompt needs {needed} KV blocks, this worker has {self._pool.num_blocks}"
             self._refuse(gateway, work.key, Cause.TOO_LARGE, message)
+        elif self._draining:
+            self._refuse(gateway, work.key, Cause.DRAINING, "this prefill worker takes no new work")
         elif self._scheduler.full:
             self._refuse(gateway, work.key, Cause.CAPACITY, f"{self._scheduler.num_waiting} requests waiting already")
         else:
             self._owners[work.request] = _Owner(gateway, work.attempt)
             self._scheduler.add(request)
-            self._lender.expect(work.request, request.deadline)
+            self._lender.expect(work.key, request.deadline)
             self._wake.set()
 
     def _on_abort(self, gateway: Incarnation, message: Abort) -> None:
@@ -289,7 +299,7 @@ class PrefillWorker:
         """Lent blocks are back."""
         self.on_release(block_ids)
 
-    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
+    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
         """A request's lease has ended: with it, the request."""
         self._pool.release(block_ids)
         self._scheduler.unpinned(key)
@@ -418,6 +428,35 @@ class PrefillWorker:
     def _count(self, end: str) -> None:
         self._ended[end] = self._ended.get(end, 0) + 1
 
+    # --- leaving -------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take no new work: what has not begun goes back to its gateways, the rest is finished and handed over."""
+        if self._draining:
+            return
+        log.info("draining: %d requests are open", len(self._owners))
+        self._draining = True
+        for request in self._scheduler.requests():
+            if not request.block_table:
+                self._fail(request.key, Cause.DRAINING, "this prefill worker is leaving")
+
+    def resume(self) -> None:
+        """Take work again."""
+        self._draining = False
+
+    def give_up(self, why: str) -> None:
+        """The time for leaving is over: what is still here fails."""
+        for request, owner in list(self._owners.items()):
+            self._fail(RequestKey(request, owner.attempt), Cause.DRAINING, why)
+
+    @property
+    def phase(self) -> Phase:
+        """Serving; or draining, until nothing is held here any more."""
+        if not self._draining:
+            return Phase.SERVING
+        held = self._owners or self._intake.num_pulls or self._intake.num_quarantined
+        return Phase.DRAINING if held or self._lender.num_leases or self._lender.num_readers else Phase.DRAINED
+
     # --- what others see -----------------------------------------------------------------------------------------
 
     def welcome(self) -> Welcome:
@@ -443,13 +482,15 @@ class PrefillWorker:
             waiting_tokens=self._scheduler.num_uncomputed,
             blocks_used=self._pool.num_used,
             blocks_total=self._pool.num_blocks,
-            draining=False,
+            phase=self.phase,
         )
 
     def ready(self) -> tuple[bool, Mapping[str, object]]:
         """Ready once serving; the counts are zero when nothing is going on."""
-        return True, {
+        return not self._draining, {
             "role": Role.PREFILL.value,
+            "phase": self.phase.value,
+            "safe_to_delete": self.phase is Phase.DRAINED,
             "transport": self._settings.transport,
             "blocks_used": self._pool.num_used,
             "blocks_limbo": self._pool.num_limbo,

@@ -73,7 +73,7 @@ class Peer:
         if not isinstance(message, Heartbeat):
             self.messages.put_nowait(message)
 
-    def on_lost(self, link: ControlClient, why: str) -> None:
+    def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         raise AssertionError(why)
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:

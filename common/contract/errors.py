@@ -54,5 +54,7 @@ class Cause(StrEnum):
     """The two workers do not serve the same model in the same KV layout."""
     SUPERSEDED = "superseded"
     """A newer attempt at the same request arrived."""
+    POISON = "poison"
+    """Two workers have crashed while they had this request, the second one while it was on trial."""
     INTERNAL = "internal"
     """A bug or a failing machine; the worker's log has the details."""

@@ -132,6 +132,16 @@ class Goodbye(Message):
     """Either side leaves on purpose; a client's open requests are aborted."""
 
 
+class Phase(StrEnum):
+    """Whether a worker takes new work."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    """It takes none; what it has goes on, or moves to others."""
+    DRAINED = "drained"
+    """It holds nothing any more: it can go."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
     """Worker to client, at a fixed interval. Shows a dead worker, a wedged engine and lost frames."""
@@ -149,7 +159,9 @@ class Heartbeat(Message):
     """Uncomputed prompt tokens of the waiting requests."""
     blocks_used: Count
     blocks_total: Count
-    draining: Flag
+    phase: Phase
+    echoed: Count = 0
+    """Number of the last heartbeat whose echo came; a client sees by it that what it sends does not arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +174,16 @@ class HeartbeatEcho(Message):
 
 
 # --- gateway to worker -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain(Message):
+    """Take no new work; let what there is finish, or move."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume(Message):
+    """Take work again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +245,17 @@ class Decode(_Work):
 
     source: Source | None
     """Pull the KV from there; None: compute it, in chunks that ride with the decodes."""
+    offered: RequestKey | None = None
+    """What the source knows it by; None without a source."""
+    moving: Flag = False
+    """The source is a decode worker that is to stop generating the one choice, and to hand it over as it then is."""
+
+    def __post_init__(self) -> None:
+        _Work.__post_init__(self)
+        if (self.source is None) != (self.offered is None):
+            raise ValueError("source and offered go together")
+        if self.moving and (self.source is None or len(self.choices) != 1):
+            raise ValueError("one choice moves, from a source")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +322,21 @@ class Failed(RequestMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cut(RequestMessage):
+    """A choice that moves has stopped: this worker has generated it up to `position`, and will not go on with it."""
+
+    choice: Choice
+    position: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved(RequestMessage):
+    """Terminal for a choice: another worker has proved that it has it; everything it held here is free."""
+
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled(RequestMessage):
     """Terminal: the answer to an `Abort` of a known request; everything it held is free, or in quarantine."""
 
@@ -299,6 +347,20 @@ class Cancelled(RequestMessage):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach(RequestMessage):
     """Subscribe to the offer of a request, from its first block; parked, within a bound, if its Prefill is not here."""
+
+    offered: Annotated[int, ATTEMPT]
+    """The attempt of the Prefill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachSequence(RequestMessage):
+    """Stop generating a choice and offer me all of its blocks, under this request and attempt."""
+
+    sequence: RequestKey
+    """What you know it by."""
+    choice: Choice
+    position: Annotated[Count, Field(ge=1)]
+    """Tokens of it that I have: `PrefillDone` is to bring those from here on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,6 +436,8 @@ MESSAGES: tuple[type[Message], ...] = (
     Goodbye,
     Heartbeat,
     HeartbeatEcho,
+    Drain,
+    Resume,
     Prefill,
     Decode,
     Abort,
@@ -382,8 +446,11 @@ MESSAGES: tuple[type[Message], ...] = (
     Tokens,
     Finished,
     Failed,
+    Cut,
+    Moved,
     Cancelled,
     Attach,
+    AttachSequence,
     AttachPrefix,
     Settle,
     Detach,

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, decode, encode, encode_some
 from common.contract.errors import Cause, FingerprintMismatchError, OperatorError, ProtocolError
@@ -50,6 +51,10 @@ _GOODBYE_S = 0.05
 _HELLO_RETRY_S = 0.25
 _HELLO_RETRY_MAX_S = 1.0
 """Hellos are repeated ever more slowly: an answer counts only until the next one is said."""
+_DEAF_SHARE = 0.7
+"""Of the timeout: missing echoes show a cut in one direction before the worker ends the session."""
+_RECONNECT_S = 0.4
+"""Time in which a worker must answer again after its connection has broken: a process that has died never does."""
 
 
 @dataclass(slots=True)
@@ -88,6 +93,8 @@ class _Session:
     heard_at: float
     received: int = 0
     sent: int = 0
+    echoed: int = 0
+    """Number of the last heartbeat that was echoed."""
     outbox: deque[Message] = field(default_factory=deque)
     frame: tuple[bytes, int] | None = None
     """The first messages of the outbox, encoded and counted, that the peer was not ready to take."""
@@ -195,6 +202,7 @@ class ControlServer:
         else:
             session.heard_at = self._clock()
             if isinstance(message, HeartbeatEcho):
+                session.echoed = message.number
                 if message.sent != session.received:
                     self._send_control(peer, HelloRequired())
             elif isinstance(message, Goodbye):
@@ -218,7 +226,7 @@ class ControlServer:
         open_requests = self._handler.on_hello(peer, hello)
         old = self._sessions.get(peer)
         unsent = old.outbox if old else deque[Message]()
-        self._sessions[peer] = _Session(role=hello.role, heard_at=self._clock(), outbox=unsent)
+        self._sessions[peer] = _Session(role=hello.role, heard_at=self._clock(), echoed=self._beat, outbox=unsent)
         if unsent:
             self._unflushed[peer] = None
         self._send_control(peer, replace(welcome, number=hello.number, open_requests=open_requests))
@@ -232,7 +240,8 @@ class ControlServer:
                 if now - session.heard_at > self._pulse.timeout_s:
                     self._lose(peer, f"silent for {now - session.heard_at:.1f} s")
                 elif not session.outbox:
-                    self._send_control(peer, self._handler.heartbeat(self._beat, session.sent))
+                    heartbeat = self._handler.heartbeat(self._beat, session.sent)
+                    self._send_control(peer, replace(heartbeat, echoed=session.echoed))
 
     def _flush(self) -> None:
         self._flush_scheduled = False
@@ -331,8 +340,9 @@ class ClientHandler(Protocol):
     def on_message(self, link: ControlClient, message: Message) -> None:
         """A message within the session, heartbeats included."""
 
-    def on_lost(self, link: ControlClient, why: str) -> None:
-        """The session is over, or none has come about in time: the worker is dead, restarted or silent."""
+    def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
+        """The session is over, or none has come about in time: the worker is dead, restarted or silent. `crashed` if it
+        looks as if its process had died: its connection broke and nobody answers there, or somebody else does."""
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """The worker refuses us."""
@@ -368,6 +378,10 @@ class ControlClient:
         self._received = 0
         self._heard_at = clock()
         self._resyncing = False
+        self._disconnected = False
+        """Whether the connection has broken, and nobody has answered since."""
+        self._sessions = 0
+        """Sessions that have been open."""
         self._hellos = 0
         self._hello_wait_s = _HELLO_RETRY_S / 2
         self._socket = context.socket(zmq.DEALER)
@@ -376,6 +390,7 @@ class ControlClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(f"tcp://{address}")
 
     async def run(self) -> None:
@@ -384,7 +399,9 @@ class ControlClient:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive())
                 tasks.create_task(self._watch())
+                tasks.create_task(self._watch_connection())
         finally:
+            self._socket.disable_monitor()
             if self.state is LinkState.OPEN:
                 self._try_send(encode(self._me, [Goodbye()]))
             self.state = LinkState.CLOSED
@@ -418,7 +435,20 @@ class ControlClient:
                 self._lose(f"silent for {silent_s:.1f} s")
             elif self.state is LinkState.GREETING:
                 self._heard_at = self._clock()
-                self._handler.on_lost(self, f"no answer for {silent_s:.1f} s")
+                self._handler.on_lost(self, f"no answer for {silent_s:.1f} s", crashed=False)
+
+    async def _watch_connection(self) -> None:
+        """A broken connection is looked into at once: the end of a process shows much sooner than its silence."""
+        while True:
+            await recv_monitor_message(self._monitor)
+            if self.state is LinkState.OPEN and not self._disconnected:
+                self._disconnected = True
+                self._resync(self.worker)
+                asyncio.get_running_loop().call_later(_RECONNECT_S, self._judge_connection, self._sessions)
+
+    def _judge_connection(self, session: int) -> None:
+        if self._disconnected and self.state is LinkState.OPEN and session == self._sessions:
+            self._lose("its connection broke, and nobody answers", crashed=True)
 
     def _greet(self) -> bool:
         """Say Hello; False when not connected."""
@@ -460,6 +490,9 @@ class ControlClient:
         elif isinstance(message, Goodbye):
             self._end(_GOODBYE)
         elif isinstance(message, Heartbeat):
+            if (message.number - message.echoed) * self._pulse.interval_s > _DEAF_SHARE * self._pulse.timeout_s:
+                self._lose("it does not hear what is sent to it")
+                return
             if message.sent != self._received:
                 self._resync(sender)
                 return
@@ -474,39 +507,40 @@ class ControlClient:
             return  # an answer to an earlier Hello: what it lists, and the counts since, are out of date
         same_session = self.state is LinkState.OPEN and sender == self.worker
         if self.state is LinkState.OPEN and not same_session:
-            self._lose("restarted")
+            self._lose("restarted", crashed=True)
             return  # the handler may be done with this link; if not, the next Hello opens the next session
         self.state = LinkState.OPEN
         self.worker, self.welcome = sender, welcome
         self._received = 0
-        self._resyncing = False
+        self._resyncing = self._disconnected = False
         self._hello_wait_s = _HELLO_RETRY_S / 2
         if same_session:
             self.traffic.resyncs += 1
             self._handler.on_resync(self, welcome)
         else:
+            self._sessions += 1
             self._handler.on_open(self, welcome)
 
-    def _resync(self, sender: Incarnation) -> None:
+    def _resync(self, sender: Incarnation | None) -> None:
         if sender != self.worker:
-            self._lose("restarted")
+            self._lose("restarted", crashed=True)
         elif not self._resyncing:
             log.warning("messages to or from %s were lost; opening the session again", self.address)
             self._resyncing = True
             self._greet()
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, *, crashed: bool = False) -> None:
         self.traffic.sessions_lost += 1
-        self._end(why)
+        self._end(why, crashed=crashed)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, *, crashed: bool = False) -> None:
         self.state = LinkState.GREETING
         self._heard_at = self._clock()
         self._outbox.clear()
         self._frame = None
-        self._resyncing = False
+        self._resyncing = self._disconnected = False
         log.log(logging.INFO if why == _GOODBYE else logging.WARNING, "worker at %s is gone: %s", self.address, why)
-        self._handler.on_lost(self, why)
+        self._handler.on_lost(self, why, crashed=crashed)
 
     def _flush(self) -> None:
         self._flush_scheduled = False

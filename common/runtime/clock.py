@@ -17,5 +17,5 @@ monotonic: Clock = time.monotonic
 class Pulse:
     """How often heartbeats are sent, and how long silence may last before the other side counts as lost."""
 
-    interval_s: float = 0.5
-    timeout_s: float = 5.0
+    interval_s: float = 0.25
+    timeout_s: float = 1.5

@@ -51,15 +51,15 @@ class ProcessSettings(BaseSettings):
 
     model: str = Field(DEMO_MODEL, description="demo, a Hugging Face folder, or a hub id")
     log_level: LogLevel = Field("info", description="least severe level that is logged")
-    heartbeat_interval_s: float = Field(0.5, gt=0, le=60, description="seconds between heartbeats")
-    heartbeat_timeout_s: float = Field(5.0, gt=0, le=600, description="seconds of silence after which a peer is lost")
+    heartbeat_interval_s: float = Field(0.25, gt=0, le=60, description="seconds between heartbeats")
+    heartbeat_timeout_s: float = Field(1.5, gt=0, le=600, description="seconds of silence after which a peer is lost")
     announce_fd: int | None = Field(None, description="pipe on which to report start-up to a supervisor")
     end_with_parent: int | None = Field(None, description="process id of the parent to end with")
 
     @model_validator(mode="after")
     def _timeout_outlasts_heartbeats(self) -> Self:
-        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
-            raise ValueError("heartbeat_timeout_s must be at least twice heartbeat_interval_s")
+        if self.heartbeat_timeout_s < 3 * self.heartbeat_interval_s:
+            raise ValueError("heartbeat_timeout_s must be at least three times heartbeat_interval_s")
         return self
 
     @property
@@ -90,6 +90,9 @@ class WorkerSettings(ProcessSettings):
         10.0, gt=0, description="seconds after which the agent that holds quarantined blocks is replaced"
     )
     ageing_s: float = Field(30.0, gt=0, description="seconds of waiting that entitle a lower tier to a share")
+    drain_grace_s: float = Field(
+        30.0, ge=0, le=86400, description="seconds after SIGTERM in which requests finish, or move to other workers"
+    )
 
     def ttft_target_s(self, tier: Tier) -> float:
         """Seconds from arrival to the first token that a tier aims at, for a short prompt."""
@@ -154,6 +157,9 @@ class GatewaySettings(ProcessSettings):
         64, ge=0, le=2**20, description="prompts with at most this many uncached tokens are computed by a decode worker"
     )
     prefix_index_blocks: int = Field(2**18, ge=0, description="block names remembered with who holds them (0: none)")
+    patience_s: float = Field(
+        10.0, ge=0, le=86400, description="seconds that a request which has lost its worker waits for a usable one"
+    )
     request_budget_s: float = Field(600.0, gt=0, le=86400, description="seconds that a request may take")
     shutdown_grace_s: float = Field(5.0, ge=0, le=86400, description="seconds that open requests get after SIGTERM")
 

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from common.contract.errors import OperatorError, TransferError
 from common.contract.ids import Incarnation, new_incarnation
+from common.contract.messages import Phase
 from common.runtime.channel import ControlServer, ServerHandler
 from common.runtime.checkpoint import resolve_model
 from common.runtime.clock import monotonic
@@ -30,12 +31,25 @@ from common.runtime.probes import Probed, ProbeServer
 
 log = logging.getLogger(__name__)
 
+_DRAIN_LOOK_S = 0.02
+"""Between two looks at whether a worker that leaves is drained."""
+
 
 class Worker(ServerHandler, Probed, Protocol):
     """A role: what it does with its clients, what it tells its operator, and the loops that it runs."""
 
     async def run(self) -> None:
         """Work until cancelled, then give everything back."""
+
+    def drain(self) -> None:
+        """Take no new work; finish, hand over or hand back what there is."""
+
+    def give_up(self, why: str) -> None:
+        """Fail what is left."""
+
+    @property
+    def phase(self) -> Phase:
+        """Whether it takes work, and whether it holds any."""
 
 
 class WorkerHost:
@@ -70,9 +84,20 @@ class WorkerHost:
             loops = [tasks.create_task(self.server.run(worker)), tasks.create_task(worker.run())]
             await stop.wait()
             self._probes.stopping = True
+            await self._drain(worker)
             log.info("stopping")
             for loop in loops:
                 loop.cancel()
+
+    async def _drain(self, worker: Worker) -> None:
+        """Let the worker finish, or hand over, what it has."""
+        worker.drain()
+        deadline = monotonic() + self._settings.drain_grace_s
+        while worker.phase is not Phase.DRAINED and monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_LOOK_S)  # noqa: ASYNC110 (the phase is made of many counts, and this is the end)
+        if worker.phase is not Phase.DRAINED:
+            log.warning("not drained within %.1f s", self._settings.drain_grace_s)
+            worker.give_up("the worker has left before the request was finished")
 
     async def close(self) -> None:
         """Close both ports."""

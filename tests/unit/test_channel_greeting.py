@@ -83,7 +83,7 @@ class EagerClient:
     def on_message(self, link: ControlClient, message: Message) -> None:
         self.heartbeats.put_nowait(message)
 
-    def on_lost(self, link: ControlClient, why: str) -> None:
+    def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         raise AssertionError(why)
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:

@@ -1,0 +1,250 @@
+"""Live migration: a running sequence goes from one decode worker to another by the pull protocol, in two stages.
+
+    sink                                             source (draining)
+      │ AttachPrefix (names of all full blocks) ───────►│ goes on generating
+      │◄────────────────────────── BlocksReady ─────────│
+      │ READ, Settle, Settled                           │ goes on generating
+      │ AttachSequence (what it has of the tokens) ────►│ the step in flight ends; the sequence is cut
+      │◄── BlocksReady (all), PrefillDone (the rest) ───│ Cut to the gateway
+      │ READ of the last blocks, Settle ───────────────►│
+      │◄────────────────────────── Settled(valid) ──────│ Moved to the gateway; the blocks are free
+      │ the next step has the sequence                  │
+
+The first stage copies while the sequence runs, so what is left for the second, and with it the pause, does not grow
+with the sequence (Sun et al., "Llumnix: Dynamic Scheduling for Large Language Model Serving", OSDI 2024, section 4.2).
+It names blocks by what they hold, as any pull of a cached prefix does. Without a prefix cache, or if it fails, the
+second stage reads everything.
+
+The source never goes on with a sequence that it has cut; should the sink fail, the gateway begins another attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestKey, new_request_id
+from common.contract.messages import AttachSequence, Cut, Decode, Message, Moved, Tokens
+from common.engine.block_pool import BlockPool
+from decode_worker.request import DecodeRequest, Generation, Stage
+from decode_worker.scheduler import DecodeScheduler, Reservation
+from kv_transfer.intake import Intake
+from kv_transfer.lease import withdrawn
+from kv_transfer.lender import Lender
+from kv_transfer.sink import Pull
+
+Send = Callable[[Incarnation, Message], None]
+
+
+class Departures:
+    """Sequences that others want to go on with. Each keeps its blocks until a sink has proved that it has them."""
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        pool: BlockPool,
+        lender: Lender,
+        send: Send,
+        checksum: Callable[[Sequence[int]], Sequence[int]] | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._pool = pool
+        self._lender = lender
+        self._send = send
+        self._checksum = checksum
+        self._wanted: dict[Generation, AttachSequence] = {}
+        """Sequences that will be cut when their step has ended."""
+        self._cut: dict[RequestKey, Generation] = {}
+        """By the key of the sink's pull."""
+        self.num_moved = 0
+        """Sequences that others have gone on with."""
+
+    def attach(self, sink: Incarnation, message: AttachSequence, generation: Generation | None) -> None:
+        """A sink wants a sequence, or wants it again after lost messages; `generation` is it, if it is here."""
+        if message.key in self._cut or message in self._wanted.values():
+            self._lender.on_message(sink, message)
+            return
+        if (
+            generation is None
+            or generation.stage is not Stage.RUNNING
+            or not generation.first_position <= message.position < generation.sequence.num_tokens
+        ):
+            self._send(sink, withdrawn(message.key, Cause.LEASE_LOST, "this sequence does not run here"))
+            return
+        self._lender.expect(message.key, generation.request.deadline)
+        self._lender.on_message(sink, message)
+        self._wanted[generation] = message
+
+    def cut(self) -> None:
+        """No step is in flight: stop the sequences that are wanted, and offer them."""
+        wanted, self._wanted = self._wanted, {}
+        for generation, message in wanted.items():
+            if generation.stage is not Stage.RUNNING or not self._lender.awaits(message.key):
+                self._lender.withdraw(message.request, Cause.LEASE_LOST, "the sequence does not run any more")
+                continue
+            request = generation.request
+            num_tokens = generation.sequence.num_tokens
+            blocks = self._scheduler.leave(generation)
+            self._cut[message.key] = generation
+            self._send(
+                request.gateway,
+                Cut(
+                    request=request.key.request, attempt=request.key.attempt, choice=message.choice, position=num_tokens
+                ),
+            )
+            self._lender.open(message.key, blocks, request.deadline)
+            self._lender.blocks_ready(
+                message.request, len(blocks), self._checksum(blocks) if self._checksum is not None else ()
+            )
+            self._lender.complete(message.request, [generation.tokens(message.position)])
+
+    def unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> DecodeRequest | None:
+        """The lease on a sequence has ended, valid or not; the request, if that is still open here."""
+        self._pool.release(block_ids)
+        generation = self._cut.pop(key, None)
+        if generation is None:
+            return None
+        if settled:
+            generation.moved = True
+            self.num_moved += 1
+            request, attempt = generation.request.key
+            self._send(
+                generation.request.gateway, Moved(request=request, attempt=attempt, choice=generation.sequence.choice)
+            )
+        return generation.request
+
+    def forget(self, request: DecodeRequest) -> None:
+        """The request is over here: nobody can pull from it any more."""
+        for generation in request.generations:
+            message = self._wanted.pop(generation, None)
+            if message is not None:
+                self._lender.withdraw(message.request, Cause.LEASE_LOST, "the sequence has ended")
+        for key in [key for key, generation in self._cut.items() if generation.request is request]:
+            del self._cut[key]
+            self._lender.withdraw(key.request, Cause.LEASE_LOST, "the request is over")
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    request: DecodeRequest
+    block_ids: list[int]
+    num_held: int
+    ahead: Pull | None = None
+    """The first stage, while it is under way."""
+
+
+class Arrivals:
+    """Sequences on their way here. The blocks are reserved before anything is asked of the source."""
+
+    def __init__(self, scheduler: DecodeScheduler, pool: BlockPool, intake: Intake, block_size: int) -> None:
+        self._scheduler = scheduler
+        self._pool = pool
+        self._intake = intake
+        self._block_size = block_size
+        self._arrivals: dict[DecodeRequest, _Arrival] = {}
+        """Until the second stage has the blocks."""
+
+    def __contains__(self, request: DecodeRequest) -> bool:
+        return request in self._arrivals
+
+    def begin(self, reservation: Reservation) -> None:
+        """There is room: read ahead what the source has of the sequence now."""
+        request = reservation.request
+        arrival = self._arrivals[request] = _Arrival(request, reservation.block_ids, reservation.num_held)
+        names = request.chain.hashes[: len(request.work.token_ids) // self._block_size]
+        if len(names) <= reservation.num_held:
+            self._attach(arrival)
+            return
+        assert request.work.source is not None
+        arrival.ahead = Pull(RequestKey(new_request_id(), 1), request.work.source, names)
+        self._intake.begin(arrival.ahead)
+
+    def find(self, ahead: Pull) -> DecodeRequest | None:
+        """The request whose first stage this pull is."""
+        arrival = self._of(ahead)
+        return None if arrival is None else arrival.request
+
+    def want_ahead(self, ahead: Pull, num_blocks: int) -> None:
+        """The source offers blocks of the first stage."""
+        arrival = self._of(ahead)
+        assert arrival is not None
+        if num_blocks <= arrival.num_held:
+            self._intake.abandon(ahead, Cause.LEASE_LOST, "the source has no more than this worker")
+            return
+        blocks = arrival.block_ids[:num_blocks]
+        self._pool.share(blocks)
+        self._intake.reserve(ahead, blocks, arrival.num_held)
+
+    def pulled_ahead(self, ahead: Pull, block_ids: Sequence[int]) -> None:
+        """The first stage is done, and valid."""
+        arrival = self._of(ahead)
+        assert arrival is not None
+        arrival.num_held = len(block_ids)
+        self._pool.release(block_ids)
+        self._attach(arrival)
+
+    def gave_up_ahead(self, ahead: Pull) -> bool:
+        """The first stage has failed, or was abandoned; whether the second one can still be tried: not if somebody
+        may write to these blocks."""
+        arrival = self._of(ahead)
+        if arrival is None:
+            return True
+        arrival.ahead = None
+        if ahead.quarantined:
+            return False
+        self._attach(arrival)
+        return True
+
+    def want(self, request: DecodeRequest, num_blocks: int) -> None:
+        """The sequence is cut, and offered: read what is not here."""
+        arrival = self._arrivals[request]
+        assert request.pull is not None
+        blocks = arrival.block_ids
+        num_more = num_blocks - len(blocks)
+        if num_more < 0:
+            self._intake.abandon(request.pull, Cause.TRANSFER, "the source offers less of the sequence than it had")
+        elif num_more > self._pool.num_free:
+            self._intake.abandon(request.pull, Cause.CAPACITY, "the sequence has outgrown the room for it")
+        else:
+            del self._arrivals[request]
+            self._intake.reserve(request.pull, blocks + self._pool.allocate(num_more), arrival.num_held)
+
+    def forget(self, request: DecodeRequest) -> None:
+        """The request is over: what its second stage has not got is free."""
+        arrival = self._arrivals.pop(request, None)
+        if arrival is not None:
+            if arrival.ahead is not None:
+                self._intake.abandon(arrival.ahead, None, "the request is over")
+            self._pool.release(arrival.block_ids)
+
+    def _attach(self, arrival: _Arrival) -> None:
+        arrival.ahead = None
+        assert arrival.request.pull is not None
+        work = arrival.request.work
+        self._intake.begin(arrival.request.pull, lambda tokens: goes_on(tokens, work))
+
+    def _of(self, ahead: Pull) -> _Arrival | None:
+        return next((arrival for arrival in self._arrivals.values() if arrival.ahead is ahead), None)
+
+
+def pull_of(work: Decode) -> Pull:
+    """The second stage's pull, for a sequence of which `work.token_ids` are known."""
+    assert work.source is not None
+    assert work.offered is not None
+    wanted = AttachSequence(
+        request=work.request,
+        attempt=work.attempt,
+        sequence=work.offered,
+        choice=work.choices[0],
+        position=len(work.token_ids),
+    )
+    return Pull(work.key, work.source, sequence=wanted)
+
+
+def goes_on(tokens: Sequence[Tokens], work: Decode) -> bool:
+    """Whether these are what a cut sequence has beyond `work.token_ids`: at least the one that was not computed yet."""
+    return len(tokens) == 1 and (
+        (tokens[0].choice, tokens[0].position, tokens[0].finish_reason) == (work.choices[0], len(work.token_ids), None)
+        and (tokens[0].logprobs is None) == (work.sampling.logprobs is None)
+    )

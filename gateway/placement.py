@@ -1,0 +1,68 @@
+"""Who gets which workers, and who waits for some: the shell's state between a flow's `Want` and its attempt. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.contract.messages import Role
+from gateway.attempt import Attempt, Place
+from gateway.flow import Want
+from gateway.registry import Registry, WorkerView
+from gateway.router import Caution, Handoff, Local, choose, least_loaded_decode
+
+TRIAL_S = 5.0
+"""Longest that a worker is kept for one suspect. After that the next one may be tried there; should the worker crash
+then, that says nothing of either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebind:
+    """Another decode worker for an offer that stands."""
+
+    decode: WorkerView
+
+
+Route = Handoff | Local | Rebind
+
+
+class Placement:
+    """Chooses workers, and keeps suspects apart from each other."""
+
+    def __init__(self, registry: Registry, local_prefill_tokens: int) -> None:
+        self._registry = registry
+        self._local_prefill_tokens = local_prefill_tokens
+        self._trials: dict[Place, Attempt] = {}
+        """Workers with a suspect."""
+
+    def stands(self, want: Want) -> bool:
+        """Whether the worker whose offer is to be taken over is still there."""
+        assert want.offer is not None
+        place = want.offer.place
+        return self._registry.workers[place.address].incarnation == place.incarnation
+
+    def choose(self, want: Want, cached: Mapping[Place, int]) -> Route | None:
+        """Workers for these choices; None if they have to wait."""
+        caution = Caution(avoid=want.avoid, on_trial=frozenset(self._trials), suspect=want.suspect)
+        if want.offer is None:
+            return choose(self._registry, want.num_tokens, cached, self._local_prefill_tokens, caution)
+        decode = caution.decode(self._registry.usable(Role.DECODE))
+        return Rebind(least_loaded_decode(decode)) if decode else None
+
+    def refuge(self, address: str, num_tokens: int) -> WorkerView | None:
+        """A decode worker, other than the one at `address`, that probably has room for a sequence that has to leave."""
+        others = [
+            worker
+            for worker in Caution(on_trial=frozenset(self._trials)).decode(self._registry.usable(Role.DECODE))
+            if worker.address != address and worker.has_room(num_tokens)
+        ]
+        return least_loaded_decode(others) if others else None
+
+    def tried(self, attempt: Attempt) -> None:
+        """A suspect's attempt begins: no other one goes where it is."""
+        for part in attempt.parts:
+            self._trials[part.place] = attempt
+
+    def acquitted(self, attempt: Attempt) -> None:
+        """It is over, or above suspicion."""
+        self._trials = {place: suspect for place, suspect in self._trials.items() if suspect is not attempt}

@@ -1,0 +1,58 @@
+"""What recovery costs: how often attempts fail and sequences move, and how long streams stand still for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+
+_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+def _histogram(name: str, text: str) -> Histogram:
+    return Histogram(name, text, buckets=_BUCKETS_S, registry=CollectorRegistry(auto_describe=False))
+
+
+@dataclass(slots=True)
+class RecoveryMetrics:
+    """Counters of one gateway."""
+
+    failovers: Counter[str] = field(default_factory=Counter)
+    """Attempts that failed and were followed by another, by cause."""
+    moves: Counter[str] = field(default_factory=Counter)
+    """Running sequences that were to leave a draining worker, by how that ended: moved, stayed."""
+    num_trials: int = 0
+    """Attempts by suspects."""
+    resume: Histogram = field(
+        default_factory=lambda: _histogram(
+            "baton_gateway_resume_seconds", "From the failure of an attempt to the stream's next token."
+        )
+    )
+    pause: Histogram = field(
+        default_factory=lambda: _histogram(
+            "baton_gateway_move_pause_seconds",
+            "Between a stream's last token from one worker and the next from another.",
+        )
+    )
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics of this moment."""
+        failovers = CounterMetricFamily(
+            "baton_gateway_failovers", "Attempts that failed and were followed by another.", labels=["cause"]
+        )
+        for cause, number in self.failovers.items():
+            failovers.add_metric([cause], number)
+        yield failovers
+        moves = CounterMetricFamily(
+            "baton_gateway_moves", "Running sequences that were to leave a draining worker.", labels=["end"]
+        )
+        for end in ("moved", "stayed"):
+            moves.add_metric([end], self.moves[end])
+        yield moves
+        yield CounterMetricFamily("baton_gateway_trials", "Attempts by requests under suspicion.", self.num_trials)
+        yield from self.resume.collect()
+        yield from self.pause.collect()
