@@ -8,13 +8,16 @@ PORT ?= 8000
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: serve test check format clean
+.PHONY: serve test chaos check format clean
 
 serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not chaos"
+
+chaos: $(STAMP)
+	SOAK_REQUESTS=500 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
 
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from benchmarks.baselines import BatchAtATime
 from common.contract.block_hashes import BlockChain
-from common.contract.ids import Incarnation, RequestId
+from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, FinishReason, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
@@ -203,6 +203,7 @@ class Driver:
             tier=arrival.tier,
             tenant=arrival.tenant,
             source=_SOMEWHERE if arrival.handoff else None,
+            offered=RequestKey(RequestId(f"r{number}"), 1) if arrival.handoff else None,
         )
         pull = Pull(work.key, _SOMEWHERE) if arrival.handoff else None
         chain = BlockChain(self._block_size)

@@ -64,7 +64,7 @@ async def connected(local: Local, folder: Path) -> AsyncIterator[Dispatcher]:
     connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
     connection.request("GET", "/ready")
     workers = json.loads(connection.getresponse().read())["details"]["workers"]
-    at = {role: tuple(w["address"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
+    at = {role: tuple(w["id"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
     registry = Registry(at["prefill"], at["decode"], config_hash(folder))
     dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=60))
     running = asyncio.create_task(dispatcher.run())

@@ -18,7 +18,7 @@ import time
 
 from benchmarks.record import record
 from common.contract.block_hashes import BlockChain
-from common.contract.ids import Incarnation, RequestId
+from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
@@ -71,6 +71,7 @@ class Load:
             budget_s=1.0,
             tenant=f"t{number % 100}",
             source=SOURCE,
+            offered=RequestKey(RequestId(f"r{number}"), 1),
         )
         self.ends[work.request] = max(2, round(self.draw.expovariate(1 / MEAN_OUTPUT)))
         chain = BlockChain(BLOCK_SIZE)

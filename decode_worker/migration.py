@@ -65,6 +65,8 @@ class Departures:
         if message.key in self._cut or message in self._wanted.values():
             self._lender.on_message(sink, message)
             return
+        if self._lender.has_settled(message.key, sink):
+            return  # it has the sequence: its Settle follows
         if (
             generation is None
             or generation.stage is not Stage.RUNNING
@@ -72,9 +74,22 @@ class Departures:
         ):
             self._send(sink, withdrawn(message.key, Cause.LEASE_LOST, "this sequence does not run here"))
             return
+        if not self._may_take(message, generation):
+            self._send(sink, withdrawn(message.key, Cause.SUPERSEDED, "this name is another's, or a newer attempt's"))
+            return
         self._lender.expect(message.key, generation.request.deadline)
         self._lender.on_message(sink, message)
         self._wanted[generation] = message
+
+    def _may_take(self, message: AttachSequence, generation: Generation) -> bool:
+        """Whether nobody else has the lease, or is to get it: there is one under each request."""
+        others = [key for key in self._cut if key.request == message.request]
+        others += [
+            wanted.key
+            for other, wanted in self._wanted.items()
+            if wanted.request == message.request and (other is not generation or wanted.attempt > message.attempt)
+        ]
+        return not others
 
     def cut(self) -> None:
         """No step is in flight: stop the sequences that are wanted, and offer them."""
@@ -144,6 +159,8 @@ class Arrivals:
         self._block_size = block_size
         self._arrivals: dict[DecodeRequest, _Arrival] = {}
         """Until the second stage has the blocks."""
+        self.num_tail_blocks = 0
+        """Blocks that were read while their sequences stood still."""
 
     def __contains__(self, request: DecodeRequest) -> bool:
         return request in self._arrivals
@@ -208,6 +225,7 @@ class Arrivals:
             self._intake.abandon(request.pull, Cause.CAPACITY, "the sequence has outgrown the room for it")
         else:
             del self._arrivals[request]
+            self.num_tail_blocks += num_blocks - arrival.num_held
             self._intake.reserve(request.pull, blocks + self._pool.allocate(num_more), arrival.num_held)
 
     def forget(self, request: DecodeRequest) -> None:

@@ -293,6 +293,9 @@ class DecodeWorker:
         request = self._find(message.request)
         if request is None or request.gateway != gateway or request.work.attempt > message.attempt:
             return
+        if message.request in self._finished:
+            self._forget(request, "aborted")  # it has been told its end
+            return
         self._forget(request, "aborted", wanted=True)
         self._count(Cause.CANCELLED)
         self._server.send(gateway, Cancelled(request=message.request, attempt=request.work.attempt))
@@ -628,6 +631,8 @@ class DecodeWorker:
         yield from self._intake.metrics()
         yield from self._lender.metrics()
         yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", self._departures.num_moved)
+        tail = self._arrivals.num_tail_blocks
+        yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
         yield counter("baton_engine_steps", "Engine steps.", self._engine.num_steps)
         yield counter("baton_frames_refused", "Control frames refused.", traffic.frames_refused)

@@ -22,6 +22,7 @@ from common.runtime.lifecycle import (
     freeze_startup_objects,
     run,
 )
+from gateway.admin import create_admin_app
 from gateway.api import create_app, create_runner
 from gateway.api_settings import ApiSettings, Limits, SamplingDefaults
 from gateway.dispatcher import Dispatcher
@@ -53,10 +54,26 @@ def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
     )
 
 
+async def _serve_admin(settings: GatewaySettings, runner: web.AppRunner) -> str | None:
+    """Bind the operators' port, if there is to be one; its URL. Raises `OperatorError`."""
+    if settings.admin_port is None:
+        return None
+    try:
+        await web.TCPSite(runner, settings.admin_host, settings.admin_port).start()
+    except OSError as error:
+        place = f"{settings.admin_host}:{settings.admin_port}"
+        raise OperatorError(f"cannot bind the admin port {place}: {error.strerror or error}") from error
+    url = f"http://{settings.admin_host}:{runner.addresses[0][1]}"
+    log.info("admin on %s", url)
+    return url
+
+
 async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) -> None:
     """Bind, connect, serve until `stop`. Raises `OperatorError`."""
     announcer = Announcer(settings.announce_fd)
-    registry = Registry(settings.prefill_workers, settings.decode_workers, config_hash(folder))
+    registry = Registry(
+        settings.prefill_workers, settings.decode_workers, config_hash(folder), stall_s=settings.engine_stall_s
+    )
     dispatcher = Dispatcher(
         new_incarnation(),
         registry,
@@ -72,6 +89,8 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
     app = create_app(dispatcher, ModelTokenizer.load(folder), api_settings, metrics)
     runner = create_runner(app, shutdown_timeout_s=settings.shutdown_grace_s)
     await runner.setup()
+    admin = web.AppRunner(create_admin_app(dispatcher), access_log=None, handle_signals=False)
+    await admin.setup()
     try:
         try:
             await web.TCPSite(runner, settings.host, settings.port).start()
@@ -79,13 +98,14 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
             raise OperatorError(f"cannot bind {settings.host}:{settings.port}: {error.strerror or error}") from error
         port = runner.addresses[0][1]
         log.info("HTTP on %s:%d", settings.host, port)
+        admin_url = await _serve_admin(settings, admin)
         dispatching = asyncio.create_task(dispatcher.run())
         stopping = asyncio.create_task(stop.wait())
         usable = asyncio.create_task(dispatcher.wait_usable())
         await asyncio.wait([dispatching, stopping, usable], return_when=asyncio.FIRST_COMPLETED)
         if usable.done():
             freeze_startup_objects()
-            announcer.say(url=f"http://{settings.host}:{port}", ready=True)
+            announcer.say(url=f"http://{settings.host}:{port}", admin=admin_url, ready=True)
             log.info("ready")
             await asyncio.wait([dispatching, stopping], return_when=asyncio.FIRST_COMPLETED)
         usable.cancel()
@@ -93,6 +113,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
             dispatching.result()
     finally:
         await runner.cleanup()
+        await admin.cleanup()
     dispatching.cancel()
     await asyncio.gather(dispatching, return_exceptions=True)
 

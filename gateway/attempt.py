@@ -77,6 +77,8 @@ class Choice:
     ended: bool = False
     num_failures: int = 0
     """Attempts that have failed since its last token."""
+    num_bugs: int = 0
+    """Of those, the ones that a worker has called its own fault."""
     num_crashes: int = 0
     """Workers that have crashed with it since it was last above suspicion."""
     innocent_at: int = 0
@@ -120,6 +122,11 @@ class Broken:
 
 
 Action = Send | Deliver | Broken
+
+
+def abort(part: Part) -> Send:
+    """Let a worker free what it holds."""
+    return Send(part, Abort(request=part.key.request, attempt=part.key.attempt))
 
 
 class Attempt:
@@ -209,8 +216,10 @@ class Attempt:
                 return self._ask_for_missing()
             case Cancelled():
                 return [self._fault(part, "cancelled what was not aborted")]
-            case Cut() | Moved():
-                self.cut.add(message.choice)
+            case Cut(choice=index) | Moved(choice=index):
+                if part is not self.decode or index not in self.choices:
+                    return [self._fault(part, "stopped a choice that it does not have")]
+                self.cut.add(index)
         return []
 
     def on_resync(self, part: Part, *, known: bool) -> list[Action]:
@@ -230,15 +239,11 @@ class Attempt:
         message = f"the {part.role} worker at {part.place.address} was lost: {why}"
         return [Broken(part, Cause.WORKER_LOST, message, blame=part, lost=True)]
 
-    def abort(self, part: Part) -> Send:
-        """Let a worker free what it holds."""
-        return Send(part, Abort(request=part.key.request, attempt=part.key.attempt))
-
     def acknowledge(self) -> Send:
         """Every choice is complete. Had the first tokens ended them all, the decode worker still waits in vain."""
         if self.decode_has_spoken:
             return Send(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))
-        return self.abort(self.decode)
+        return abort(self.decode)
 
     # --- the steps between ---------------------------------------------------------------------------------------
 
@@ -297,7 +302,7 @@ class Attempt:
         source = self.moving or self.prefill
         if cause is Cause.LEASE_LOST:
             return None
-        if part is self.decode and cause is Cause.WORKER_LOST:
+        if part is self.decode and cause in (Cause.WORKER_LOST, Cause.FINGERPRINT):
             return source
         if part is self.decode and cause is Cause.TRANSFER and any(c.num_failures for c in self.choices.values()):
             return source  # a second failure in a row; the first one is blamed on the reader

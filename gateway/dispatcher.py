@@ -18,6 +18,7 @@ from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
     MAX_OPEN_REQUESTS,
     Decode,
+    Drain,
     Failed,
     Heartbeat,
     Hello,
@@ -26,6 +27,7 @@ from common.contract.messages import (
     Phase,
     Prefill,
     RequestMessage,
+    Resume,
     Role,
     Tokens,
     Welcome,
@@ -113,6 +115,8 @@ class Dispatcher(Collector):
         self.recovery = RecoveryMetrics()
         self._degraded = False
         """Whether a request has met the present lack of prefill workers."""
+        self._decode_seen_at = clock()
+        """When a decode worker was last known to be usable."""
 
     # --- the loops -----------------------------------------------------------------------------------------------
 
@@ -167,20 +171,7 @@ class Dispatcher(Collector):
     def ready(self) -> Readiness:
         """Whether a request that arrives now could be served."""
         missing = self._registry.missing()
-        details = {
-            "workers": [
-                {
-                    "address": worker.address,
-                    "role": worker.role.value,
-                    "usable": worker.usable,
-                    "transport": worker.welcome.transport if worker.welcome else None,
-                    "refused": worker.refused,
-                    "in_flight": worker.in_flight,
-                }
-                for worker in self._registry.workers.values()
-            ],
-            "in_flight": len(self._open_clients),
-        }
+        details = {"workers": self.workers(), "in_flight": len(self._open_clients)}
         usable = [worker for worker in self._registry.workers.values() if worker.usable]
         takes = [worker.welcome.max_sequence_tokens for worker in usable if worker.welcome is not None]
         reason = "ready"
@@ -192,6 +183,31 @@ class Dispatcher(Collector):
             details=details,
             max_sequence_tokens=min(takes, default=None),
         )
+
+    def workers(self) -> list[dict[str, object]]:
+        """What operators want to know of each worker; JSON values only."""
+        return [
+            {
+                "id": worker.address,
+                "role": worker.role.value,
+                "phase": worker.load.phase.value if worker.load else None,
+                "safe_to_delete": worker.load is not None and worker.load.phase is Phase.DRAINED,
+                "usable": worker.usable,
+                "transport": worker.welcome.transport if worker.welcome else None,
+                "refused": worker.refused,
+                "in_flight": worker.in_flight,
+                "blocks_used": worker.load.blocks_used if worker.load else None,
+                "blocks_total": worker.load.blocks_total if worker.load else None,
+            }
+            for worker in self._registry.workers.values()
+        ]
+
+    def tell(self, address: str, *, drain: bool) -> bool:
+        """Let a worker drain, or serve again; whether it can be reached."""
+        if self._registry.workers[address].incarnation is None:
+            return False
+        self._links[address].send(Drain() if drain else Resume())
+        return True
 
     def collect(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment (`prometheus_client.registry.Collector`)."""
@@ -248,6 +264,8 @@ class Dispatcher(Collector):
         self._waiting = {want: waiting for want, waiting in self._waiting.items() if waiting is not client}
         self.num_duplicates += flow.num_duplicates
         self.num_gaps += flow.num_gaps
+        for cause, number in flow.failures.items():
+            self.recovery.failovers[cause] += number
         if client.trail is not None and client.decoded_at is not None and flow.state is not FlowState.FAILED:
             client.trail.decoded(client.decoded_at)
         log.info("request %s: %s", next(iter(flow.requests)), flow.story[-1])
@@ -288,19 +306,26 @@ class Dispatcher(Collector):
             log.warning("request %s goes on elsewhere: %s", want.key.request, client.flow.story[-1])
             for choice in want.choices:
                 client.failed_at.setdefault(choice.index, self._clock())
-        self._waiting[want] = client
-        loop = asyncio.get_running_loop()
         if want.delay_s > 0:
-            loop.call_later(want.delay_s, self._place, want)
+            asyncio.get_running_loop().call_later(want.delay_s, self._wait, client, want)
         else:
-            self._place(want)
+            self._wait(client, want)
+
+    def _wait(self, client: _Client, want: Want) -> None:
+        """Choices go on now, or once there are workers."""
+        self._waiting[want] = client
+        self._place(want)
         if want in self._waiting:
-            loop.call_later(self._patience_s + want.delay_s, self._out_of_patience, want)
+            now = self._clock()
+            asyncio.get_running_loop().call_later(self._patience_s, self._out_of_patience, want, now)
 
     def _place(self, want: Want) -> None:
         """Begin an attempt if there are workers for it; inert when nobody waits any more."""
         client = self._waiting.get(want)
         if client is None:
+            return
+        if not client.flow.running:
+            del self._waiting[want]
             return
         if want.offer is not None and not self._placement.stands(want):
             del self._waiting[want]
@@ -312,13 +337,15 @@ class Dispatcher(Collector):
             del self._waiting[want]
             self._go(client, want, route)
 
-    def _out_of_patience(self, want: Want) -> None:
-        """Choices have waited long: they go on only for a worker that is there, and kept for another suspect."""
+    def _out_of_patience(self, want: Want, since: float) -> None:
+        """Choices have waited long: they go on only if a worker was there, and kept for another suspect."""
         client = self._waiting.get(want)
         if client is None:
             return
-        if self._registry.usable(Role.DECODE):
-            asyncio.get_running_loop().call_later(self._patience_s, self._out_of_patience, want)
+        self._note_usable()
+        left_s = max(since, self._decode_seen_at) + self._patience_s - self._clock()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._out_of_patience, want, since)
             return
         message = f"no decode worker has been usable for {self._patience_s:.1f} s; before: {client.flow.story[-1]}"
         self._do(client, client.flow.fail(Cause.WORKER_LOST, message))
@@ -351,8 +378,12 @@ class Dispatcher(Collector):
     def _look_again(self) -> None:
         """Something has changed: whoever waits may find workers now."""
         for want in list(self._waiting):
-            if want.delay_s == 0:
-                self._place(want)
+            self._place(want)
+
+    def _note_usable(self) -> None:
+        """Called before anything is learnt of a worker that may make it unusable."""
+        if self._registry.usable(Role.DECODE):
+            self._decode_seen_at = self._clock()
 
     def _note_degradation(self) -> None:
         degraded = Role.PREFILL in self._registry.missing()
@@ -368,7 +399,7 @@ class Dispatcher(Collector):
             for attempt, choice in client.flow.movable(address):
                 refuge = self._placement.refuge(address, choice.next_position)
                 if refuge is None:
-                    return
+                    continue  # there may be room for a shorter one
                 budget_s = max(0.001, client.deadline - self._clock())
                 self._do(client, client.flow.move(attempt, choice, refuge.place, budget_s))
                 for request in client.flow.requests:
@@ -378,8 +409,7 @@ class Dispatcher(Collector):
 
     def hello(self, link: ControlClient) -> Hello:
         """This gateway and the requests that this worker holds for it."""
-        parts = (each for client in self._open_clients for each in client.flow.parts_at(link.address))
-        listed = frozenset(part.key for _, part in parts)
+        listed = frozenset(key for client in self._open_clients for key in client.flow.keys_at(link.address))
         self._listed[link.address] = listed
         return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=tuple(listed))
 
@@ -410,7 +440,10 @@ class Dispatcher(Collector):
     def on_message(self, link: ControlClient, message: Message) -> None:
         """A message from a worker."""
         if isinstance(message, Heartbeat):
-            self._registry.heartbeat(link.address, message)
+            self._note_usable()
+            if self._registry.heartbeat(link.address, message, self._clock()):
+                log.error("the engine of %s makes no progress: what it has goes elsewhere", link.address)
+                self._lose(link.address, "its engine makes no progress", crashed=False)
             if message.phase is not Phase.SERVING:
                 self._move_away(link.address)
             elif self._waiting:
@@ -438,11 +471,16 @@ class Dispatcher(Collector):
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         """A worker's session is over."""
+        self._note_usable()
         self._registry.lost(link.address)
+        self._lose(link.address, why, crashed=crashed)
+
+    def _lose(self, address: str, why: str, *, crashed: bool) -> None:
         for client in list(self._open_clients):
-            self._do(client, client.flow.worker_lost(link.address, why, crashed=crashed))
+            self._do(client, client.flow.worker_lost(address, why, crashed=crashed))
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """A worker refuses this gateway."""
+        self._note_usable()
         log.error("%s refuses this gateway: %s", link.address, refused.message)
         self._registry.workers[link.address].refused = refused.message

@@ -27,7 +27,7 @@ from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey, new_request_id
 from common.contract.messages import Cut, Message, Moved, PrefixHint, Role
 from gateway.attempt import Action as AttemptAction
-from gateway.attempt import Attempt, Broken, Choice, Deliver, Part, Place, Send
+from gateway.attempt import Attempt, Broken, Choice, Deliver, Part, Place, Send, abort
 from gateway.generation import Generation
 
 MAX_FAILURES = 6
@@ -38,7 +38,7 @@ TRIAL_TOKENS = 4
 """Tokens beyond the place of a crash with which a suspect is above suspicion."""
 FIRST_DELAY_S = 0.05
 """Of the second attempt in a row that follows a failure; each further one waits twice as long."""
-_FINAL = frozenset({Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE, Cause.FINGERPRINT})
+_FINAL = frozenset({Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE})
 """What would be the same at another worker."""
 
 
@@ -113,6 +113,8 @@ class Flow:
     """Attempts that failed and were followed by another, by cause."""
     attempts: list[Attempt] = field(default_factory=list)
     """Those under way."""
+    wants: list[Want] = field(default_factory=list)
+    """What waits for workers."""
     choices: tuple[Choice, ...] = ()
     _newest: dict[RequestId, int] = field(default_factory=dict)
     """Every name under which workers know it → the newest attempt."""
@@ -142,6 +144,12 @@ class Flow:
         """The parts of a worker in the attempts under way."""
         return [(a, part) for a in self.attempts for part in a.parts if part.place.address == address]
 
+    def keys_at(self, address: str) -> list[RequestKey]:
+        """What a worker holds of it: parts of attempts, and offers that stand while a decode worker is wanted."""
+        offers = [want.offer for want in self.wants if want.offer is not None]
+        parts = [part for _, part in self.parts_at(address)]
+        return [part.key for part in (*parts, *offers) if part.place.address == address]
+
     # --- events --------------------------------------------------------------------------------------------------
 
     def begin(self) -> list[Action]:
@@ -154,7 +162,7 @@ class Flow:
         self, want: Want, decode: Place, prefill: Place | None, budget_s: float, prefix: PrefixHint | None = None
     ) -> list[Action]:
         """Workers are chosen: an attempt begins. With neither `prefill` nor an offer, `decode` computes the prompt."""
-        assert self.running, self.story
+        self.wants.remove(want)
         attempt = Attempt(want.key, self.generation, want.choices, decode, prefill=prefill, offer=want.offer)
         attempt.on_trial = want.suspect
         if prefill is not None:
@@ -168,7 +176,9 @@ class Flow:
 
     def without_offer(self, want: Want) -> list[Action]:
         """The worker whose offer still stood is gone: what is wanted instead."""
-        return self._want_all(want.key.request, [choice for choice in want.choices if not choice.ended])
+        self.wants.remove(want)
+        choices = [choice for choice in want.choices if not choice.ended]
+        return [*self._let_go(want), *self._want_all(want.key.request, choices)]
 
     def move(self, attempt: Attempt, choice: Choice, decode: Place, budget_s: float) -> list[Action]:
         """Let `decode` pull the running sequence of a choice from its draining worker, and go on with it."""
@@ -179,13 +189,14 @@ class Flow:
 
     def movable(self, address: str) -> list[tuple[Attempt, Choice]]:
         """Running sequences of the decode worker at `address` that nobody pulls yet."""
-        moving = {choice for attempt in self.attempts if attempt.moving for choice in attempt.unfinished}
         return [
             (attempt, choice)
             for attempt, part in self.parts_at(address)
             if part is attempt.decode and attempt.decode_has_spoken
             for choice in attempt.unfinished
-            if choice not in moving and choice.index not in attempt.cut
+            if choice.index not in attempt.cut
+            and self._source(attempt, choice) is None
+            and not self._is_moving(choice, attempt)
         ]
 
     def on_message(self, attempt: Attempt, part: Part, message: Message) -> list[Action]:
@@ -243,7 +254,7 @@ class Flow:
 
     def _progress(self, attempt: Attempt, choice: Choice) -> list[Action]:
         """A choice has got tokens."""
-        choice.num_failures = 0
+        choice.num_failures = choice.num_bugs = 0
         choice.avoid.clear()
         if choice.ended or choice.next_position >= choice.innocent_at:
             choice.num_crashes = 0
@@ -263,31 +274,36 @@ class Flow:
     def _broken(self, attempt: Attempt, broken: Broken, *, crashed: bool) -> list[Action]:
         """An attempt has failed: what it was to bring is wanted from others."""
         self.story.append(f"{broken.cause}: {broken.message}")
-        wanting = [choice for choice in attempt.unfinished if not self._is_moving(choice, attempt)]
-        if attempt.moving is not None and not attempt.decode_has_spoken:
-            wanting = [choice for choice in wanting if self._is_abandoned(choice, attempt)]
-        offer = self._standing_offer(attempt, broken)
-        actions = self._close(attempt, keep=offer)
-        actions[:0] = [attempt.abort(part) for part in attempt.parts if part is not offer]
+        wanting = [choice for choice in attempt.unfinished if self._is_missing(choice, attempt)]
+        end = self._last_straw(attempt, wanting, broken, crashed=crashed)
+        offer = self._standing_offer(attempt, broken) if wanting and end is None else None
+        actions: list[Action] = [abort(part) for part in attempt.parts if part is not offer]
+        actions += self._close(attempt, keep=offer)
+        for choice in wanting:
+            source = self._source(attempt, choice)
+            actions += [] if source is None else self._leave(source, choice)
         if not wanting:
             return actions
-        if crashed and attempt.on_trial:
-            message = (
-                f"two workers have crashed with this request, the second one while it was on trial: {broken.message}"
-            )
-            return [*actions, *self.fail(Cause.POISON, message)]
+        if end is not None:
+            return [*actions, *self.fail(end.cause, end.message)]
+        self.failures[broken.cause] = self.failures.get(broken.cause, 0) + 1
+        return [*actions, *self._again(attempt, wanting, offer)]
+
+    def _last_straw(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, *, crashed: bool) -> Fail | None:
+        """Count the failure for the choices that it concerns; whether it is one too many."""
         for choice in wanting:
             choice.num_failures += 1
+            choice.num_bugs += broken.cause is Cause.INTERNAL
             if broken.blame is not None:
                 choice.avoid.add(broken.blame.place)
             if crashed:
                 choice.num_crashes += 1
                 choice.innocent_at = choice.next_position + TRIAL_TOKENS
-        most = MAX_BUGS if broken.cause is Cause.INTERNAL else MAX_FAILURES
-        if broken.cause in _FINAL or any(choice.num_failures > most for choice in wanting):
-            return [*actions, *self.fail(broken.cause, broken.message)]
-        self.failures[broken.cause] = self.failures.get(broken.cause, 0) + 1
-        return [*actions, *self._again(attempt, wanting, offer)]
+        if crashed and attempt.on_trial:
+            message = "two workers have crashed with this request, the second one while it was on trial"
+            return Fail(Cause.POISON, f"{message}: {broken.message}")
+        exhausted = any(choice.num_failures > MAX_FAILURES or choice.num_bugs > MAX_BUGS for choice in wanting)
+        return Fail(broken.cause, broken.message) if exhausted or broken.cause in _FINAL else None
 
     def _again(self, attempt: Attempt, choices: Sequence[Choice], offer: Part | None) -> list[Action]:
         """Choices of an attempt that is over want workers."""
@@ -304,7 +320,7 @@ class Flow:
 
     def _want(self, choices: Sequence[Choice], key: RequestKey, offer: Part | None = None) -> Want:
         num_failures = max(choice.num_failures for choice in choices)
-        return Want(
+        want = Want(
             key,
             tuple(choices),
             frozenset(place for choice in choices for place in choice.avoid),
@@ -312,12 +328,14 @@ class Flow:
             suspect=any(choice.num_crashes for choice in choices),
             delay_s=FIRST_DELAY_S * 2 ** (num_failures - 2) if num_failures >= 2 else 0.0,
         )
+        self.wants.append(want)
+        return want
 
     def _standing_offer(self, attempt: Attempt, broken: Broken) -> Part | None:
         """What the prefill worker has computed, or is computing, for a decode worker that has not begun."""
         if broken.part is not attempt.decode or attempt.decode_has_spoken or attempt.prefill is None:
             return None
-        if broken.blame is attempt.prefill or broken.cause is Cause.LEASE_LOST or broken.cause in _FINAL:
+        if broken.blame is attempt.prefill or broken.cause is Cause.LEASE_LOST:
             return None
         return attempt.prefill
 
@@ -325,22 +343,41 @@ class Flow:
         """Whether another attempt is about to take the choice over from this one."""
         return any(each.moving is old.decode and choice in each.unfinished for each in self.attempts)
 
-    def _is_abandoned(self, choice: Choice, moving: Attempt) -> bool:
-        """Whether nobody generates the choice any more, now that it will not move."""
-        old = next((each for each in self.attempts if each.decode is moving.moving), None)
-        return old is None or choice.index in old.cut
+    def _source(self, moving: Attempt, choice: Choice) -> Attempt | None:
+        """The attempt from which this one is about to take the choice over, if that is still under way."""
+        return next(
+            (each for each in self.attempts if each.decode is moving.moving and choice in each.unfinished), None
+        )
+
+    def _is_missing(self, choice: Choice, broken: Attempt) -> bool:
+        """Whether nobody generates the choice any more without this attempt."""
+        if self._is_moving(choice, broken):
+            return False
+        source = self._source(broken, choice)
+        return source is None or broken.decode_has_spoken or choice.index in source.cut
 
     def _cut(self, attempt: Attempt, choice: Choice) -> list[Action]:
         """The decode worker goes on no more with a choice. Whoever pulls it will, or it is wanted again."""
         if choice.ended or choice not in attempt.unfinished or self._is_moving(choice, attempt):
             return []
-        attempt.moved.add(choice.index)
-        actions: list[Action] = []
-        key = self._next_key(attempt.key.request, alone=not attempt.unfinished)
-        if not attempt.unfinished:
-            actions = [attempt.abort(attempt.decode), *self._close(attempt)]
         self.story.append(f"choice {choice.index} was cut for nobody")
-        return [*actions, self._want([choice], key)]
+        actions = self._leave(attempt, choice)
+        return [*actions, self._want([choice], self._next_key(attempt.key.request, alone=not attempt.unfinished))]
+
+    def _leave(self, attempt: Attempt, choice: Choice) -> list[Action]:
+        """Expect nothing more of a choice from an attempt whose decode worker has cut it."""
+        attempt.moved.add(choice.index)
+        return [] if attempt.unfinished else [abort(attempt.decode), *self._close(attempt)]
+
+    def _let_go(self, want: Want) -> list[Action]:
+        """Nobody will take over what was offered."""
+        if want.offer is None:
+            return []
+        actions: list[Action] = [abort(want.offer)]
+        if not want.offer.over:
+            want.offer.over = True
+            actions.append(Left(want.offer))
+        return actions
 
     def _next_key(self, request: RequestId, *, alone: bool = True) -> RequestKey:
         """The next attempt at the same request; a request of its own for a choice that parts from others."""
@@ -371,8 +408,11 @@ class Flow:
             if state is FlowState.DONE:
                 actions.append(attempt.acknowledge())
             else:
-                actions += [attempt.abort(part) for part in attempt.parts]
+                actions += [abort(part) for part in attempt.parts]
             actions += self._close(attempt)
+        for want in self.wants:
+            actions += self._let_go(want)
+        self.wants.clear()
         return actions
 
     def check_invariants(self) -> None:
@@ -383,7 +423,15 @@ class Flow:
             assert all(choice.ended for choice in self.choices), self.story
         if not self.running:
             assert not self.attempts, self.story
-        keys = [(part.place, part.key) for attempt in self.attempts for part in attempt.parts]
-        assert len(set(keys)) == len(keys), self.story
+            assert not self.wants, self.story
+        parts = [part for attempt in self.attempts for part in attempt.parts]
+        parts += [want.offer for want in self.wants if want.offer is not None]
+        assert len({(part.place, part.key) for part in parts}) == len(parts), self.story
         for attempt in self.attempts:
             assert attempt.unfinished, self.story
+        for choice in self.choices if self.running else ():
+            under_way = [each for each in self.attempts if choice in each.unfinished]
+            going_on = [each for each in under_way if self._source(each, choice) is None]
+            wanted = [want for want in self.wants if choice in want.choices]
+            assert len(under_way) <= 2, self.story
+            assert choice.ended or len(going_on) + len(wanted) == 1, self.story

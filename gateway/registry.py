@@ -31,12 +31,16 @@ class WorkerView:
     """Tokens of those requests' prompts, whoever computes them."""
     refused: str | None = None
     """Why it is not used although it answers."""
+    idle_or_stepped_at: float = 0.0
+    """When its engine last had nothing to do, or had done a step."""
+    stalled: bool = False
+    """Whether its engine has work and makes no progress."""
 
     @property
     def usable(self) -> bool:
         """Whether it may be given new work."""
         leaving = self.load is not None and self.load.phase is not Phase.SERVING
-        return self.incarnation is not None and self.refused is None and not leaving
+        return self.incarnation is not None and self.refused is None and not leaving and not self.stalled
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` probably finds room there at once."""
@@ -55,8 +59,12 @@ class WorkerView:
 class Registry:
     """Every worker that this gateway was told of, by address."""
 
-    def __init__(self, prefill: tuple[str, ...], decode: tuple[str, ...], config_hash: str) -> None:
+    def __init__(
+        self, prefill: tuple[str, ...], decode: tuple[str, ...], config_hash: str, *, stall_s: float = 30.0
+    ) -> None:
+        """A worker whose engine has work and does no step for `stall_s` is not used until it does."""
         self._config_hash = config_hash
+        self._stall_s = stall_s
         self.workers = {address: WorkerView(address, Role.PREFILL) for address in prefill} | {
             address: WorkerView(address, Role.DECODE) for address in decode
         }
@@ -70,7 +78,7 @@ class Registry:
         if worker.life != incarnation:
             worker.life = incarnation
             worker.in_flight = worker.in_flight_tokens = 0
-        worker.refused = None
+        worker.refused, worker.stalled = None, False
         try:
             self._require_fit(worker, welcome)
         except FingerprintMismatchError as error:
@@ -88,9 +96,15 @@ class Registry:
                     self._require_fit(other, other.welcome)
                     other.refused = None
 
-    def heartbeat(self, address: str, load: Heartbeat) -> None:
-        """Its state of this moment."""
-        self.workers[address].load = load
+    def heartbeat(self, address: str, load: Heartbeat, now: float) -> bool:
+        """Its state of this moment; whether it shows, for the first time, that the engine hangs."""
+        worker = self.workers[address]
+        before, worker.load = worker.load, load
+        if before is None or load.running == 0 or load.steps != before.steps:
+            worker.idle_or_stepped_at, worker.stalled = now, False
+        stalls = now - worker.idle_or_stepped_at > self._stall_s and not worker.stalled
+        worker.stalled = worker.stalled or stalls
+        return stalls
 
     def took(self, address: str, num_tokens: int) -> None:
         """A request with a prompt of `num_tokens` was given to it."""

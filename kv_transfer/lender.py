@@ -143,6 +143,10 @@ class Lender:
         """Whether a sink that has attached waits for this offer."""
         return self._leases.awaits(key)
 
+    def has_settled(self, key: RequestKey, sink: Incarnation) -> bool:
+        """Whether this sink has been told that what it pulled is valid."""
+        return self._leases.has_settled(key, sink)
+
     def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float) -> None:
         """Offer the blocks of a request that is about to be computed; the caller has taken a reference to each."""
         self._do(self._leases.open(key, block_ids, deadline, self._clock()))

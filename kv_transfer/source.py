@@ -133,6 +133,10 @@ class LeaseTable:
         parked = self._parked.get(key.request)
         return parked is not None and parked.offered == key.attempt
 
+    def has_settled(self, key: RequestKey, sink: Incarnation) -> bool:
+        """Whether this sink has been told that what it pulled is valid: all that it can still want is to hear it again."""
+        return any((settled, by) == (key, sink) for settled, _, by in self._settled.values())
+
     # --- the offer -----------------------------------------------------------------------------------------------
 
     def expect(self, key: RequestKey, deadline: float) -> None:
@@ -225,6 +229,8 @@ class LeaseTable:
         if lease is None or (not lease.lent and offered > lease.opened_attempt):
             assert not isinstance(message, AttachPrefix), message
             if offered <= self._ended.get(message.request, 0):
+                if self.has_settled(message.key, sink):
+                    return []  # its Settle follows
                 return [Send(sink, withdrawn(message.key, Cause.LEASE_LOST, "this offer has ended"))]
             return self._park(message.key, offered, sink, now)
         if lease.lent or isinstance(message, AttachPrefix):

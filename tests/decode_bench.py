@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from common.contract.block_hashes import BlockChain
-from common.contract.ids import Incarnation, RequestId
+from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, FinishReason, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
@@ -61,6 +61,7 @@ def request(
         tenant=tenant,
         cache_salt=salt,
         source=None if local else AT,
+        offered=None if local else RequestKey(RequestId(name), 1),
     )
     pull = None if local else Pull(work.key, AT)
     return DecodeRequest(work, Incarnation("g"), 1e9, arrived, BlockChain(BLOCK_SIZE, salt), pull)

@@ -142,7 +142,7 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
         "budget_s": 60,
     }
     ask.send(Prefill(request=request, attempt=1, **work))
-    attach.send(Attach(request=request, attempt=1))
+    attach.send(Attach(request=request, attempt=1, offered=1))
     source_blocks: list[int] = []
     checksums: list[int] = []
     offers = 0

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -77,12 +78,20 @@ async def until(condition: Callable[[], bool], otherwise: str, timeout_s: float 
 class Process:
     """One process of Baton and what it has announced."""
 
-    def __init__(self, module: str, options: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        options: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """`prefix` is what the command line begins with: a program that runs the process somewhere else."""
         reader, writer = os.pipe()
         supervision = ["--announce-fd", str(writer), "--end-with-parent", str(os.getpid())]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, *options, *supervision],
+            [*prefix, sys.executable, "-m", module, *options, *supervision],
             pass_fds=(writer,),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -107,10 +116,15 @@ class Process:
         return self.facts[name]
 
     def get(self, path: str) -> Any:
-        """The JSON (or text, for /metrics) that a worker's probe port, or a gateway, answers."""
+        """The JSON (or text, for /metrics) that a worker's probe port, or a gateway, answers, ready or not."""
         url = self.facts.get("url") or f"http://{self.fact('http')}"
-        with urllib.request.urlopen(f"{url}{path}", timeout=10) as response:
-            text = response.read().decode()
+        try:
+            with urllib.request.urlopen(f"{url}{path}", timeout=10) as response:
+                text = response.read().decode()
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            text = error.read().decode()
         return text if path == "/metrics" else json.loads(text)
 
     def leftovers(self) -> dict[str, int]:
@@ -259,7 +273,7 @@ class Workers:
 
     @asynccontextmanager
     async def dispatcher(
-        self, registry: Registry | None = None, *, timeout_s: float = 30.0, **options: int
+        self, registry: Registry | None = None, *, timeout_s: float = 30.0, **options: Any
     ) -> AsyncIterator[Dispatcher]:
         """A gateway's dispatcher in this process, connected to the workers; they are lost after `timeout_s`."""
         registry = registry or self.registry()

@@ -379,9 +379,12 @@ class ControlClient:
         self._heard_at = clock()
         self._resyncing = False
         self._disconnected = False
-        """Whether the connection has broken, and nobody has answered since."""
-        self._sessions = 0
-        """Sessions that have been open."""
+        """Whether the connection has broken, and nobody has answered since: who answers may be another worker, so nothing
+        is sent until then."""
+        self._breaks = 0
+        """Connections that have broken."""
+        self._unheard: tuple[int, float] | None = None
+        """The first echo that the worker has not confirmed: its number, and when it was sent."""
         self._hellos = 0
         self._hello_wait_s = _HELLO_RETRY_S / 2
         self._socket = context.socket(zmq.DEALER)
@@ -402,6 +405,7 @@ class ControlClient:
                 tasks.create_task(self._watch_connection())
         finally:
             self._socket.disable_monitor()
+            self._monitor.close(linger=0)
             if self.state is LinkState.OPEN:
                 self._try_send(encode(self._me, [Goodbye()]))
             self.state = LinkState.CLOSED
@@ -412,6 +416,9 @@ class ControlClient:
         if self.state is not LinkState.OPEN:
             return
         self._outbox.append(message)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -443,11 +450,12 @@ class ControlClient:
             await recv_monitor_message(self._monitor)
             if self.state is LinkState.OPEN and not self._disconnected:
                 self._disconnected = True
+                self._breaks += 1
                 self._resync(self.worker)
-                asyncio.get_running_loop().call_later(_RECONNECT_S, self._judge_connection, self._sessions)
+                asyncio.get_running_loop().call_later(_RECONNECT_S, self._judge_connection, self._breaks)
 
-    def _judge_connection(self, session: int) -> None:
-        if self._disconnected and self.state is LinkState.OPEN and session == self._sessions:
+    def _judge_connection(self, breaks: int) -> None:
+        if self._disconnected and self.state is LinkState.OPEN and breaks == self._breaks:
             self._lose("its connection broke, and nobody answers", crashed=True)
 
     def _greet(self) -> bool:
@@ -490,13 +498,14 @@ class ControlClient:
         elif isinstance(message, Goodbye):
             self._end(_GOODBYE)
         elif isinstance(message, Heartbeat):
-            if (message.number - message.echoed) * self._pulse.interval_s > _DEAF_SHARE * self._pulse.timeout_s:
+            if self._is_deaf(message):
                 self._lose("it does not hear what is sent to it")
                 return
             if message.sent != self._received:
                 self._resync(sender)
                 return
             self._try_send(encode(self._me, [HeartbeatEcho(number=message.number, sent=self._sent)]))
+            self._unheard = self._unheard or (message.number, self._clock())
             self._handler.on_message(self, message)
         else:
             self._received += 1
@@ -512,14 +521,25 @@ class ControlClient:
         self.state = LinkState.OPEN
         self.worker, self.welcome = sender, welcome
         self._received = 0
+        self._unheard = None
         self._resyncing = self._disconnected = False
         self._hello_wait_s = _HELLO_RETRY_S / 2
         if same_session:
             self.traffic.resyncs += 1
+            self._flush_soon()
             self._handler.on_resync(self, welcome)
         else:
-            self._sessions += 1
             self._handler.on_open(self, welcome)
+
+    def _is_deaf(self, heartbeat: Heartbeat) -> bool:
+        """Whether echoes are missing for long, by the worker's count and by our clock: heartbeats that lay unread here, or
+        were not sent because the worker had something else to send, prove nothing."""
+        if self._unheard is None or heartbeat.echoed >= self._unheard[0]:
+            self._unheard = None
+            return False
+        interval_s = self._pulse.interval_s
+        missing_s = (heartbeat.number - heartbeat.echoed) * interval_s
+        return min(missing_s, self._clock() - self._unheard[1] + interval_s) > _DEAF_SHARE * self._pulse.timeout_s
 
     def _resync(self, sender: Incarnation | None) -> None:
         if sender != self.worker:
@@ -544,7 +564,7 @@ class ControlClient:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        while self._outbox and self.state is LinkState.OPEN:
+        while self._outbox and self.state is LinkState.OPEN and not self._disconnected:
             try:
                 if self._frame is None:
                     messages = list(itertools.islice(self._outbox, MAX_MESSAGES_PER_FRAME))

@@ -141,6 +141,8 @@ class GatewaySettings(ProcessSettings):
 
     host: str = Field("127.0.0.1", description="address to bind")
     port: Port = Field(8000, description="port of the HTTP API (0: any free one)")
+    admin_host: str = Field("127.0.0.1", description="address of the admin port")
+    admin_port: Port | None = Field(None, description="port to look at workers and drain them (0: any free one)")
     prefill_workers: WorkerAddresses = Field(
         (), description="control addresses of prefill workers: host:port,... (none: decode workers compute prompts too)"
     )
@@ -157,6 +159,9 @@ class GatewaySettings(ProcessSettings):
         64, ge=0, le=2**20, description="prompts with at most this many uncached tokens are computed by a decode worker"
     )
     prefix_index_blocks: int = Field(2**18, ge=0, description="block names remembered with who holds them (0: none)")
+    engine_stall_s: float = Field(
+        30.0, gt=0, le=86400, description="seconds without a step after which a busy engine counts as hanging"
+    )
     patience_s: float = Field(
         10.0, ge=0, le=86400, description="seconds that a request which has lost its worker waits for a usable one"
     )

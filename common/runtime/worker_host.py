@@ -93,8 +93,8 @@ class WorkerHost:
         """Let the worker finish, or hand over, what it has."""
         worker.drain()
         deadline = monotonic() + self._settings.drain_grace_s
-        while worker.phase is not Phase.DRAINED and monotonic() < deadline:
-            await asyncio.sleep(_DRAIN_LOOK_S)  # noqa: ASYNC110 (the phase is made of many counts, and this is the end)
+        while worker.phase is not Phase.DRAINED and monotonic() < deadline:  # noqa: ASYNC110 (made of many counts)
+            await asyncio.sleep(_DRAIN_LOOK_S)
         if worker.phase is not Phase.DRAINED:
             log.warning("not drained within %.1f s", self._settings.drain_grace_s)
             worker.give_up("the worker has left before the request was finished")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
 from stack import BLOCK_BYTES, Process, Workers
 
 NUM_SMALL_BLOCKS = 40
@@ -16,19 +15,6 @@ _WIRES: dict[str, Any] = {
     "zmq": {"options": ("--transport", "zmq", "--checksums")},
     "nixl-tcp": {"options": ("--checksums",), "env": {"UCX_TLS": "tcp"}},
 }
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Make (once) the tiny random checkpoint of a family."""
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            made[family] = make_checkpoint(family, tmp_path_factory.mktemp(family), seed=7)
-        return made[family]
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgpack
@@ -21,10 +22,13 @@ from common.contract.messages import (
     Ack,
     Attach,
     AttachPrefix,
+    AttachSequence,
     BlocksReady,
     Cancelled,
+    Cut,
     Decode,
     Detach,
+    Drain,
     Failed,
     Finished,
     Goodbye,
@@ -34,11 +38,14 @@ from common.contract.messages import (
     HelloRefused,
     HelloRequired,
     Message,
+    Moved,
     OfferWithdrawn,
+    Phase,
     Prefill,
     PrefillDone,
     PrefixHint,
     Resend,
+    Resume,
     Role,
     Settle,
     Settled,
@@ -148,6 +155,17 @@ def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -
     )
 
 
+@st.composite
+def decodes(draw: st.DrawFn) -> Message:
+    """A `Decode` with a source, or without; one choice of it may be moving."""
+    work = draw(works(Decode, source=st.none()))
+    assert isinstance(work, Decode)
+    if draw(st.booleans()):
+        return work
+    work = dataclasses.replace(work, source=draw(sources), offered=draw(keys))
+    return dataclasses.replace(work, choices=work.choices[:1], moving=True) if draw(st.booleans()) else work
+
+
 BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Hello: st.builds(Hello, role=roles, fingerprint=st.none() | fingerprints, open_requests=open_requests),
     Welcome: st.builds(
@@ -172,11 +190,14 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
         waiting_tokens=counts,
         blocks_used=counts,
         blocks_total=counts,
-        draining=st.booleans(),
+        phase=st.sampled_from(Phase),
+        echoed=counts,
     ),
     HeartbeatEcho: st.builds(HeartbeatEcho, number=counts, sent=counts),
     Prefill: works(Prefill, prefix=st.none() | hints),
-    Decode: works(Decode, source=st.none() | sources),
+    Drain: st.builds(Drain),
+    Resume: st.builds(Resume),
+    Decode: decodes(),
     Abort: st.builds(Abort, **about),
     Resend: st.builds(Resend, **about, choice=choices, position=counts),
     Ack: st.builds(Ack, **about),
@@ -184,7 +205,12 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Finished: st.builds(Finished, **about),
     Failed: st.builds(Failed, **about, cause=causes, message=texts),
     Cancelled: st.builds(Cancelled, **about),
-    Attach: st.builds(Attach, **about),
+    Cut: st.builds(Cut, **about, choice=choices, position=counts),
+    Moved: st.builds(Moved, **about, choice=choices),
+    Attach: st.builds(Attach, **about, offered=attempts),
+    AttachSequence: st.builds(
+        AttachSequence, **about, sequence=keys, choice=choices, position=st.integers(1, 2**62)
+    ),
     AttachPrefix: st.builds(AttachPrefix, **about, block_hashes=block_hashes),
     Settle: st.builds(Settle, **about, **lease),
     Detach: st.builds(Detach, **about),

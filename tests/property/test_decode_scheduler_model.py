@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from common.contract.block_hashes import BlockChain
-from common.contract.ids import Incarnation, RequestId
+from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
@@ -118,6 +118,7 @@ class Traffic:
             tenant=self.pick(["", "a", "b"]),
             cache_salt=self.pick(["", "", "salt"]),
             source=None if local else AT,
+            offered=None if local else RequestKey(RequestId(f"r{self.num_requests}"), 1),
         )
         pull = None if local else Pull(work.key, AT)
         chain = BlockChain(BLOCK_SIZE, work.cache_salt)

@@ -14,6 +14,7 @@ from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import (
     Attach,
     AttachPrefix,
+    AttachSequence,
     BlocksReady,
     Detach,
     OfferWithdrawn,
@@ -27,6 +28,7 @@ from kv_transfer.sink import Action, Admit, GaveUp, Pull, PullState, Release, Se
 
 KEY = RequestKey(RequestId("r1"), 1)
 ABOUT = {"request": KEY.request, "attempt": KEY.attempt}
+SEQUENCE = AttachSequence(**ABOUT, sequence=RequestKey(RequestId("r1"), 7), choice=2, position=6)
 LEASE = (LeaseId("l1"), 3)
 OTHER_LEASES = [(LeaseId("l2"), 3), (LeaseId("l1"), 4)]
 BASE = {LEASE: 100, OTHER_LEASES[0]: 300, OTHER_LEASES[1]: 400}
@@ -38,7 +40,8 @@ class Worker:
     """The worker around a pull, and a source that sends anything.
 
     Sink block `200 + i` is for block `i` of the sequence; the sink may hold the leading ones already. A pull that has
-    not begun to read may go over to another lease; one that has may not. A prefix is offered whole, or not at all.
+    not begun to read may go over to another lease; one that has may not. A prefix is offered whole, or not at all. The
+    pull of a running sequence is like that of a prompt, but for what it asks for.
     """
 
     def __init__(self, data: st.DataObject) -> None:
@@ -47,11 +50,17 @@ class Worker:
         self.checksums = data.draw(st.booleans(), label="checksums")
         self.calm = data.draw(st.booleans(), label="calm")
         """Nothing ends the pull before it settles, so that some do."""
-        self.prefix = data.draw(st.booleans(), label="prefix")
+        self.asks_by = data.draw(st.sampled_from([Attach, AttachPrefix, AttachSequence]), label="asks by")
+        self.prefix = self.asks_by is AttachPrefix
         self.num_held = data.draw(st.integers(0, self.num_blocks), label="held")
         self.sink_blocks = tuple(range(200, 200 + self.num_blocks))
         names = HASHES[: data.draw(st.integers(self.num_blocks, len(HASHES)))] if self.prefix else None
-        self.pull = Pull(KEY, Source(address="p:1", incarnation=Incarnation("p")), names)
+        sequence = SEQUENCE if self.asks_by is AttachSequence else None
+        offered = data.draw(st.none() | st.integers(1, 3), label="offered")
+        self.pull = Pull(
+            KEY, Source(address="p:1", incarnation=Incarnation("p")), names, offered=offered, sequence=sequence
+        )
+        self.offered = KEY.attempt if offered is None else offered
         self.wanted = False
         self.reserved = False
         self.reading: dict[int, tuple[int, ...]] = {}
@@ -77,9 +86,11 @@ class Worker:
             late = isinstance(action, Release) or action == SendToSource(Detach(**ABOUT))
             assert self.over is None or late, "more than a release, and a word to the source, after the end"
             match action:
-                case SendToSource(Attach() | AttachPrefix() as message):
+                case SendToSource(Attach() | AttachPrefix() | AttachSequence() as message):
                     assert message.key == KEY
-                    assert isinstance(message, AttachPrefix) == self.prefix
+                    assert type(message) is self.asks_by
+                    assert not isinstance(message, Attach) or message.offered == self.offered
+                    assert not isinstance(message, AttachSequence) or message == SEQUENCE
                     self.attached = True
                 case SendToSource(Detach() as message):
                     assert message.key == KEY
@@ -226,9 +237,9 @@ class Worker:
     # --- the worker ----------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        settling = [Settle] if self.prefix else [Attach, Settle]
+        settling = [Settle] if self.prefix else [self.asks_by, Settle]
         states = {PullState.SETTLING: settling, PullState.SETTLED: [], PullState.ABANDONED: []}
-        expected = states.get(self.pull.state, [AttachPrefix if self.prefix else Attach])
+        expected = states.get(self.pull.state, [self.asks_by])
         actions = self.pull.attach()
         assert [type(action.message) for action in actions] == expected
         self.check(actions)
@@ -278,6 +289,5 @@ def test_each_reserved_block_is_admitted_or_released_once(data: st.DataObject) -
     for _ in range(data.draw(st.integers(5, 30), label="steps")):
         data.draw(st.sampled_from(worker.steps()))()
         worker.check_blocks()
-    what = "prefix" if worker.prefix else "handoff"
-    event(f"{what}: {worker.pull.state}, {'with' if worker.reading else 'without'} reads open")
+    event(f"{worker.asks_by.__name__}: {worker.pull.state}, {'with' if worker.reading else 'without'} reads open")
     worker.tear_down()

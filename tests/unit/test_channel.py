@@ -27,6 +27,7 @@ from common.contract.messages import (
     HelloRefused,
     HelloRequired,
     Message,
+    Phase,
     Role,
     Tokens,
     Welcome,
@@ -49,7 +50,7 @@ KEY = RequestKey(RequestId("r"), 1)
 
 def heartbeat(number: int, sent: int) -> Heartbeat:
     load = {"steps": 0, "running": 0, "waiting": 0, "waiting_tokens": 0, "blocks_used": 0, "blocks_total": 1}
-    return Heartbeat(number=number, sent=sent, draining=False, **load)
+    return Heartbeat(number=number, sent=sent, phase=Phase.SERVING, echoed=number, **load)
 
 
 def welcome(number: int = 0, fingerprint: Fingerprint = FINGERPRINT) -> Welcome:
@@ -181,6 +182,8 @@ class Client:
         self.welcomes: list[Welcome] = []
         self.refusals: list[HelloRefused] = []
         self.workers: list[Incarnation | None] = []
+        self.crashes: list[bool] = []
+        """Of each loss, whether it looked as if the worker's process had died."""
         self.me = new_incarnation()
         self.context = zmq.asyncio.Context()
         self.link = ControlClient(self.context, address, self.me, self, clock, pulse)
@@ -208,7 +211,8 @@ class Client:
             self.received.append(message)
             self.events.add(type(message).__name__)
 
-    def on_lost(self, link: ControlClient, why: str) -> None:
+    def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
+        self.crashes.append(crashed)
         self.events.add(f"lost: {why}")
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:

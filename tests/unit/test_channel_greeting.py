@@ -8,7 +8,7 @@ import zmq.asyncio
 
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import Abort, Heartbeat, Hello, HelloRefused, Message, Role, Welcome
+from common.contract.messages import Abort, Heartbeat, Hello, HelloRefused, Message, Phase, Role, Welcome
 from common.runtime.channel import ControlClient, ControlServer
 from common.runtime.clock import Pulse, monotonic
 
@@ -55,7 +55,7 @@ class SlowWorker:
             waiting_tokens=0,
             blocks_used=0,
             blocks_total=1,
-            draining=False,
+            phase=Phase.SERVING,
         )
 
 

@@ -19,12 +19,14 @@ from common.contract.messages import (
     MESSAGES,
     Abort,
     AttachPrefix,
+    AttachSequence,
     BlocksReady,
     Decode,
     Failed,
     Goodbye,
     Hello,
     Message,
+    Phase,
     Prefill,
     PrefillDone,
     PrefixHint,
@@ -59,8 +61,10 @@ TOKENS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": 0, "position"
 SETTLE: dict[str, Any] = {"request": "r1", "attempt": 1, "lease": "l1", "epoch": 1}
 DONE: dict[str, Any] = {**SETTLE, "first_tokens": [TOKENS]}
 SOURCE: dict[str, Any] = {"address": "h:1", "incarnation": "i"}
+OFFERED: dict[str, Any] = {"source": SOURCE, "offered": ["r1", 1]}
 NAME = bytes(range(HASH_BYTES))
 ATTACH_PREFIX: dict[str, Any] = {"request": "r1", "attempt": 1, "block_hashes": [NAME]}
+ATTACH_SEQUENCE: dict[str, Any] = {"request": "r1", "attempt": 2, "sequence": ["r1", 1], "choice": 0, "position": 3}
 OFFER: dict[str, Any] = {**SETTLE, "start": 0, "block_ids": [4], "num_blocks": 1}
 HELLO: dict[str, Any] = {"role": "gateway", "fingerprint": None, "open_requests": [["r1", 1]]}
 
@@ -114,6 +118,7 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
             tenant="é",
             cache_salt="pepper",
             source=Source(address="host:1", incarnation=Incarnation("i1")),
+            offered=RequestKey(REQUEST, 1),
         ),
         tokens,
         PrefillDone(request=REQUEST, attempt=2, lease=LeaseId("l"), epoch=3, first_tokens=(first,)),
@@ -140,6 +145,7 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
     assert isinstance(arrived[4].cause, Cause)
     assert [len(name) for name in arrived[6].block_hashes] == [HASH_BYTES] * 3
     assert arrived[2].key == RequestKey(REQUEST, 2)
+    assert isinstance(arrived[1].offered, RequestKey)
 
 
 def test_a_frame_may_be_empty_and_a_view() -> None:
@@ -161,7 +167,7 @@ def test_work_is_of_the_middle_tier_and_of_nobody_in_particular() -> None:
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
 @pytest.mark.parametrize("tier", Tier)
 def test_tier_tenant_and_salt_arrive_with_the_work(kind: str, tier: Tier) -> None:
-    source = {} if kind == "Prefill" else {"source": SOURCE}
+    source = {} if kind == "Prefill" else OFFERED
     labels = {"tier": tier.value, "tenant": "t" * 256, "cache_salt": "s" * 256}
     work = received(kind, {**WORK, **source, **labels})
     assert (work.tier, work.tenant, work.cache_salt) == (tier, "t" * 256, "s" * 256)
@@ -171,7 +177,30 @@ def test_tier_tenant_and_salt_arrive_with_the_work(kind: str, tier: Tier) -> Non
 def test_a_decode_names_its_source_or_computes_its_prompt() -> None:
     assert received("Decode", {**WORK, "source": None}).source is None
     source = Source(address="h:1", incarnation=Incarnation("i"))
-    assert received("Decode", {**WORK, "source": SOURCE}).source == source
+    work = received("Decode", {**WORK, **OFFERED})
+    assert (work.source, work.offered, work.moving) == (source, RequestKey(REQUEST, 1), False)
+
+
+def test_a_decode_may_be_of_a_running_choice() -> None:
+    work = received("Decode", {**WORK, **OFFERED, "choices": [3], "moving": True})
+    assert (work.choices, work.moving) == ((3,), True)
+
+
+def test_a_sequence_is_named_as_its_worker_knows_it() -> None:
+    message = received("AttachSequence", ATTACH_SEQUENCE)
+    assert message == AttachSequence(
+        request=REQUEST, attempt=2, sequence=RequestKey(REQUEST, 1), choice=0, position=3
+    )
+    assert isinstance(message.sequence, RequestKey)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_worker_says_whether_it_takes_work(phase: Phase) -> None:
+    load = dict.fromkeys(("steps", "running", "waiting", "waiting_tokens", "blocks_used", "blocks_total"), 0)
+    heartbeat = received("Heartbeat", {"number": 7, "sent": 0, **load, "phase": phase.value, "echoed": 6})
+    assert (heartbeat.phase, heartbeat.echoed) == (phase, 6)
+    assert isinstance(heartbeat.phase, Phase)
+    assert "phase" in refused("Heartbeat", {"number": 7, "sent": 0, **load})
 
 
 def test_a_prefill_may_be_told_of_a_prefix() -> None:
@@ -325,6 +354,22 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
         pytest.param("Decode", {**WORK, "source": None, "cache_salt": 5}, "cache_salt", id="a number for a salt"),
         pytest.param("Decode", WORK, "source", id="a decode that does not say whether there is a source"),
         pytest.param("Decode", {**WORK, "source": {}}, "source", id="an empty source"),
+        pytest.param("Decode", {**WORK, "source": SOURCE}, "offered", id="a source without an offer"),
+        pytest.param("Decode", {**WORK, "source": None, "offered": ["r1", 1]}, "offered", id="an offer of nobody"),
+        pytest.param("Decode", {**WORK, **OFFERED, "offered": ["r1", 0]}, "offered", id="an offer of attempt zero"),
+        pytest.param("Decode", {**WORK, **OFFERED, "moving": 1}, "moving", id="a number for a flag"),
+        pytest.param("Decode", {**WORK, "source": None, "moving": True}, "source", id="moving from nowhere"),
+        pytest.param(
+            "Decode", {**WORK, **OFFERED, "choices": [0, 1], "moving": True}, "one choice", id="two choices that move"
+        ),
+        pytest.param("Attach", {"request": "r1", "attempt": 1}, "offered", id="an attach for no Prefill"),
+        pytest.param("Attach", {"request": "r1", "attempt": 1, "offered": 0}, "offered", id="Prefill zero"),
+        pytest.param("AttachSequence", {**ATTACH_SEQUENCE, "sequence": ["r1"]}, "sequence", id="half a sequence"),
+        pytest.param("AttachSequence", {**ATTACH_SEQUENCE, "position": 0}, "position", id="a sequence of no tokens"),
+        pytest.param("AttachSequence", {**ATTACH_SEQUENCE, "choice": 16}, "choice", id="a sequence out of bounds"),
+        pytest.param("Cut", {"request": "r1", "attempt": 1, "choice": 0}, "position", id="a cut nowhere"),
+        pytest.param("Moved", {"request": "r1", "attempt": 1}, "choice", id="nothing that has moved"),
+        pytest.param("Drain", {"x": 1}, "x", id="an extra field in a drain"),
         pytest.param("Decode", {**WORK, "source": None, "prefix": None}, "prefix", id="a hint for a decode worker"),
         pytest.param("Prefill", {**WORK, "source": None}, "source", id="a source for a prefill worker"),
         pytest.param("Prefill", {**WORK, "prefix": {"num_tokens": 16}}, "source", id="a prefix that nobody has"),
@@ -397,8 +442,12 @@ REQUEST_MESSAGES: dict[str, dict[str, Any]] = {
     cls.__name__: {"request": "r1", "attempt": 1} for cls in MESSAGES if issubclass(cls, RequestMessage)
 } | {
     "Prefill": WORK,
-    "Decode": {**WORK, "source": SOURCE},
+    "Decode": {**WORK, **OFFERED},
+    "Attach": {"request": "r1", "attempt": 1, "offered": 1},
     "AttachPrefix": ATTACH_PREFIX,
+    "AttachSequence": ATTACH_SEQUENCE,
+    "Cut": {"request": "r1", "attempt": 1, "choice": 0, "position": 0},
+    "Moved": {"request": "r1", "attempt": 1, "choice": 0},
     "Tokens": TOKENS,
     "Settle": SETTLE,
     "Settled": {**SETTLE, "valid": True},
@@ -422,7 +471,7 @@ def test_lease_ids_and_incarnations_are_bounded_text(handle: object) -> None:
     for kind, fields in (("Settle", SETTLE), ("BlocksReady", OFFER), ("PrefillDone", DONE)):
         assert "lease" in refused(kind, {**fields, "lease": handle})
     source = {**SOURCE, "incarnation": handle}
-    assert "incarnation" in refused("Decode", {**WORK, "source": source})
+    assert "incarnation" in refused("Decode", {**WORK, **OFFERED, "source": source})
     assert "incarnation" in refused("Prefill", {**WORK, "prefix": {"source": source, "num_tokens": 16}})
 
 
@@ -441,6 +490,8 @@ BAD_KEYS = {
 @pytest.mark.parametrize("key", BAD_KEYS.values(), ids=BAD_KEYS.keys())
 def test_request_keys_are_validated_like_the_fields_of_a_message(key: list[object]) -> None:
     assert "open_requests" in refused("Hello", {**HELLO, "open_requests": [key]})
+    assert "offered" in refused("Decode", {**WORK, **OFFERED, "offered": key})
+    assert "sequence" in refused("AttachSequence", {**ATTACH_SEQUENCE, "sequence": key})
 
 
 @pytest.mark.parametrize("value", ["30", b"30", True], ids=["text", "bytes", "flag"])

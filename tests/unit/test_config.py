@@ -39,7 +39,7 @@ def test_defaults_load_and_are_valid(role: str) -> None:
     settings = load(ROLES[role], f"baton {role}", [])
     assert settings == ROLES[role].model_validate(settings.model_dump())
     assert settings.model == "demo"
-    assert (settings.pulse.interval_s, settings.pulse.timeout_s) == (0.5, 5.0)
+    assert (settings.pulse.interval_s, settings.pulse.timeout_s) == (0.25, 1.5)
 
 
 @every_role
@@ -139,6 +139,8 @@ BAD = [
     ("prefill", "chunk-size", "0"),
     ("prefill", "token-budget", ""),
     ("prefill", "unattached-ttl-s", "0"),
+    ("prefill", "drain-grace-s", "-1"),
+    ("decode", "drain-grace-s", "86401"),
     ("decode", "max-num-seqs", "0"),
     ("decode", "quarantine-bound-s", "nan"),
     ("gateway", "port", "65536"),
@@ -181,9 +183,10 @@ def test_every_bad_value_is_named_at_once() -> None:
         assert part in str(refusal.value)
 
 
-def test_a_timeout_shorter_than_the_heartbeat_is_refused() -> None:
+def test_a_timeout_shorter_than_three_heartbeats_is_refused() -> None:
     with pytest.raises(OperatorError, match="heartbeat"):
-        load(DecodeSettings, "baton decode", ["--heartbeat-interval-s=10", "--heartbeat-timeout-s=5"])
+        load(DecodeSettings, "baton decode", ["--heartbeat-interval-s=10", "--heartbeat-timeout-s=29"])
+    load(DecodeSettings, "baton decode", ["--heartbeat-interval-s=10", "--heartbeat-timeout-s=30"])
 
 
 def test_the_command_line_goes_before_variables_and_these_before_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

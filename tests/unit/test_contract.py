@@ -61,8 +61,8 @@ def test_equal_fingerprints_pass() -> None:
     [
         (dataclasses.replace(FINGERPRINT, config_hash="tea"), "config_hash", "c0ffee", "tea"),
         (dataclasses.replace(FINGERPRINT, weights_hash="mate"), "weights_hash", "decaf", "mate"),
-        (dataclasses.replace(FINGERPRINT, protocol_version=99), "protocol_version", "2", "99"),
-        (dataclasses.replace(FINGERPRINT, protocol_version=1), "protocol_version", "2", "1"),
+        (dataclasses.replace(FINGERPRINT, protocol_version=99), "protocol_version", "3", "99"),
+        (dataclasses.replace(FINGERPRINT, protocol_version=1), "protocol_version", "3", "1"),
         (
             dataclasses.replace(FINGERPRINT, layout=dataclasses.replace(LLAMA_2_7B, block_size=32)),
             "layout.block_size",

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.driver import Arrival, Driver, Modelled, Story, Timing
 from common.contract.block_hashes import BlockChain
-from common.contract.ids import Incarnation, RequestId
+from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
@@ -240,6 +240,7 @@ class Worker:
             budget_s=1.0,
             tenant=tenant,
             source=Source(address="p:1", incarnation=Incarnation("p")),
+            offered=RequestKey(RequestId(f"r{self.num_requests}"), 1),
         )
         chain = BlockChain(16)
         subject = DecodeRequest(

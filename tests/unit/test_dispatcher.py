@@ -4,179 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, text, welcome
 
 from common.contract.errors import Cause, FingerprintMismatchError
-from common.contract.ids import Incarnation, RequestKey, new_incarnation
-from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import (
-    Abort,
-    Ack,
-    Decode,
-    Failed,
-    FinishReason,
-    HelloRefused,
-    Message,
-    Prefill,
-    PrefixHint,
-    Role,
-    Source,
-    Tokens,
-    Welcome,
-)
+from common.contract.messages import Abort, Ack, Decode, HelloRefused, PrefixHint, Role, Source, Tokens
 from common.contract.sampling import SamplingParams
-from common.runtime.clock import Pulse, monotonic
 from gateway import dispatcher
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Delta, Generation, GenerationFailed
-from gateway.registry import Registry
-
-P, D, D2 = "p:1", "d:1", "d:2"
-PROMPT = (7, 8, 9)
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
-FINGERPRINT = Fingerprint(config_hash="c", weights_hash="w", layout=LAYOUT)
-
-
-def welcome(role: Role, *open_requests: RequestKey) -> Welcome:
-    return Welcome(
-        role=role,
-        fingerprint=FINGERPRINT,
-        max_sequence_tokens=50,
-        transport="zmq",
-        transport_metadata=b"",
-        open_requests=open_requests,
-    )
-
-
-class Link:
-    """Stands for a `ControlClient`: what was sent, and the worker's life."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.worker: Incarnation = new_incarnation()
-        self.sent: list[Message] = []
-
-    def send(self, message: Message) -> None:
-        self.sent.append(message)
-
-
-class Bench:
-    """A dispatcher and workers that the test plays: a prefill and a decode worker, unless told otherwise."""
-
-    def __init__(
-        self, prefill: tuple[str, ...] = (P,), decode: tuple[str, ...] = (D,), *, opened: bool = True, **options: int
-    ) -> None:
-        self.registry = Registry(prefill, decode, "c")
-        self.dispatcher = Dispatcher(new_incarnation(), self.registry, monotonic, Pulse(), **options)
-        self.links = {address: Link(address) for address in (*prefill, *decode)}
-        self.dispatcher._links.update(self.links)  # type: ignore[arg-type]
-        for address in self.links if opened else ():
-            self.open(address)
-        self.tasks: list[asyncio.Task[list[Delta]]] = []
-
-    def open(self, address: str, *, restarted: bool = False) -> None:
-        if restarted:
-            self.links[address].worker = new_incarnation()
-        role = Role.PREFILL if address == P else Role.DECODE
-        self.dispatcher.on_open(self.link(address), welcome(role))
-
-    def link(self, address: str) -> Any:
-        return self.links[address]
-
-    async def request(
-        self, prompt: Sequence[int] = PROMPT, *, n: int = 1, salt: str = "", budget_s: float = 30.0
-    ) -> tuple[RequestKey, asyncio.Task[list[Delta]]]:
-        """A client asks; its key, and what it is given."""
-
-        async def collect() -> list[Delta]:
-            return [delta async for delta in self.dispatcher.generate(generation)]
-
-        sampling = SamplingParams(max_tokens=99)
-        generation = Generation(
-            token_ids=tuple(prompt), num_choices=n, sampling=sampling, budget_s=budget_s, cache_salt=salt
-        )
-        known = set(self.work)
-        task = asyncio.create_task(collect())
-        self.tasks.append(task)
-        while self.work.keys() == known:
-            await asyncio.sleep(0)
-        (key,) = self.work.keys() - known
-        return key, task
-
-    @property
-    def work(self) -> dict[RequestKey, dict[str, Prefill | Decode]]:
-        """What each worker was given, by request."""
-        work: dict[RequestKey, dict[str, Prefill | Decode]] = {}
-        for address, link in self.links.items():
-            for message in link.sent:
-                if isinstance(message, Prefill | Decode):
-                    work.setdefault(message.key, {})[address] = message
-        return work
-
-    def hint(self, key: RequestKey) -> PrefixHint | None:
-        """What the prefill worker was told of the prompt's beginning."""
-        prefill = self.work[key][P]
-        assert isinstance(prefill, Prefill)
-        return prefill.prefix
-
-    def tokens(
-        self,
-        address: str,
-        key: RequestKey,
-        position: int,
-        *ids: int,
-        reason: FinishReason | None = None,
-        choice: int = 0,
-    ) -> None:
-        """Output tokens, from `position` of the output."""
-        (prompt,) = {work.token_ids for work in self.work[key].values()}
-        message = Tokens(
-            request=key.request,
-            attempt=key.attempt,
-            choice=choice,
-            position=len(prompt) + position,
-            token_ids=ids,
-            finish_reason=reason,
-        )
-        self.dispatcher.on_message(self.link(address), message)
-
-    async def whole(self, prompt: Sequence[int], output: Sequence[int], **options: Any) -> RequestKey:
-        """A request from beginning to end, wherever it is sent."""
-        key, task = await self.request(prompt, **options)
-        *prefill, decode = self.work[key]
-        for address in prefill:
-            self.tokens(address, key, 0, output[0])
-        self.tokens(decode, key, 0, *output, reason="stop")
-        await task
-        return key
-
-    def counted(self, name: str, **labels: str) -> float:
-        """A metric's value."""
-        return next(
-            sample.value
-            for metric in self.dispatcher.collect()
-            for sample in metric.samples
-            if sample.name == f"baton_gateway_{name}" and sample.labels == labels
-        )
-
-    def sent(self, address: str, kind: type[Message]) -> list[Message]:
-        return [message for message in self.links[address].sent if isinstance(message, kind)]
-
-    def in_flight(self) -> tuple[int, int, int, int]:
-        """Requests and tokens at the prefill worker, and at the decode worker."""
-        p, d = self.registry.workers[P], self.registry.workers[D]
-        return p.in_flight, p.in_flight_tokens, d.in_flight, d.in_flight_tokens
-
-    async def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        assert self.dispatcher.ready().details["in_flight"] == 0
-        self.dispatcher._context.destroy(linger=0)
+from gateway.generation import Generation, GenerationFailed
 
 
 @pytest.fixture
@@ -184,13 +22,6 @@ async def bench() -> AsyncIterator[Bench]:
     subject = Bench()
     yield subject
     await subject.close()
-
-
-async def failure(task: asyncio.Task[list[Delta]]) -> Cause:
-    async with asyncio.timeout(5):
-        with pytest.raises(GenerationFailed) as caught:
-            await task
-    return caught.value.cause
 
 
 async def test_a_request_goes_through(bench: Bench) -> None:
@@ -220,7 +51,7 @@ async def test_a_client_that_leaves_frees_both_workers(bench: Bench) -> None:
 
 
 async def test_without_workers_a_request_fails_at_once(bench: Bench) -> None:
-    bench.dispatcher.on_lost(bench.link(D), "dead")
+    bench.lose(D, "dead")
     generation = Generation(token_ids=PROMPT, num_choices=1, sampling=SamplingParams(max_tokens=9), budget_s=1.0)
     with pytest.raises(GenerationFailed, match="no decode worker"):
         await anext(bench.dispatcher.generate(generation))
@@ -229,23 +60,32 @@ async def test_without_workers_a_request_fails_at_once(bench: Bench) -> None:
 async def test_the_gateway_s_own_deadline_comes_last(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "_BUDGET_GRACE_S", 0.01)
     _, task = await bench.request(budget_s=0.01)
+    await asyncio.wait([task])
     assert await failure(task) is Cause.DEADLINE
     assert len(bench.sent(P, Abort)) == len(bench.sent(D, Abort)) == 1
 
 
-@pytest.mark.parametrize("address", [P, D])
-async def test_a_lost_worker_ends_its_requests(bench: Bench, address: str) -> None:
-    _, task = await bench.request()
-    bench.dispatcher.on_lost(bench.link(address), "silent")
-    assert await failure(task) is Cause.WORKER_LOST
-    bench.open(address)
-    assert bench.in_flight() == (0, 0, 0, 0)
+async def test_a_lost_worker_does_not_end_its_requests() -> None:
+    bench = Bench(prefill=(P, P2), decode=(D, D2))
+    key, task = await bench.request()
+    bench.lose(P)
+    key, work = bench.newest(key)
+    assert set(work) == {P2, D}
+    bench.tokens(P2, key, 0, 10)
+    bench.tokens(D, key, 0, 10, 11)
+    bench.lose(D)
+    key, work = bench.newest(key)
+    assert set(work) == {P2, D2}
+    bench.tokens(D2, key, 2, 12, reason="stop")
+    assert await text(task) == [10, 11, 12]
+    assert bench.in_flight(P, P2, D, D2) == (0, 0) * 4
+    await bench.close()
 
 
 async def test_a_lost_prefill_worker_is_not_missed_after_its_first_token(bench: Bench) -> None:
     key, task = await bench.request()
     bench.tokens(P, key, 0, 10)
-    bench.dispatcher.on_lost(bench.link(P), "silent")
+    bench.lose(P, "silent")
     bench.open(P)
     bench.tokens(D, key, 0, 10, 11, reason="length")
     assert [delta.token_ids for delta in await task] == [(10,), (11,)]
@@ -257,7 +97,7 @@ async def test_loads_balance_when_a_session_ends_and_opens_again(bench: Bench, r
     """The request outlives the prefill worker's session; it must not be taken from the next session's count."""
     key, task = await bench.request()
     bench.tokens(D, key, 0, 10)
-    bench.dispatcher.on_lost(bench.link(P), "silent")
+    bench.lose(P, "silent")
     bench.open(P, restarted=restarted)
     bench.tokens(D, key, 1, 11, reason="stop")
     await task
@@ -266,17 +106,20 @@ async def test_loads_balance_when_a_session_ends_and_opens_again(bench: Bench, r
     assert bench.in_flight() == (1, 3, 1, 3)
 
 
-async def test_a_resync_ends_what_the_worker_has_forgotten(bench: Bench) -> None:
+async def test_a_resync_begins_again_what_the_worker_has_forgotten(bench: Bench) -> None:
     key, task = await bench.request()
     assert bench.dispatcher.hello(bench.link(D)).open_requests == (key,)
     bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE))
-    assert await failure(task) is Cause.WORKER_LOST
+    newest, work = bench.newest(key)
+    assert (newest.attempt, set(work)) == (2, {D})
+    bench.tokens(D, newest, 0, 10, reason="stop")
+    assert await text(task) == [10]
 
 
 async def test_a_resync_keeps_what_the_worker_knows(bench: Bench) -> None:
     key, task = await bench.request()
     bench.dispatcher.hello(bench.link(D))
-    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE, key))
+    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE, [key]))
     bench.tokens(D, key, 0, 10, reason="stop")
     assert [delta.token_ids for delta in await task] == [(10,)]
 
@@ -344,7 +187,7 @@ async def test_a_gateway_without_prefill_workers_is_whole(log: pytest.LogCapture
     assert (worker.in_flight, worker.in_flight_tokens) == (0, 0)
     assert bench.counted("local_prefills_total", reason="colocated") == 1
     assert [record for record in log.records if record.levelno > logging.INFO] == []
-    bench.dispatcher.on_lost(bench.link(D), "dead")
+    bench.lose(D, "dead")
     assert bench.dispatcher.ready().reason == "no decode worker is usable"
     await bench.close()
 
@@ -353,7 +196,7 @@ async def test_without_a_prefill_worker_the_decode_worker_computes_the_prompt(
     bench: Bench, log: pytest.LogCaptureFixture
 ) -> None:
     for number in (1, 2):
-        bench.dispatcher.on_lost(bench.link(P), "dead")
+        bench.lose(P, "dead")
         readiness = bench.dispatcher.ready()
         assert readiness.ready
         assert readiness.reason.startswith("degraded: no prefill worker")
@@ -374,7 +217,7 @@ async def test_without_a_prefill_worker_the_decode_worker_computes_the_prompt(
 
 async def test_with_no_worker_at_all_both_roles_are_named(bench: Bench) -> None:
     for address in (P, D):
-        bench.dispatcher.on_lost(bench.link(address), "dead")
+        bench.lose(address, "dead")
     readiness = bench.dispatcher.ready()
     assert (readiness.ready, readiness.reason) == (False, "no prefill and no decode worker is usable")
     assert readiness.max_sequence_tokens is None
@@ -471,7 +314,7 @@ async def test_nothing_is_remembered_unless_asked_for(bench: Bench) -> None:
 async def test_a_cache_dies_with_its_worker_and_not_with_a_session(restarted: bool) -> None:
     bench = Bench(prefix_index_blocks=1000)
     await bench.whole(PROMPT_1, OUTPUT_1)
-    bench.dispatcher.on_lost(bench.link(D), "silent")
+    bench.lose(D, "silent")
     bench.open(D, restarted=restarted)
     assert (bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None) == restarted
     await bench.close()
@@ -495,10 +338,8 @@ async def test_a_request_that_fails_leaves_nothing_with_its_decode_worker(spoken
     bench.tokens(P, key, 0, OUTPUT_1[0])
     if spoken:
         bench.tokens(D, key, 0, *OUTPUT_1)
-    bench.dispatcher.on_message(
-        bench.link(D), Failed(request=key.request, attempt=key.attempt, cause=Cause.TRANSFER, message="")
-    )
-    assert await failure(task) is Cause.TRANSFER
+    bench.fail(D, key, Cause.INVALID)
+    assert await failure(task) is Cause.INVALID
     assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
     await bench.close()
 

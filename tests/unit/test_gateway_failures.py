@@ -36,6 +36,7 @@ STATUSES = {
     Cause.TRANSFER: 503,
     Cause.FINGERPRINT: 503,
     Cause.SUPERSEDED: 503,
+    Cause.POISON: 500,
     Cause.INTERNAL: 500,
 }
 

@@ -25,6 +25,7 @@ from common.contract.messages import (
     HelloRequired,
     Message,
     OfferWithdrawn,
+    Phase,
     PrefillDone,
     Role,
     Settle,
@@ -269,7 +270,7 @@ async def test_a_prefix_of_which_the_beginning_is_held(net: Net) -> None:
 async def test_messages_about_another_attempt_or_from_another_life_are_not_the_pulls(net: Net) -> None:
     pull = await net.attached()
     await net.source.send(
-        ready(net.pull(attempt=2), 0), ready(net.pull(R2), 0), Attach(request=R1, attempt=1), ready(pull, 0)
+        ready(net.pull(attempt=2), 0), ready(net.pull(R2), 0), Attach(request=R1, attempt=1, offered=1), ready(pull, 0)
     )
     assert await net.worker.next() == ("want", pull, 3)
     net.intake.on_source_message(new_incarnation(), withdrawal(pull))
@@ -543,7 +544,7 @@ class Peer:
         for block in block_ids:
             self.references[block] -= 1
 
-    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
+    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
         self.on_returned(block_ids)
 
     def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
@@ -572,7 +573,7 @@ class Peer:
 
     def heartbeat(self, number: int, sent: int) -> Heartbeat:
         zero = dict.fromkeys(("steps", "running", "waiting", "waiting_tokens", "blocks_used", "blocks_total"), 0)
-        return Heartbeat(number=number, sent=sent, **zero, draining=False)
+        return Heartbeat(number=number, sent=sent, **zero, phase=Phase.SERVING)
 
     async def __aenter__(self) -> Peer:
         await self.worker.intake.start()

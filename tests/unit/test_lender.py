@@ -14,6 +14,7 @@ from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
     Attach,
     AttachPrefix,
+    AttachSequence,
     BlocksReady,
     Detach,
     Message,
@@ -43,6 +44,8 @@ class Worker:
         self.sent: list[tuple[Incarnation, Message]] = []
         self.serving: list[bool] = []
         self.dropped: list[tuple[RequestKey, Cause]] = []
+        self.unpinned: list[tuple[RequestKey, bool]] = []
+        """(as it was opened, whether a sink has the blocks)."""
         self.references: Counter[int] = Counter()
         self.checksums = checksums
         self.lender = Lender(
@@ -67,8 +70,9 @@ class Worker:
     def on_returned(self, block_ids: Sequence[int]) -> None:
         self.references.subtract(block_ids)
 
-    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
+    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
         self.references.subtract(block_ids)
+        self.unpinned.append((key, settled))
 
     def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
         self.dropped.append((key, cause))
@@ -129,7 +133,7 @@ def kinds(told: list[tuple[Incarnation, Message]]) -> list[tuple[Incarnation, ty
 
 
 def test_the_offer_of_a_request_from_attach_to_settle(worker: Worker) -> None:
-    worker.lender.on_message(D1, Attach(request=R1, attempt=1))
+    worker.lender.on_message(D1, Attach(request=R1, attempt=1, offered=1))
     assert (worker.told(), worker.lender.num_parked, worker.serving) == ([], 1, [])
     worker.open()
     told = worker.told()
@@ -140,6 +144,7 @@ def test_the_offer_of_a_request_from_attach_to_settle(worker: Worker) -> None:
     assert isinstance(verdict, Settled)
     assert verdict.valid
     assert (worker.held, worker.lender.num_leases, worker.serving) == ({}, 0, [True, False])
+    assert worker.unpinned == [(KEY, True)]
 
 
 def test_what_the_table_ends_by_itself_the_worker_hears_of(worker: Worker) -> None:
@@ -150,18 +155,18 @@ def test_what_the_table_ends_by_itself_the_worker_hears_of(worker: Worker) -> No
     worker.lender.expire(100.0 + TTL_S)
     worker.open(R2)
     worker.lender.reclaim(1, worker.now)
-    assert worker.dropped == [(KEY, Cause.DEADLINE), (RequestKey(R2, 1), Cause.LEASE_LOST)]
+    assert worker.dropped == [(KEY, Cause.LEASE_LOST), (RequestKey(R2, 1), Cause.LEASE_LOST)]
     assert worker.held == {}
     assert worker.lender.next_expiry() == math.inf
 
 
 def test_a_withdrawal_reaches_the_sink(worker: Worker) -> None:
     worker.open()
-    worker.lender.on_message(D1, Attach(request=R1, attempt=1))
+    worker.lender.on_message(D1, Attach(request=R1, attempt=1, offered=1))
     worker.told()
     worker.lender.withdraw(R1, Cause.CANCELLED, "aborted")
     assert kinds(worker.told()) == [(D1, OfferWithdrawn)]
-    assert worker.held == {}
+    assert (worker.held, worker.unpinned) == ({}, [(KEY, False)])
     assert worker.serving == [True], "its read may be under way"
     worker.lender.on_message(D1, Detach(request=R1, attempt=1))
     assert worker.serving == [True, False]
@@ -169,14 +174,14 @@ def test_a_withdrawal_reaches_the_sink(worker: Worker) -> None:
 
 def test_a_lost_sinks_offers_wait_for_another_and_what_was_lent_to_it_is_back(worker: Worker) -> None:
     worker.open()
-    worker.lender.on_message(D1, Attach(request=R1, attempt=1))
+    worker.lender.on_message(D1, Attach(request=R1, attempt=1, offered=1))
     worker.told()
     worker.lend()
     assert worker.held == {1: 1, 2: 1, 10: 1, 11: 1, 12: 1}
     worker.lender.on_peer_lost(D1)
     assert worker.held == {1: 1, 2: 1}
     assert worker.serving == [True, False]
-    worker.lender.on_message(D2, Attach(request=R1, attempt=1))
+    worker.lender.on_message(D2, Attach(request=R1, attempt=1, offered=1))
     assert kinds(worker.told()) == [(D2, BlocksReady), (D2, PrefillDone)]
 
 
@@ -186,6 +191,37 @@ def test_a_hello_keeps_what_it_lists(worker: Worker) -> None:
     assert worker.held == {10: 1, 11: 1, 12: 1}
     worker.lender.on_hello(D1, (KEY,))
     assert worker.held == {}
+
+
+def test_another_sink_takes_over_what_a_prefill_has_offered(worker: Worker) -> None:
+    worker.open()
+    worker.lender.on_message(D1, Attach(request=R1, attempt=1, offered=1))
+    worker.lender.on_peer_lost(D1)
+    worker.told()
+    worker.lender.on_message(D2, Attach(request=R1, attempt=2, offered=1))
+    [(_, offer), (_, done)] = worker.told()
+    assert (offer.attempt, offer.block_ids, type(done)) == (2, (1, 2), PrefillDone)
+    worker.lender.on_message(D2, settle(offer))
+    assert worker.unpinned == [(KEY, True)], "the worker knows it by the attempt that it has opened"
+    worker.told()
+    worker.lender.on_message(D1, Attach(request=R1, attempt=3, offered=1))
+    assert kinds(worker.told()) == [(D1, OfferWithdrawn)]
+    assert worker.lender.num_parked == 0
+
+
+def test_who_attaches_to_a_sequence_waits_until_it_is_offered(worker: Worker) -> None:
+    key = RequestKey(R1, 2)
+    worker.lender.expect(key, worker.now + 600.0)
+    worker.lender.on_message(D1, AttachSequence(request=R1, attempt=2, sequence=KEY, choice=0, position=9))
+    assert (worker.told(), worker.lender.awaits(key), worker.lender.awaits(KEY)) == ([], True, False)
+    worker.lender.expire(worker.now + TTL_S)
+    assert worker.lender.awaits(key), "it waits as long as the sequence may"
+    worker.references.update([1])
+    worker.lender.open(key, [1], worker.now + 600.0)
+    assert kinds(worker.told()) == [(D1, BlocksReady)]
+    assert not worker.lender.awaits(key)
+    worker.lender.withdraw(R1, Cause.LEASE_LOST, "over")
+    assert worker.unpinned == [(key, False)]
 
 
 # --- cached prefixes ---------------------------------------------------------------------------------------------
@@ -278,7 +314,7 @@ def test_with_checksums_lent_blocks_have_theirs() -> None:
     worker = Worker(checksums=True)
     assert worker.lend().checksums == (1010, 1011, 1012)
     worker.open()
-    worker.lender.on_message(D2, Attach(request=R1, attempt=1))
+    worker.lender.on_message(D2, Attach(request=R1, attempt=1, offered=1))
     assert worker.told()[0][1].checksums == (5, 6)
     worker.lender.check_invariants()
 
@@ -286,7 +322,7 @@ def test_with_checksums_lent_blocks_have_theirs() -> None:
 def test_metrics_of_what_is_held(worker: Worker) -> None:
     worker.open()
     worker.lend()
-    worker.lender.on_message(D2, Attach(request=R2, attempt=1))
+    worker.lender.on_message(D2, Attach(request=R2, attempt=1, offered=1))
     assert {metric.name: metric.samples[0].value for metric in worker.lender.metrics()} == {
         "baton_leases": 2,
         "baton_readers": 1,

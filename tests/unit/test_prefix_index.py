@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.contract.block_hashes import BlockHash, block_hashes
 from common.contract.ids import Incarnation
-from gateway.flow import Place
+from gateway.attempt import Place
 from gateway.prefix_index import MAX_PLACES, PrefixIndex, Trail
 
 A, B = Place("a:1", Incarnation("A")), Place("b:1", Incarnation("B"))

@@ -10,8 +10,8 @@ import pytest
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
-from common.contract.messages import Heartbeat, PrefixHint, Role, Source, Welcome
-from gateway.flow import Place
+from common.contract.messages import Heartbeat, Phase, PrefixHint, Role, Source, Welcome
+from gateway.attempt import Place
 from gateway.registry import Registry, WorkerView
 from gateway.router import Handoff, Local, LocalPrefill, choose, least_loaded_decode, least_loaded_prefill
 
@@ -33,17 +33,25 @@ def welcome(role: Role, fingerprint: Fingerprint = FINGERPRINT) -> Welcome:
     )
 
 
-def load(*, waiting_tokens: int = 0, used: int = 0, total: int = 10, draining: bool = False) -> Heartbeat:
+def load(
+    *,
+    waiting_tokens: int = 0,
+    used: int = 0,
+    total: int = 10,
+    phase: Phase = Phase.SERVING,
+    running: int = 0,
+    steps: int = 0,
+) -> Heartbeat:
     return Heartbeat(
         number=1,
         sent=0,
-        steps=0,
-        running=0,
+        steps=steps,
+        running=running,
         waiting=0,
         waiting_tokens=waiting_tokens,
         blocks_used=used,
         blocks_total=total,
-        draining=draining,
+        phase=phase,
     )
 
 
@@ -71,21 +79,71 @@ def test_a_worker_is_usable_while_its_session_is_open(registry: Registry) -> Non
     assert usable(registry) == {D1}
 
 
-def test_a_draining_worker_gets_nothing_new_until_it_says_otherwise(registry: Registry) -> None:
+@pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.DRAINED])
+def test_a_draining_worker_gets_nothing_new_until_it_says_otherwise(registry: Registry, phase: Phase) -> None:
     registry.opened(D1, LIFE, welcome(Role.DECODE))
-    registry.heartbeat(D1, load(draining=True))
+    registry.heartbeat(D1, load(phase=phase), 0.0)
     assert usable(registry) == set()
-    registry.heartbeat(D1, load())
+    registry.heartbeat(D1, load(), 0.0)
     assert usable(registry) == {D1}
 
 
 def test_the_load_of_a_lost_life_is_forgotten(registry: Registry) -> None:
     registry.opened(D1, LIFE, welcome(Role.DECODE))
-    registry.heartbeat(D1, load(draining=True))
+    registry.heartbeat(D1, load(phase=Phase.DRAINING), 0.0)
     registry.lost(D1)
     registry.opened(D1, NEXT_LIFE, welcome(Role.DECODE))
     assert registry.workers[D1].load is None
     assert usable(registry) == {D1}
+
+
+def test_a_worker_whose_engine_hangs_is_not_used_until_it_steps() -> None:
+    registry = Registry((P1,), (D1,), "c", stall_s=30)
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    assert not registry.heartbeat(D1, load(running=1, steps=5), 0.0)
+    assert not registry.heartbeat(D1, load(running=1, steps=5), 30.0)
+    assert usable(registry) == {D1}
+    assert registry.heartbeat(D1, load(running=1, steps=5), 30.1)
+    assert usable(registry) == set()
+    assert not registry.heartbeat(D1, load(running=1, steps=5), 31.0), "it is said once"
+    assert usable(registry) == set()
+    assert not registry.heartbeat(D1, load(running=1, steps=6), 32.0)
+    assert usable(registry) == {D1}
+
+
+@pytest.mark.parametrize("again", [load(running=1, steps=6), load(running=0, steps=5)], ids=["steps", "is idle"])
+def test_an_engine_that_steps_or_is_idle_does_not_hang(again: Heartbeat) -> None:
+    registry = Registry((P1,), (D1,), "c", stall_s=30)
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    registry.heartbeat(D1, load(running=1, steps=5), 0.0)
+    registry.heartbeat(D1, again, 29.0)
+    registry.heartbeat(D1, replace(again, running=1), 58.0)
+    assert usable(registry) == {D1}
+    assert registry.heartbeat(D1, replace(again, running=1), 89.0)
+
+
+def test_another_session_knows_nothing_of_an_engine_that_hung() -> None:
+    registry = Registry((P1,), (D1,), "c", stall_s=30)
+    for life in (LIFE, NEXT_LIFE, NEXT_LIFE):
+        registry.opened(D1, life, welcome(Role.DECODE))
+        assert usable(registry) == {D1}
+        assert not registry.heartbeat(D1, load(running=1, steps=5), 1000.0)
+        assert registry.heartbeat(D1, load(running=1, steps=5), 1031.0)
+        registry.lost(D1)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "used", "room"), [(16, 8, True), (16, 9, False), (17, 7, True), (17, 8, False), (1, 10, False)]
+)
+def test_a_sequence_has_room_where_its_blocks_and_the_next_one_are_free(
+    registry: Registry, num_tokens: int, used: int, room: bool
+) -> None:
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    assert not registry.workers[D1].has_room(num_tokens), "nothing is known of it yet"
+    registry.heartbeat(D1, load(used=used, total=10), 0.0)
+    assert registry.workers[D1].has_room(num_tokens) == room
+    registry.lost(D1)
+    assert not registry.workers[D1].has_room(num_tokens)
 
 
 # --- what is in flight -----------------------------------------------------------------------------------------------
@@ -141,7 +199,7 @@ def test_what_is_missing_is_what_there_should_be(registry: Registry) -> None:
     assert registry.missing() == [Role.PREFILL]
     registry.opened(P1, LIFE, welcome(Role.PREFILL))
     assert registry.missing() == []
-    registry.heartbeat(P1, load(draining=True))
+    registry.heartbeat(P1, load(phase=Phase.DRAINING), 0.0)
     assert registry.missing() == [Role.PREFILL]
 
 
@@ -342,7 +400,7 @@ def test_a_hint_names_no_life_that_has_ended_and_no_worker_that_leaves() -> None
     registry = opened(*WORKERS)
     cached = {Place(D1, NEXT_LIFE): 64} | held(d2=32)
     assert handoff(registry, 100, cached).prefix == hint(D2, 32)
-    registry.heartbeat(D2, load(draining=True))
+    registry.heartbeat(D2, load(phase=Phase.DRAINING), 0.0)
     assert handoff(registry, 100, cached).prefix is None
 
 

@@ -10,6 +10,7 @@ from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import (
     Attach,
     AttachPrefix,
+    AttachSequence,
     BlocksReady,
     Detach,
     FinishReason,
@@ -36,6 +37,8 @@ from kv_transfer.sink import (
 KEY = RequestKey(RequestId("r1"), 2)
 ABOUT = {"request": KEY.request, "attempt": KEY.attempt}
 LEASE = {"lease": LeaseId("l1"), "epoch": 7}
+ATTACH = Attach(**ABOUT, offered=KEY.attempt)
+AT = Source(address="p:1", incarnation=Incarnation("p"))
 SINK_BLOCKS = (50, 51, 52)
 
 
@@ -73,7 +76,7 @@ def gave_up(actions: list[Action]) -> Cause | None:
 @pytest.fixture
 def pull():
     """A pull, whose invariants are checked at the end."""
-    subject = Pull(KEY, Source(address="p:1", incarnation=Incarnation("p")))
+    subject = Pull(KEY, AT)
     yield subject
     subject.check_invariants()
 
@@ -114,7 +117,7 @@ states = pytest.mark.parametrize("state", IN_STATE)
 
 
 def test_the_life_of_a_pull(pull: Pull) -> None:
-    assert pull.attach() == [SendToSource(Attach(**ABOUT))]
+    assert pull.attach() == [SendToSource(Attach(**ABOUT, offered=2))], "by default, the Prefill of its own attempt"
     assert pull.state is PullState.ATTACHING
     assert pull.blocks_ready(ready(0)) == [WantBlocks(3)]
     assert pull.state is PullState.OFFERED
@@ -130,6 +133,32 @@ def test_the_life_of_a_pull(pull: Pull) -> None:
     assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
     assert pull.state is PullState.SETTLED
     assert pull.over
+
+
+def test_a_pull_may_be_of_what_an_older_attempt_has_computed() -> None:
+    """Its decode worker has failed, and its offer still stands."""
+    pull = Pull(KEY, AT, offered=1)
+    assert pull.attach() == [SendToSource(Attach(**ABOUT, offered=1))]
+    pull.blocks_ready(ready(0, 10, 11, 12))
+    pull.prefill_done(done(None))
+    pull.reserve(SINK_BLOCKS)
+    assert sent(pull.read_done(0, None)) == [Settle]
+    assert pull.attach() == [SendToSource(Attach(**ABOUT, offered=1)), SendToSource(Settle(**ABOUT, **LEASE))]
+
+
+def test_a_pull_of_a_running_sequence_says_which_and_from_where() -> None:
+    """With what the first stage has brought, only the rest is read; several tokens come with it."""
+    wanted = AttachSequence(**ABOUT, sequence=RequestKey(KEY.request, 1), choice=3, position=9)
+    pull = Pull(KEY, AT, sequence=wanted)
+    assert pull.attach() == [SendToSource(wanted)]
+    assert pull.blocks_ready(ready(0, 10, 11, 12)) == [WantBlocks(3)]
+    assert pull.attach() == [SendToSource(wanted)], "after lost messages"
+    tokens = Tokens(**ABOUT, choice=3, position=9, token_ids=(5, 6, 7))
+    assert pull.prefill_done(done(first_tokens=(tokens,))) == []
+    assert pull.reserve(SINK_BLOCKS, 2) == [StartRead(2, (12,), (52,), None)]
+    assert pull.read_done(2, None) == [SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.attach() == [SendToSource(wanted), SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.settled(settled()) == [Admit(SINK_BLOCKS, (tokens,))]
 
 
 def test_blocks_that_are_ready_before_the_reservation_are_read_at_once(pull: Pull) -> None:
@@ -230,7 +259,7 @@ def test_after_a_loss_the_pull_attaches_again(pull: Pull) -> None:
 def test_after_a_loss_a_settling_pull_asks_again(pull: Pull) -> None:
     """The source may have lost this sink, and still hold the lease."""
     settling(pull)
-    assert pull.attach() == [SendToSource(Attach(**ABOUT)), SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.attach() == [SendToSource(ATTACH), SendToSource(Settle(**ABOUT, **LEASE))]
     assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
     assert pull.prefill_done(done(None)) == []
     assert isinstance(pull.settled(settled())[0], Admit)

@@ -11,6 +11,7 @@ from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import (
     Attach,
     AttachPrefix,
+    AttachSequence,
     BlocksReady,
     Detach,
     FinishReason,
@@ -42,8 +43,9 @@ def key(attempt: int = 1, request: RequestId = R1) -> RequestKey:
     return RequestKey(request, attempt)
 
 
-def attach(attempt: int = 1, request: RequestId = R1) -> Attach:
-    return Attach(request=request, attempt=attempt)
+def attach(attempt: int = 1, request: RequestId = R1, *, offered: int | None = None) -> Attach:
+    """For the Prefill of the same attempt, or of the one `offered`."""
+    return Attach(request=request, attempt=attempt, offered=attempt if offered is None else offered)
 
 
 def first_token(reason: FinishReason | None = None, choice: int = 0, attempt: int = 1) -> Tokens:
@@ -258,7 +260,7 @@ def test_a_repeated_settle_must_name_the_lease_as_it_was(table: LeaseTable, chan
 def test_a_stale_attempt_of_the_same_sink_is_never_told_valid(table: LeaseTable) -> None:
     """Its reads may still be under way while the newer attempt settles and the blocks are reused."""
     offer = completed(table)
-    table.attach(attach(2), D1, 1.0)
+    table.attach(attach(2, offered=1), D1, 1.0)
     assert not verdict(table.settle(settle(offer), D1)), "the newer attempt has the lease"
     assert verdict(table.settle(settle(offer, attempt=2), D1))
     assert not verdict(table.settle(settle(offer), D1)), "the lease has ended, and the stale attempt asks again"
@@ -345,7 +347,7 @@ def test_a_second_sink_supersedes_the_first(table: LeaseTable) -> None:
 def test_a_newer_attempt_takes_the_lease_over(table: LeaseTable) -> None:
     """Late binding: nothing is computed again."""
     offer = completed(table)
-    actions = table.attach(attach(2), D2, 1.0)
+    actions = table.attach(attach(2, offered=1), D2, 1.0)
     assert withdrawals(actions) == [(D1, 1, Cause.SUPERSEDED)]
     assert actions[1].message.attempt == 2
     assert actions[1].message.lease == offer.lease
@@ -382,7 +384,7 @@ def test_a_detach_of_somebody_else_is_inert(table: LeaseTable, attempt: int, sin
 
 def test_a_stale_detach_does_not_undo_a_newer_attach(table: LeaseTable) -> None:
     offer = completed(table)
-    table.attach(attach(2), D1, 1.0)
+    table.attach(attach(2, offered=1), D1, 1.0)
     table.detach(Detach(request=R1, attempt=1), D1, 2.0)
     assert verdict(table.settle(settle(offer, attempt=2), D1))
 
@@ -472,7 +474,7 @@ def test_an_attach_whose_prefill_never_comes_is_refused(table: LeaseTable) -> No
     table.attach(attach(), D1, 1.0)
     assert table.next_expiry() == 1.0 + TTL_S
     assert table.expire(1.0 + TTL_S - 0.1) == []
-    assert withdrawals(table.expire(1.0 + TTL_S)) == [(D1, 1, Cause.DEADLINE)]
+    assert withdrawals(table.expire(1.0 + TTL_S)) == [(D1, 1, Cause.LEASE_LOST)]
     assert table.num_parked == 0
     assert table.next_expiry() == math.inf
 
@@ -489,6 +491,7 @@ def test_parked_attaches_are_bounded_and_the_oldest_is_told(table: LeaseTable, m
 
 def test_a_withdrawal_reaches_a_parked_sink(table: LeaseTable) -> None:
     table.attach(attach(), D1, 0.0)
+    table.expect(key(), 600.0)
     assert withdrawals(table.withdraw(R1, Cause.TOO_LARGE, "no", now=1.0)) == [(D1, 1, Cause.TOO_LARGE)]
     assert table.num_parked == 0
 
@@ -502,7 +505,7 @@ def test_an_attach_that_is_parked_again_is_parked_once(table: LeaseTable) -> Non
 
 
 def test_a_parked_newer_attempt_is_given_the_lease(table: LeaseTable) -> None:
-    table.attach(attach(2), D1, 0.0)
+    table.attach(attach(2, offered=1), D1, 0.0)
     [(to, offer)] = sent(table.open(key(1), BLOCKS, 600.0, 1.0))
     assert (to, offer.attempt) == (D1, 2)
 
@@ -536,7 +539,7 @@ def test_a_sink_waits_as_long_as_the_request_that_waits_for_its_blocks(table: Le
     """In a deep queue a prompt waits longer than an attach without a Prefill may."""
     if attach_first:
         table.attach(attach(), D1, 0.0)
-    table.expect(R1, 600.0)
+    table.expect(key(), 600.0)
     if not attach_first:
         table.attach(attach(), D1, 0.0)
     assert table.expire(599.0) == []
@@ -544,21 +547,21 @@ def test_a_sink_waits_as_long_as_the_request_that_waits_for_its_blocks(table: Le
 
 
 def test_a_sink_does_not_wait_for_a_request_that_is_given_up(table: LeaseTable) -> None:
-    table.expect(R1, 600.0)
+    table.expect(key(), 600.0)
     table.attach(attach(), D1, 0.0)
     assert withdrawals(table.withdraw(R1, Cause.DEADLINE, "too late", now=1.0)) == [(D1, 1, Cause.DEADLINE)]
-    table.attach(attach(), D1, 2.0)
-    assert table.next_expiry() == 2.0 + TTL_S
+    assert withdrawals(table.attach(attach(), D1, 2.0)) == [(D1, 1, Cause.LEASE_LOST)]
+    assert (table.num_parked, table.next_expiry()) == (0, math.inf)
 
 
 def test_a_newer_attempt_outlives_the_end_of_the_older_one(table: LeaseTable) -> None:
     """Attempt 2 sends Prefill to the source that still has attempt 1, and the sink's attach overtakes that Prefill."""
     opened(table, attempt=1)
-    table.attach(attach(2), D2, 1.0)
+    assert table.attach(attach(2), D2, 1.0) == [], "it is not offered what an older Prefill computes"
     ended = table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=1.5)
-    assert (D2, 2, Cause.SUPERSEDED) not in withdrawals(ended), "the newest attempt is superseded by itself"
+    assert withdrawals(ended) == [(D1, 1, Cause.SUPERSEDED)], "the newest attempt is superseded by itself"
     assert unpinned(ended) == [BLOCKS]
-    assert table.next_expiry() == 1.5 + TTL_S
+    assert table.next_expiry() == 1.0 + TTL_S
     assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
 
 
@@ -566,6 +569,147 @@ def test_a_parked_attach_waits_for_the_prefill_that_supersedes_nothing(table: Le
     table.attach(attach(2), D2, 0.0)
     assert table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=1.0) == []
     assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
+
+
+# --- rebinding: the offer of one attempt, for the sink of another ----------------------------------------------------
+
+
+def test_a_complete_offer_that_was_left_is_taken_by_a_newer_attempt(table: LeaseTable) -> None:
+    """The decode worker has failed: nothing is computed again."""
+    offer = completed(table)
+    table.sink_said_hello(D1, (), 1.0)
+    [ready, done] = table.attach(attach(3, offered=1), D2, 2.0)
+    assert (ready.message.attempt, ready.message.lease, ready.message.block_ids) == (3, offer.lease, BLOCKS)
+    assert isinstance(done.message, PrefillDone)
+    assert verdict(table.settle(settle(offer, attempt=3), D2))
+
+
+@pytest.mark.parametrize("end", ["settled", "withdrawn", "expired", "reclaimed", "ended by the first token"])
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_an_offer_that_has_ended_is_refused_at_once(table: LeaseTable, end: str, attempt: int) -> None:
+    """Nobody is kept waiting for what cannot come."""
+    if end == "settled":
+        assert verdict(table.settle(settle(completed(table)), D1))
+    elif end == "withdrawn":
+        opened(table)
+        table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)
+    elif end == "expired":
+        completed(table, sink=None)
+        table.expire(TTL_S)
+    elif end == "reclaimed":
+        completed(table, sink=None)
+        table.reclaim(1, 0.0)
+    else:
+        opened(table)
+        table.blocks_ready(R1, 3, now=0.0)
+        table.complete(R1, [first_token("stop")])
+    assert withdrawals(table.attach(attach(attempt, offered=1), D2, 50.0)) == [(D2, attempt, Cause.LEASE_LOST)]
+    assert (table.num_parked, table.num_readers - (end in ("withdrawn", "ended by the first token"))) == (0, 0)
+
+
+def test_a_wait_that_was_given_up_is_refused_at_once(table: LeaseTable) -> None:
+    """The request had no blocks yet when it was aborted: there never was a lease."""
+    table.expect(key(), 600.0)
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
+    assert withdrawals(table.attach(attach(), D1, 2.0)) == [(D1, 1, Cause.LEASE_LOST)]
+
+
+def test_a_withdrawal_of_nothing_refuses_nobody(table: LeaseTable) -> None:
+    """An Abort for a request that has not come yet must not refuse the sink of the Prefill that comes after it."""
+    table.attach(attach(), D1, 0.0)
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
+    assert told(table.open(key(), BLOCKS, 600.0, 2.0)) == [(D1, BlocksReady)]
+
+
+def test_an_attach_for_a_newer_prefill_waits_while_the_older_offer_stands(table: LeaseTable) -> None:
+    offer = completed(table)
+    assert table.attach(attach(2), D2, 1.0) == []
+    assert table.num_parked == 1
+    assert table.awaits(key(2))
+    assert not table.awaits(key(1))
+    table.check_invariants()
+    actions = table.settle(settle(offer), D1)
+    assert verdict(actions), "the older one goes on undisturbed"
+    assert withdrawals(actions) == []
+    [(to, newer)] = sent(table.open(key(2), BLOCKS, 600.0, 2.0))
+    assert (to, newer.attempt) == (D2, 2)
+    assert newer.lease != offer.lease
+    assert not table.awaits(key(2))
+
+
+def test_an_abort_of_the_older_attempt_does_not_refuse_who_waits_for_the_newer(table: LeaseTable) -> None:
+    table.expect(key(1), 600.0)
+    table.attach(attach(2), D2, 0.0)
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
+    assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
+
+
+def test_an_abort_of_the_attempt_that_is_waited_for_refuses(table: LeaseTable) -> None:
+    table.attach(attach(2), D2, 0.0)
+    table.expect(key(2), 600.0)
+    assert withdrawals(table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)) == [(D2, 2, Cause.CANCELLED)]
+
+
+def test_a_sink_that_wants_an_offer_older_than_the_one_that_stands_is_turned_away(table: LeaseTable) -> None:
+    """Even with a newer attempt: what it was told to pull is gone."""
+    offer = completed(table, attempt=2)
+    assert withdrawals(table.attach(attach(3, offered=1), D2, 1.0)) == [(D2, 3, Cause.SUPERSEDED)]
+    assert verdict(table.settle(settle(offer), D1))
+
+
+def test_who_waits_for_an_offer_is_not_given_an_older_one(table: LeaseTable) -> None:
+    table.attach(attach(2), D2, 0.0)
+    assert table.open(key(1), BLOCKS, 600.0, 1.0) == []
+    assert table.num_parked == 1
+    table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=2.0)
+    assert told(table.open(key(2), BLOCKS, 600.0, 3.0)) == [(D2, BlocksReady)]
+
+
+def test_ended_offers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MAX_TOMBSTONES", 2)
+    table = LeaseTable(unattached_ttl_s=TTL_S)
+    for name in ("p0", "p1", "p2"):
+        table.open(key(request=RequestId(name)), BLOCKS, 600.0, 0.0)
+        table.withdraw(RequestId(name), Cause.CANCELLED, "aborted", now=0.0)
+    assert [len(table.attach(attach(request=RequestId(f"p{number}")), D1, 0.0)) for number in range(3)] == [0, 1, 1]
+
+
+def test_the_end_tells_whether_a_sink_has_the_blocks(table: LeaseTable) -> None:
+    [end] = [each for each in table.settle(settle(completed(table)), D1) if isinstance(each, Unpin)]
+    assert end == Unpin(key(), BLOCKS, settled=True)
+    for attempt, finish in enumerate(
+        (
+            lambda: table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0),
+            lambda: table.expire(1e9),
+            lambda: table.complete(R1, [first_token("stop")]),
+        ),
+        start=2,
+    ):
+        opened(table, attempt)
+        table.blocks_ready(R1, len(BLOCKS), now=0.0)
+        [end] = [each for each in finish() if isinstance(each, Unpin)]
+        assert end == Unpin(key(attempt), BLOCKS, settled=False)
+
+
+def test_a_sequence_is_offered_as_it_was_asked_for(table: LeaseTable) -> None:
+    wanted = AttachSequence(request=R1, attempt=2, sequence=key(1), choice=3, position=8)
+    table.expect(key(2), 600.0)
+    assert table.attach(wanted, D1, 0.0) == []
+    assert table.awaits(key(2))
+    [(_, offer)] = sent(table.open(key(2), BLOCKS, 600.0, 1.0))
+    table.blocks_ready(R1, 3, now=1.0)
+    table.complete(R1, [first_token(attempt=2)])
+    assert told(table.attach(wanted, D1, 2.0)) == [(D1, BlocksReady), (D1, PrefillDone)], "after lost messages"
+    assert verdict(table.settle(settle(offer), D1))
+    assert table.attach(wanted, D1, 3.0) == [], "it has been told that it is valid"
+    assert withdrawals(table.attach(wanted, D2, 3.0)) == [(D2, 2, Cause.LEASE_LOST)]
+
+
+def test_a_sequence_that_was_not_cut_is_refused_to_who_waits(table: LeaseTable) -> None:
+    table.expect(key(2), 600.0)
+    table.attach(AttachSequence(request=R1, attempt=2, sequence=key(1), choice=0, position=8), D1, 0.0)
+    assert withdrawals(table.withdraw(R1, Cause.LEASE_LOST, "ended", now=1.0)) == [(D1, 2, Cause.LEASE_LOST)]
+    assert not table.awaits(key(2))
 
 
 # --- the end -----------------------------------------------------------------------------------------------------
@@ -619,6 +763,7 @@ def test_a_complete_offer_does_not_wait_for_ever_for_a_sink(table: LeaseTable) -
     actions = table.expire(TTL_S)
     assert unpinned(actions) == [BLOCKS]
     assert withdrawals(actions) == []
+    assert [each.cause for each in actions if isinstance(each, Dropped)] == [Cause.LEASE_LOST], "its request may go on"
 
 
 def test_progress_renews_the_wait_for_a_sink(table: LeaseTable) -> None:

@@ -25,7 +25,7 @@ from common.runtime.clock import Pulse
 from kv_transfer.source_links import SourceLinks
 
 KEY = RequestKey(RequestId("r1"), 1)
-ATTACH = Attach(request=KEY.request, attempt=KEY.attempt)
+ATTACH = Attach(request=KEY.request, attempt=KEY.attempt, offered=KEY.attempt)
 REFUSED = HelloRefused(cause=Cause.FINGERPRINT, message="other weights")
 
 

@@ -1,0 +1,1 @@
+"""Faults, brought about on purpose, in every state of the handoff."""

@@ -1,0 +1,102 @@
+"""Several hosts on this machine: a network namespace for each worker, on one bridge, whose wires a test can cut.
+
+Needs root and iproute2. Everything is named after this process and removed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def why_not() -> str:
+    """Why this machine cannot make network namespaces; empty if it can."""
+    if shutil.which("ip") is None or shutil.which("bridge") is None:
+        return "needs iproute2 (ip and bridge)"
+    probe = f"bt{os.getpid() % 10000}probe"
+    try:
+        _run("ip", "netns", "add", probe)
+    except subprocess.CalledProcessError as error:
+        return f"cannot make network namespaces: {error.stderr.strip()}"
+    _run("ip", "netns", "del", probe)
+    return ""
+
+
+@dataclass(slots=True)
+class Host:
+    """One namespace."""
+
+    name: str
+    address: str
+    wire: str
+    """The end of its cable that is plugged into the bridge."""
+    gateway: str
+    """Address of the host that the gateways are on: this process's."""
+    cuts: list[tuple[str, ...]] = field(default_factory=list)
+    """What mends what was cut."""
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """What a command line begins with that runs there."""
+        return ("ip", "netns", "exec", self.name)
+
+    def cut(self) -> None:
+        """Nothing gets in or out, and nobody is told: the bridge drops what comes."""
+        _run("bridge", "link", "set", "dev", self.wire, "state", "0")
+        self.cuts.append(("bridge", "link", "set", "dev", self.wire, "state", "3"))
+
+    def cut_out(self) -> None:
+        """What it sends to the gateway is dropped; what the gateway sends arrives."""
+        _run("ip", "-n", self.name, "route", "add", "blackhole", f"{self.gateway}/32")
+        self.cuts.append(("ip", "-n", self.name, "route", "del", "blackhole", f"{self.gateway}/32"))
+
+    def cut_in(self) -> None:
+        """What the gateway sends to it is dropped; what it sends arrives."""
+        _run("ip", "route", "add", "blackhole", f"{self.address}/32")
+        self.cuts.append(("ip", "route", "del", "blackhole", f"{self.address}/32"))
+
+    def reset(self) -> int:
+        """Every TCP connection of it breaks; new ones can be made. How many there were."""
+        listed = subprocess.run([*self.prefix, "ss", "-Htn", "state", "established"], capture_output=True, text=True)
+        subprocess.run([*self.prefix, "ss", "-K", "state", "established"], capture_output=True, check=False)
+        return len(listed.stdout.splitlines())
+
+    def heal(self) -> None:
+        """Mend everything."""
+        while self.cuts:
+            _run(*self.cuts.pop())
+
+
+@contextmanager
+def hosts(number: int) -> Iterator[list[Host]]:
+    """So many hosts, and this one, on one bridge."""
+    tag = f"bt{os.getpid() % 100000}"
+    subnet = f"10.{77 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    made = [Host(f"{tag}n{i}", f"{subnet}.{i + 1}", f"{tag}v{i}", f"{subnet}.254") for i in range(number)]
+    try:
+        _run("ip", "link", "add", tag, "type", "bridge")
+        _run("ip", "address", "add", f"{subnet}.254/24", "dev", tag)
+        _run("ip", "link", "set", tag, "up")
+        for host in made:
+            _run("ip", "netns", "add", host.name)
+            _run("ip", "link", "add", host.wire, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            _run("ip", "link", "set", host.wire, "master", tag, "up")
+            _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _run("ip", "-n", host.name, "link", "set", device, "up")
+        yield made
+    finally:
+        for host in made:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                host.heal()
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", tag], capture_output=True, check=False)

@@ -1,0 +1,183 @@
+"""A real worker that stops at the places that a test names, until the test lets it go on.
+
+    python -m staged_worker prefill|decode OPTIONS
+
+The product is not changed: what is handed to the worker's constructor (engine, server) is wrapped, and the method that
+starts a read. Gates, all open at first:
+
+    step      the engine is about to compute a step
+    read      a read of blocks is about to begin
+    <Name>    a message of this name, to a client (server side), is about to be sent; what follows it waits too
+
+Commands come as lines of JSON on the Unix socket `STAGE_SOCKET`: {"close": GATE}, {"open": GATE}, {"waiting": GATE}
+(answered with how many wait there), {"crc": true} (answered with the CRC-32 of every block of the KV cache), one answer
+a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from common.contract.ids import Incarnation
+from common.contract.messages import Message
+from common.runtime.config import DecodeSettings, PrefillSettings, WorkerSettings
+from common.runtime.worker_host import Worker, WorkerHost, run_worker
+
+
+class Stage:
+    """The gates of one worker."""
+
+    def __init__(self) -> None:
+        self.closed: set[str] = set()
+        self.waiting: dict[str, int] = {}
+        self.skip: dict[str, int] = {}
+        """Gate → how many more may pass although it is closed."""
+        self.step_opened = threading.Condition()
+        self.on_open: list[Callable[[], None]] = []
+        self.crc: Callable[[], list[int]] = list
+
+    def stops(self, gate: str) -> bool:
+        """Whether whoever comes to the gate now has to wait."""
+        if gate not in self.closed:
+            return False
+        if self.skip.get(gate, 0) > 0:
+            self.skip[gate] -= 1
+            return False
+        return True
+
+    def come(self, gate: str) -> None:
+        self.waiting[gate] = self.waiting.get(gate, 0) + 1
+
+    def go(self, gate: str) -> None:
+        self.waiting[gate] -= 1
+
+    async def serve(self, path: str) -> None:
+        """Take commands."""
+        self._server = await asyncio.start_unix_server(self._client, path)
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            command = json.loads(line)
+            answer: Any = None
+            if "close" in command:
+                self.skip[command["close"]] = command.get("skip", 0)
+                self.closed.add(command["close"])
+            elif "open" in command:
+                self.closed.discard(command["open"])
+                with self.step_opened:
+                    self.step_opened.notify_all()
+                for opened in self.on_open:
+                    opened()
+            elif "crc" in command:
+                answer = self.crc()
+            else:
+                answer = self.waiting.get(command["waiting"], 0)
+            writer.write(json.dumps(answer).encode() + b"\n")
+
+
+class StagedRunner:
+    """A runner whose steps wait at the gate."""
+
+    def __init__(self, runner: Any, stage: Stage) -> None:
+        self._runner = runner
+        self._stage = stage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def step(self, *arguments: Any) -> Any:
+        """Wait, then compute."""
+        with self._stage.step_opened:
+            if self._stage.stops("step"):
+                self._stage.come("step")
+                self._stage.step_opened.wait_for(lambda: "step" not in self._stage.closed)
+                self._stage.go("step")
+        return self._runner.step(*arguments)
+
+
+class StagedSend:
+    """`send` of a control server whose messages wait at gates of their names, without changing their order."""
+
+    def __init__(self, send: Callable[[Incarnation, Message], None], stage: Stage) -> None:
+        self._send = send
+        self._stage = stage
+        self._queues: dict[Incarnation, deque[Message]] = {}
+        stage.on_open.append(self._let_go)
+
+    def __call__(self, peer: Incarnation, message: Message) -> None:
+        """Send now, or when the gate opens."""
+        gate = self._gate(message)
+        if peer in self._queues:
+            self._queues[peer].append(message)
+        elif self._stage.stops(gate):
+            self._stage.come(gate)
+            self._queues[peer] = deque([message])
+        else:
+            self._send(peer, message)
+
+    def _gate(self, message: Message) -> str:
+        ends = getattr(message, "finish_reason", None) is not None
+        return "LastTokens" if ends else type(message).__name__
+
+    def _let_go(self) -> None:
+        for peer, queue in list(self._queues.items()):
+            if self._gate(queue[0]) not in self._stage.closed:
+                self._stage.go(self._gate(queue[0]))
+                del self._queues[peer]
+                for message in queue:
+                    self._send(peer, message)
+
+
+def _stage_reads(worker: Any, stage: Stage) -> None:
+    mover = worker._intake.mover
+    read, held = mover.read, deque[tuple[Any, ...]]()
+
+    def staged(*arguments: Any) -> None:
+        if held or stage.stops("read"):
+            stage.come("read")
+            held.append(arguments)
+        else:
+            read(*arguments)
+
+    def let_go() -> None:
+        while held and "read" not in stage.closed:
+            stage.go("read")
+            read(*held.popleft())
+
+    mover.read = staged
+    stage.on_open.append(let_go)
+
+
+def main() -> None:
+    """Entry point."""
+    role = sys.argv.pop(1)
+    stage = Stage()
+    if role == "prefill":
+        from prefill_worker.__main__ import make_worker as make
+    else:
+        from decode_worker.__main__ import make_worker as make
+
+    async def make_worker(settings: Any, host: WorkerHost, folder: Path) -> Worker:
+        host.server.send = StagedSend(host.server.send, stage)  # type: ignore[method-assign]
+        worker: Any = await make(settings, host, folder)
+        worker._engine.runner = StagedRunner(worker._engine.runner, stage)
+        _stage_reads(worker, stage)
+        stage.crc = lambda: list(worker._lender._checksum(range(worker._pool.num_blocks)))
+        await stage.serve(os.environ["STAGE_SOCKET"])
+        return worker
+
+    settings_type: type[WorkerSettings] = PrefillSettings if role == "prefill" else DecodeSettings
+    made: Callable[[Any, WorkerHost, Path], Awaitable[Worker]] = make_worker
+    run_worker(settings_type, f"baton {role}", made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Requests over HTTP, streaming and not, while workers are killed, frozen, cut off, reset and slowed down at random.
+
+    make chaos            500 requests on each transport
+    make test             a short run on one
+
+The seed is printed; `SOAK_SEED` repeats it, `SOAK_REQUESTS` sets the number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from stack import BLOCK_BYTES, prompt
+
+from chaos.net import why_not
+from chaos.theatre import FAULTS, Actor, Theatre, theatre
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+NUM_BLOCKS = 256
+CONCURRENCY = 8
+NEAR_TIE = 1e-3
+"""Two best log probabilities that are closer than this may change places in another batch."""
+KILL_SPACING_S = 4.0
+"""Between two kills: a request that is on trial when its worker is killed, too, is refused, and rightly so."""
+
+
+@dataclass
+class Outcome:
+    """What a client got."""
+
+    status: int
+    tokens: list[str] = field(default_factory=list)
+    top: list[dict[str, float]] = field(default_factory=list)
+    reason: str | None = None
+    usage: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+
+def body(draw: random.Random, index: int) -> dict[str, Any]:
+    """A request of its own: greedy or seeded, short or long."""
+    sampled = {"temperature": 1.0, "top_k": 20, "seed": index} if index % 2 else {"temperature": 0.0}
+    return {
+        "model": "any",
+        "prompt": prompt(1000 + index, draw.choice((40, 150, 400))),
+        "max_tokens": draw.randrange(8, 60),
+        "ignore_eos": True,
+        "logprobs": 2,
+        "stream": index % 3 != 0,
+        "stream_options": {"include_usage": True} if index % 3 != 0 else None,
+        **sampled,
+    }
+
+
+async def ask(session: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> Outcome:
+    """One request, to its end."""
+    request = {name: value for name, value in request.items() if value is not None}
+    async with session.post(f"{url}/v1/completions", json=request) as response:
+        outcome = Outcome(response.status)
+        if response.status != 200:
+            outcome.error = await response.text()
+        elif request["stream"]:
+            async for line in response.content:
+                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                    _take(outcome, json.loads(line[6:]))
+        else:
+            _take(outcome, await response.json())
+    return outcome
+
+
+def _take(outcome: Outcome, chunk: dict[str, Any]) -> None:
+    if "error" in chunk:
+        outcome.error = json.dumps(chunk["error"])
+        return
+    for choice in chunk["choices"]:
+        outcome.tokens += choice["logprobs"]["tokens"] if choice["logprobs"] else []
+        outcome.top += choice["logprobs"]["top_logprobs"] if choice["logprobs"] else []
+        outcome.reason = choice["finish_reason"] or outcome.reason
+    outcome.usage = chunk.get("usage") or outcome.usage
+
+
+class Chaos:
+    """Faults at random moments. One decode worker, at least, is always left alone."""
+
+    def __init__(self, stage: Theatre, draw: random.Random) -> None:
+        self.stage = stage
+        self.draw = draw
+        self.happened: Counter[str] = Counter()
+        self.last_kill = 0.0
+        self.busy: set[int] = set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        under_way: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                await asyncio.sleep(self.draw.uniform(0.5, 1.5))
+                victim = self._victim()
+                if victim is not None:
+                    task = asyncio.create_task(self._happen(victim))
+                    under_way.add(task)
+                    task.add_done_callback(under_way.discard)
+        finally:
+            await asyncio.gather(*under_way)
+
+    def _victim(self) -> int | None:
+        free = [index for index in range(4) if index not in self.busy]
+        if {2, 3} & self.busy:
+            free = [index for index in free if index < 2]
+        return self.draw.choice(free) if free else None
+
+    async def _happen(self, index: int) -> None:
+        self.busy.add(index)
+        actor: Actor = self.stage.actors[index]
+        name = self.draw.choice(list(FAULTS))
+        if name == "kill" and time.monotonic() - self.last_kill < KILL_SPACING_S:
+            name = "freeze"
+        fault = FAULTS[name]()
+        try:
+            if name == "kill":
+                self.last_kill = time.monotonic()
+            await asyncio.to_thread(fault.begin, actor)
+            self.happened[f"{name} {actor.role.value}"] += 1
+            await asyncio.sleep(self.draw.uniform(0.3, 4.0))
+            await asyncio.to_thread(fault.end, actor)
+            if name == "kill":
+                actor.start()
+                await asyncio.to_thread(actor.ready)
+                await asyncio.sleep(1.0)
+        finally:
+            self.busy.discard(index)
+
+
+def _transports() -> list[Any]:
+    return [pytest.param("nixl-tcp"), *(pytest.param(wire, marks=pytest.mark.chaos) for wire in ("nixl", "zmq"))]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", _transports())
+async def test_nothing_is_lost_and_nothing_is_wrong(
+    transport: str,
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    seed = int(os.environ.get("SOAK_SEED", random.randrange(2**31)))
+    number = int(os.environ.get("SOAK_REQUESTS", 60))
+    print(f"SOAK_SEED={seed} SOAK_REQUESTS={number} over {transport}")
+    draw = random.Random(seed)
+    bodies = [body(draw, index) for index in range(number)]
+    options = ("--kv-cache-bytes", str(NUM_BLOCKS * BLOCK_BYTES), "--log-level", "info")
+    folder = checkpoint("llama")
+    with theatre(folder, tmp_path, transport, options=options) as stage:
+        pulse = ("--heartbeat-interval-s", "0.25", "--heartbeat-timeout-s", "1.5", "--patience-s", "30")
+        with stage.workers().gateway(*pulse) as gateway:
+            url = gateway.fact("url")
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+                expected = await _all(session, url, bodies)
+                assert all(outcome.error == "" for outcome in expected)
+                chaos = Chaos(stage, draw)
+                running = asyncio.create_task(chaos.run())
+                began = time.monotonic()
+                found = await _all(session, url, bodies)
+                seconds = time.monotonic() - began
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                await asyncio.to_thread(stage.revive)
+            near_ties = sum(_near_tie(a, b) for a, b in zip(expected, found, strict=True))
+            wrong = [
+                index
+                for index, (a, b) in enumerate(zip(expected, found, strict=True))
+                if (a.tokens, a.reason, a.usage) != (b.tokens, b.reason, b.usage) and not _near_tie(a, b)
+            ]
+            text = gateway.get("/metrics")
+        print(f"{number} requests in {seconds:.0f} s; faults: {dict(chaos.happened)}; near ties: {near_ties}")
+        print("\n".join(line for line in text.splitlines() if "failovers_total{" in line or "trials_total " in line))
+        assert sum(chaos.happened.values()) > seconds / 4, "hardly anything happened"
+        assert not wrong, [
+            (index, found[index].error, expected[index].tokens, found[index].tokens) for index in wrong[:3]
+        ]
+        stage.workers().wait_for_baseline(30)
+
+
+async def _all(session: aiohttp.ClientSession, url: str, bodies: list[dict[str, Any]]) -> list[Outcome]:
+    places = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(request: dict[str, Any]) -> Outcome:
+        async with places:
+            return await ask(session, url, request)
+
+    return list(await asyncio.gather(*(one(request) for request in bodies)))
+
+
+def _near_tie(expected: Outcome, found: Outcome) -> bool:
+    """Whether the first difference is where the two best tokens were as good as equal."""
+    if found.error or expected.tokens == found.tokens:
+        return False
+    first = next((i for i, (a, b) in enumerate(zip(expected.tokens, found.tokens, strict=False)) if a != b), None)
+    if first is None:
+        return False
+    best = sorted(expected.top[first].values(), reverse=True)
+    return len(best) > 1 and best[0] - best[1] < NEAR_TIE

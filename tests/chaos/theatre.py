@@ -1,0 +1,291 @@
+"""Two prefill and two decode workers on hosts of their own, that stop where a test says, and what may befall them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stack import Process, Workers, until
+
+from chaos.net import Host, hosts
+from common.contract.messages import Role
+from gateway.dispatcher import Dispatcher
+from gateway.registry import Registry
+
+PULSE = ("--heartbeat-interval-s", "0.25", "--heartbeat-timeout-s", "1.5")
+CHUNK = 64
+
+
+@dataclass
+class Actor:
+    """One worker on a host of its own, started again under the same address when it has died."""
+
+    role: Role
+    host: Host
+    options: Sequence[str]
+    env: dict[str, str]
+    socket: Path
+    process: Process = field(init=False)
+    control_port: int = 0
+    closed: set[str] = field(default_factory=set)
+    """Gates that a test has closed."""
+    _stage: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start, or start again, without waiting."""
+        options = list(self.options)
+        if self.control_port:
+            options += ["--control-port", str(self.control_port)]
+        self.socket.unlink(missing_ok=True)
+        self._stage = None
+        self.closed.clear()
+        self.process = Process(
+            "chaos.staged_worker",
+            [*options, "--host", self.host.address],
+            self.env | {"STAGE_SOCKET": str(self.socket), "PYTHONPATH": str(Path(__file__).parents[1])},
+            prefix=self.host.prefix,
+        )
+
+    @property
+    def address(self) -> str:
+        """Its control address."""
+        return str(self.process.fact("control"))
+
+    def ready(self) -> None:
+        """Wait until it is."""
+        self.process.fact("ready")
+        self.control_port = int(self.address.rpartition(":")[2])
+
+    def command(self, **command: Any) -> Any:
+        """Tell the stage something; its answer."""
+        if self._stage is None:
+            self._stage = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._stage.settimeout(30)
+            self._stage.connect(str(self.socket))
+        self._stage.sendall(json.dumps(command).encode() + b"\n")
+        answer = b""
+        while not answer.endswith(b"\n"):
+            answer += self._stage.recv(4096)
+        return json.loads(answer)
+
+    def close(self, gate: str, skip: int = 0) -> None:
+        """Whoever comes to this gate waits there, but for the next `skip`."""
+        self.closed.add(gate)
+        self.command(close=gate, skip=skip)
+
+    def open(self, gate: str) -> None:
+        """Let everybody go on."""
+        self.closed.discard(gate)
+        self.command(open=gate)
+
+    def waiting(self, gate: str) -> int:
+        """How many wait there."""
+        return int(self.command(waiting=gate))
+
+    def crc(self) -> list[int]:
+        """CRC-32 of every block of its KV cache."""
+        return list(self.command(crc=True))
+
+    def state(self) -> dict[str, Any]:
+        """What its `/ready` says, whatever the status."""
+        state = self.process.get("/ready")
+        assert isinstance(state, dict)
+        return state
+
+
+class Theatre:
+    """The workers, P1 P2 D1 D2, and one prompt's reference answers."""
+
+    def __init__(self, folder: Path, actors: Sequence[Actor]) -> None:
+        self.folder = folder
+        self.actors = list(actors)
+        self.p1, self.p2, self.d1, self.d2 = self.actors
+
+    def registry(self) -> Registry:
+        """What a gateway is told of the workers."""
+        return self.workers().registry()
+
+    def workers(self) -> Workers:
+        """The workers that are alive."""
+        pools: dict[Role, list[Process]] = {Role.PREFILL: [], Role.DECODE: []}
+        for actor in self.actors:
+            pools[actor.role].append(actor.process)
+        return Workers(self.folder, pools[Role.PREFILL], pools[Role.DECODE])
+
+    def revive(self) -> None:
+        """Mend every wire, open every gate, start again who has died."""
+        for actor in self.actors:
+            actor.host.heal()
+            if actor.process.popen.poll() is None:
+                for gate in actor.closed.copy():
+                    actor.open(gate)
+        dead = [actor for actor in self.actors if actor.process.popen.poll() is not None]
+        for actor in dead:
+            actor.start()
+        for actor in dead:
+            actor.ready()
+
+    @asynccontextmanager
+    async def dispatcher(self, **options: Any) -> AsyncIterator[tuple[Dispatcher, Registry]]:
+        """A gateway's dispatcher in this process."""
+        registry = self.registry()
+        async with self.workers().dispatcher(registry, timeout_s=1.5, **options) as dispatcher:
+            yield dispatcher, registry
+
+
+@contextmanager
+def theatre(folder: Path, scratch: Path, transport: str, *, options: Sequence[str] = ()) -> Iterator[Theatre]:
+    """Start the workers. `transport`: nixl (same host), nixl-tcp or zmq."""
+    wire = ("--transport", "zmq") if transport == "zmq" else ()
+    env = {"UCX_TLS": "tcp"} if transport == "nixl-tcp" else {}
+    common = ["--model", str(folder), "--num-threads", "1", "--checksums", *PULSE, *wire, *options]
+    with ExitStack() as stack:
+        made = stack.enter_context(hosts(4))
+        actors = []
+        for index, host in enumerate(made):
+            role = Role.PREFILL if index < 2 else Role.DECODE
+            own = ["--chunk-size", str(CHUNK), "--token-budget", str(CHUNK)] if role is Role.PREFILL else []
+            actor = Actor(role, host, [*common, *own], env, scratch / f"stage{index}")
+            actor.options = [role.value, *actor.options]
+            actors.append(actor)
+        try:
+            for actor in actors:
+                actor.start()
+            for actor in actors:
+                actor.ready()
+            yield Theatre(folder, actors)
+        finally:
+            for actor in actors:
+                actor.host.heal()
+                if actor.process.popen.poll() is None:
+                    actor.process.popen.send_signal(signal.SIGCONT)
+                    actor.process.popen.kill()
+                    actor.process.popen.wait()
+
+
+class Fault:
+    """Something that happens to a worker, and how one can tell that it has."""
+
+    name = ""
+    silences = True
+    """Whether gateways lose the worker."""
+
+    def begin(self, actor: Actor) -> None:
+        """Let it happen; fails if it did not."""
+
+    def end(self, actor: Actor) -> None:
+        """Undo it, if that is possible."""
+
+
+class Kill(Fault):
+    """kill -9."""
+
+    name = "kill"
+
+    def begin(self, actor: Actor) -> None:
+        actor.process.kill()
+        assert actor.process.popen.returncode == -signal.SIGKILL
+
+
+class Freeze(Fault):
+    """SIGSTOP, and later SIGCONT, with stale state."""
+
+    name = "freeze"
+
+    def begin(self, actor: Actor) -> None:
+        actor.process.popen.send_signal(signal.SIGSTOP)
+        status = Path(f"/proc/{actor.process.popen.pid}/stat")
+        deadline = time.monotonic() + 5
+        while status.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, "the process goes on running"
+
+    def end(self, actor: Actor) -> None:
+        actor.process.popen.send_signal(signal.SIGCONT)
+
+
+class Cut(Fault):
+    """Every packet, in both directions, is dropped."""
+
+    name = "cut"
+
+    def begin(self, actor: Actor) -> None:
+        actor.host.cut()
+
+    def end(self, actor: Actor) -> None:
+        actor.host.heal()
+
+
+class CutOut(Cut):
+    """What the worker sends to gateways is dropped."""
+
+    name = "cut-out"
+
+    def begin(self, actor: Actor) -> None:
+        actor.host.cut_out()
+
+
+class CutIn(Cut):
+    """What gateways send to the worker is dropped."""
+
+    name = "cut-in"
+
+    def begin(self, actor: Actor) -> None:
+        actor.host.cut_in()
+
+
+class Reset(Fault):
+    """Every TCP connection of the worker breaks."""
+
+    name = "reset"
+    silences = False
+
+    def begin(self, actor: Actor) -> None:
+        assert actor.host.reset() > 0, "there was no connection to break"
+
+
+class Slow(Fault):
+    """The process runs a tenth of the time."""
+
+    name = "slow"
+    silences = False
+
+    def begin(self, actor: Actor) -> None:
+        self._over = threading.Event()
+        self.num_stops = 0
+        self._thread = threading.Thread(target=self._slow_down, args=(actor.process.popen.pid,), daemon=True)
+        self._thread.start()
+
+    def end(self, actor: Actor) -> None:
+        self._over.set()
+        self._thread.join()
+        assert self.num_stops > 3, "it was not slowed down"
+
+    def _slow_down(self, pid: int) -> None:
+        while not self._over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            self._over.wait(0.09)
+            os.kill(pid, signal.SIGCONT)
+            self.num_stops += 1
+            self._over.wait(0.01)
+
+
+FAULTS: dict[str, Callable[[], Fault]] = {
+    fault.name: fault for fault in (Kill, Freeze, Cut, CutOut, CutIn, Reset, Slow)
+}
+
+
+async def lost(registry: Registry, address: str, incarnation: str) -> None:
+    """Wait until the gateway has noticed that this life of a worker is over, or out of reach."""
+    worker = registry.workers[address]
+    await until(lambda: worker.incarnation != incarnation, f"the gateway does not notice the loss of {address}")
+    await asyncio.sleep(0)

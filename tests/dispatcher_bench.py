@@ -1,0 +1,277 @@
+"""A dispatcher whose workers the test plays, with links that only keep what was sent, and time that the test makes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestKey, new_incarnation
+from common.contract.kv_layout import Fingerprint, KVLayout
+from common.contract.messages import (
+    Abort,
+    Ack,
+    Decode,
+    Failed,
+    FinishReason,
+    Heartbeat,
+    Message,
+    Phase,
+    Prefill,
+    PrefixHint,
+    RequestMessage,
+    Role,
+    Tokens,
+    Welcome,
+)
+from common.contract.sampling import SamplingParams
+from common.runtime.clock import Pulse, monotonic
+from gateway.dispatcher import Dispatcher
+from gateway.generation import Delta, Generation, GenerationFailed
+from gateway.registry import Registry
+
+P, P2, D, D2, D3 = "p:1", "p:2", "d:1", "d:2", "d:3"
+PROMPT = (7, 8, 9)
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
+FINGERPRINT = Fingerprint(config_hash="c", weights_hash="w", layout=LAYOUT)
+
+
+def role_of(address: str) -> Role:
+    return Role.PREFILL if address.startswith("p") else Role.DECODE
+
+
+def welcome(role: Role, open_requests: Iterable[RequestKey] = ()) -> Welcome:
+    return Welcome(
+        role=role,
+        fingerprint=FINGERPRINT,
+        max_sequence_tokens=50,
+        transport="zmq",
+        transport_metadata=b"",
+        open_requests=tuple(open_requests),
+    )
+
+
+def heartbeat(phase: Phase = Phase.SERVING, *, used: int = 0, total: int = 100) -> Heartbeat:
+    return Heartbeat(
+        number=1,
+        sent=0,
+        steps=0,
+        running=0,
+        waiting=0,
+        waiting_tokens=0,
+        blocks_used=used,
+        blocks_total=total,
+        phase=phase,
+    )
+
+
+class Link:
+    """Stands for a `ControlClient`: what was sent, and the worker's life."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.worker: Incarnation = new_incarnation()
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+class Time:
+    """The running loop's time stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        asyncio.get_running_loop().time = self  # type: ignore[method-assign]
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def advance(self, seconds: float) -> None:
+        """Let what is due by then happen."""
+        self.now += seconds
+        await settle()
+
+
+async def settle() -> None:
+    """Let every task go on as far as it can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Bench:
+    """A dispatcher and workers that the test plays: a prefill and a decode worker, unless told otherwise."""
+
+    def __init__(
+        self,
+        prefill: tuple[str, ...] = (P,),
+        decode: tuple[str, ...] = (D,),
+        *,
+        opened: bool = True,
+        clock: Callable[[], float] = monotonic,
+        **options: int,
+    ) -> None:
+        self.registry = Registry(prefill, decode, "c")
+        self.dispatcher = Dispatcher(new_incarnation(), self.registry, clock, Pulse(), **options)
+        self.links = {address: Link(address) for address in (*prefill, *decode)}
+        self.dispatcher._links.update(self.links)  # type: ignore[arg-type]
+        for address in self.links if opened else ():
+            self.open(address)
+        self.tasks: list[asyncio.Task[list[Delta]]] = []
+
+    # --- workers -------------------------------------------------------------------------------------------------
+
+    def open(self, address: str, *, restarted: bool = False) -> None:
+        if restarted:
+            self.links[address].worker = new_incarnation()
+        self.dispatcher.on_open(self.link(address), welcome(role_of(address)))
+
+    def lose(self, address: str, why: str = "silent", *, crashed: bool = False) -> None:
+        self.dispatcher.on_lost(self.link(address), why, crashed=crashed)
+
+    def say(self, address: str, message: Message) -> None:
+        self.dispatcher.on_message(self.link(address), message)
+
+    def fail(self, address: str, key: RequestKey, cause: Cause) -> None:
+        self.say(address, Failed(request=key.request, attempt=key.attempt, cause=cause, message="why"))
+
+    def link(self, address: str) -> Any:
+        return self.links[address]
+
+    def tokens(
+        self,
+        address: str,
+        key: RequestKey,
+        position: int,
+        *ids: int,
+        reason: FinishReason | None = None,
+        choice: int = 0,
+    ) -> None:
+        """Output tokens, from `position` of the output."""
+        (prompt_len,) = {work.prompt_len for work in self.work[key].values()}
+        self.say(
+            address,
+            Tokens(
+                request=key.request,
+                attempt=key.attempt,
+                choice=choice,
+                position=prompt_len + position,
+                token_ids=ids,
+                finish_reason=reason,
+            ),
+        )
+
+    # --- clients -------------------------------------------------------------------------------------------------
+
+    async def request(
+        self, prompt: Sequence[int] = PROMPT, *, n: int = 1, salt: str = "", budget_s: float = 30.0
+    ) -> tuple[RequestKey, asyncio.Task[list[Delta]]]:
+        """A client asks; its key, and what it is given."""
+
+        async def collect() -> list[Delta]:
+            return [delta async for delta in self.dispatcher.generate(generation)]
+
+        sampling = SamplingParams(max_tokens=99)
+        generation = Generation(
+            token_ids=tuple(prompt), num_choices=n, sampling=sampling, budget_s=budget_s, cache_salt=salt
+        )
+        known = set(self.work)
+        task = asyncio.create_task(collect())
+        self.tasks.append(task)
+        while self.work.keys() == known:
+            await asyncio.sleep(0)
+        (key,) = self.work.keys() - known
+        return key, task
+
+    async def whole(self, prompt: Sequence[int], output: Sequence[int], **options: Any) -> RequestKey:
+        """A request from beginning to end, wherever it is sent."""
+        key, task = await self.request(prompt, **options)
+        *prefill, decode = self.work[key]
+        for address in prefill:
+            self.tokens(address, key, 0, output[0])
+        self.tokens(decode, key, 0, *output, reason="stop")
+        await task
+        return key
+
+    # --- what has come of it -------------------------------------------------------------------------------------
+
+    @property
+    def work(self) -> dict[RequestKey, dict[str, Prefill | Decode]]:
+        """What each worker was given, by attempt, in the order in which the attempts began."""
+        work: dict[RequestKey, dict[str, Prefill | Decode]] = {}
+        for address, link in self.links.items():
+            for message in link.sent:
+                if isinstance(message, Prefill | Decode):
+                    work.setdefault(message.key, {})[address] = message
+        return work
+
+    def newest(self, key: RequestKey) -> tuple[RequestKey, dict[str, Prefill | Decode]]:
+        """The newest attempt at a request, and what it gave to whom."""
+        newest = max(each for each in self.work if each.request == key.request)
+        return newest, self.work[newest]
+
+    def decode(self, address: str) -> Decode:
+        """The last Decode that a worker was given."""
+        work = self.sent(address, Decode)[-1]
+        assert isinstance(work, Decode)
+        return work
+
+    def hint(self, key: RequestKey) -> PrefixHint | None:
+        """What the prefill worker was told of the prompt's beginning."""
+        prefill = self.work[key][P]
+        assert isinstance(prefill, Prefill)
+        return prefill.prefix
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A metric's value."""
+        return next(
+            sample.value
+            for metric in self.dispatcher.collect()
+            for sample in metric.samples
+            if sample.name == f"baton_gateway_{name}" and sample.labels == labels
+        )
+
+    def sent(self, address: str, kind: type[Message]) -> list[Message]:
+        return [message for message in self.links[address].sent if isinstance(message, kind)]
+
+    def goodbyes(self, address: str) -> list[RequestKey]:
+        """What a worker was told to let go of."""
+        messages = self.sent(address, RequestMessage)
+        return [message.key for message in messages if isinstance(message, Abort | Ack)]
+
+    def in_flight(self, *addresses: str) -> tuple[int, ...]:
+        """Requests and tokens at each worker: the prefill and the decode worker, unless told otherwise."""
+        workers = [self.registry.workers[address] for address in addresses or (P, D)]
+        return tuple(number for worker in workers for number in (worker.in_flight, worker.in_flight_tokens))
+
+    async def close(self) -> None:
+        """Every client leaves; nothing may be left of any."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        assert self.dispatcher.ready().details["in_flight"] == 0
+        assert not self.dispatcher._clients
+        assert not self.dispatcher._waiting
+        assert not self.dispatcher._placement._trials
+        for address in self.links:
+            assert self.in_flight(address) == (0, 0), address
+        self.dispatcher._context.destroy(linger=0)
+
+
+async def failure(task: asyncio.Task[list[Delta]]) -> Cause:
+    """The cause with which a request ends, now."""
+    await settle()
+    assert task.done(), "it has not ended"
+    with pytest.raises(GenerationFailed) as caught:
+        await task
+    return caught.value.cause
+
+
+async def text(task: asyncio.Task[list[Delta]], choice: int = 0) -> list[int]:
+    """The tokens of a request that is complete by now."""
+    await settle()
+    assert task.done(), "it has not ended"
+    return [token for delta in await task if delta.choice == choice for token in delta.token_ids]

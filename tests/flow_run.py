@@ -1,0 +1,263 @@
+"""One request's flow, and everything that it ever asked for: the test chooses the workers and plays them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    Abort,
+    Ack,
+    Cancelled,
+    Cut,
+    Decode,
+    Failed,
+    Finished,
+    FinishReason,
+    Message,
+    Moved,
+    Prefill,
+    PrefixHint,
+    Resend,
+    Role,
+    Tokens,
+)
+from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
+from gateway.attempt import Attempt, Deliver, Part, Place, Send
+from gateway.flow import Acquitted, Action, Done, Fail, Flow, FlowState, Left, Want
+from gateway.generation import Delta, Generation
+
+P, P2, D, D2, D3 = "p:1", "p:2", "d:1", "d:2", "d:3"
+REQUEST = RequestId("r1")
+"""The first name of a request in what a run shows; the next ones are r2, r3, and so on."""
+KEY = RequestKey(REQUEST, 1)
+PROMPT = (7, 8, 9)
+START = len(PROMPT)
+ABORT = Abort(request=REQUEST, attempt=1)
+ACK = Ack(request=REQUEST, attempt=1)
+FINISHED = Finished(request=REQUEST, attempt=1)
+CANCELLED = Cancelled(request=REQUEST, attempt=1)
+
+
+def tokens(position: int, *token_ids: int, choice: int = 0, end: FinishReason | None = None) -> Tokens:
+    return Tokens(request=REQUEST, attempt=1, choice=choice, position=position, token_ids=token_ids, finish_reason=end)
+
+
+def resend(position: int, choice: int = 0, attempt: int = 1) -> Resend:
+    return Resend(request=REQUEST, attempt=attempt, choice=choice, position=position)
+
+
+def failed(cause: Cause = Cause.CAPACITY, message: str = "full") -> Failed:
+    return Failed(request=REQUEST, attempt=1, cause=cause, message=message)
+
+
+def cut(position: int, choice: int = 0) -> Cut:
+    return Cut(request=REQUEST, attempt=1, choice=choice, position=position)
+
+
+def moved(choice: int = 0) -> Moved:
+    return Moved(request=REQUEST, attempt=1, choice=choice)
+
+
+def place(address: str, life: int = 1) -> Place:
+    return Place(address, Incarnation(f"{address}/{life}"))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message to the worker at an address, under the names of this run."""
+
+    address: str
+    message: Message
+
+
+Seen = Sent | Deliver | Want | Done | Fail
+
+
+class Run:
+    """After every event the flow's invariants hold, and each part that was given is on the books until it has left."""
+
+    def __init__(
+        self, num_choices: int = 1, *, local: bool = False, prefix: PrefixHint | None = None, begin: bool = True
+    ) -> None:
+        """`local`: the decode worker computes the prompt."""
+        self.flow = Flow(
+            Generation(
+                token_ids=PROMPT,
+                num_choices=num_choices,
+                sampling=SamplingParams(max_tokens=50),
+                budget_s=9,
+                tier=Tier.BATCH,
+                tenant="acme",
+                cache_salt="salt",
+            )
+        )
+        self.seen: list[Seen] = []
+        self.acquitted: list[Attempt] = []
+        self.goodbyes: dict[Part, list[Message]] = {}
+        """What every part that was given was told in the end."""
+        self.last: dict[str, tuple[Attempt, Part]] = {}
+        """The newest part at each address, whether or not it is still under way."""
+        self.attempts: list[Attempt] = []
+        """Every one that has begun."""
+        self._left: Counter[Part] = Counter()
+        self._names: dict[RequestId, RequestId] = {}
+        self.do(self.flow.begin())
+        if begin:
+            self.go(D, None if local else P, prefix=prefix)
+
+    # --- events --------------------------------------------------------------------------------------------------
+
+    def do(self, actions: Iterable[Action]) -> list[Seen]:
+        """What is said or wanted; who has left is only counted."""
+        seen: list[Seen] = []
+        for action in actions:
+            match action:
+                case Send(part, message):
+                    if isinstance(message, Prefill | Decode):
+                        assert part not in self.goodbyes, "the same part is given twice"
+                        self.goodbyes[part] = []
+                    elif isinstance(message, Abort | Ack):
+                        self.goodbyes[part].append(message)
+                    seen.append(Sent(part.place.address, self._shown(message)))
+                case Left(part):
+                    assert part in self.goodbyes
+                    self._left[part] += 1
+                case Acquitted(attempt):
+                    self.acquitted.append(attempt)
+                case _:
+                    seen.append(action)
+        self.seen += seen
+        self.flow.check_invariants()
+        self._check_books()
+        return seen
+
+    def go(
+        self,
+        decode: str,
+        prefill: str | None = None,
+        *,
+        want: Want | None = None,
+        prefix: PrefixHint | None = None,
+        budget_s: float = 9,
+    ) -> list[Seen]:
+        """Workers for what is wanted: the one thing, unless told otherwise."""
+        if want is None:
+            (want,) = self.flow.wants
+        first_life = None if prefill is None else place(prefill)
+        return self._begun(self.flow.go(want, place(decode), first_life, budget_s, prefix))
+
+    def move(self, decode: str, choice: int = 0, *, source: str = D) -> list[Seen]:
+        """Let a running sequence leave its worker."""
+        attempt, each = next(pair for pair in self.flow.movable(source) if pair[1].index == choice)
+        return self._begun(self.flow.move(attempt, each, place(decode), 5))
+
+    def on(self, address: str, *messages: Any, attempt: Attempt | None = None) -> list[Seen]:
+        """Messages about the newest part there, or about an attempt's, whatever their names."""
+        seen = []
+        for message in messages:
+            about, part = self.last[address]
+            if attempt is not None:
+                about, part = attempt, next(each for each in attempt.parts if each.place.address == address)
+            message = replace(message, request=part.key.request, attempt=part.key.attempt)
+            seen += self.do(self.flow.on_message(about, part, message))
+        return seen
+
+    def lose(self, address: str, why: str = "dead", *, crashed: bool = False) -> list[Seen]:
+        return self.do(self.flow.worker_lost(address, why, crashed=crashed))
+
+    def resync(self, address: str, *, known: bool) -> list[Seen]:
+        attempt, part = self.last[address]
+        return self.do(self.flow.on_resync(attempt, part, known=known))
+
+    # --- what has come of it -------------------------------------------------------------------------------------
+
+    @property
+    def attempt(self) -> Attempt:
+        """The newest one under way."""
+        return self.flow.attempts[-1]
+
+    @property
+    def want(self) -> Want:
+        """The one thing that waits for workers."""
+        (want,) = self.flow.wants
+        return want
+
+    def text(self, choice: int = 0) -> list[int]:
+        return [token for delta in self.deltas() if delta.choice == choice for token in delta.token_ids]
+
+    def deltas(self) -> list[Delta]:
+        return [each.delta for each in self.seen if isinstance(each, Deliver)]
+
+    def sent(self, kind: type[Message]) -> list[tuple[str, Any]]:
+        return [
+            (each.address, each.message) for each in self.seen if isinstance(each, Sent) if type(each.message) is kind
+        ]
+
+    @property
+    def terminals(self) -> list[Done | Fail]:
+        return [each for each in self.seen if isinstance(each, Done | Fail)]
+
+    @property
+    def failure(self) -> Cause:
+        """The cause of its one end."""
+        (terminal,) = self.terminals
+        assert isinstance(terminal, Fail), self.flow.story
+        return terminal.cause
+
+    def check_end(self) -> None:
+        """What holds after any end: at most one terminal, each worker let go exactly once, and nothing more after."""
+        ended = {FlowState.DONE: 1, FlowState.FAILED: 1, FlowState.CANCELLED: 0}[self.flow.state]
+        assert len(self.terminals) == ended, self.flow.story
+        for part, goodbyes in self.goodbyes.items():
+            assert self._left[part] == 1, (part, self.flow.story)
+            if part.role is Role.DECODE:
+                assert len(goodbyes) == 1, (part, self.flow.story)
+            else:
+                settled = any(each.prefill is part and each.decode_has_spoken for each in self.attempts)
+                complete = all(choice.ended for choice in self.flow.choices)
+                assert len(goodbyes) == 1 or ((settled or complete) and not goodbyes), (part, self.flow.story)
+        state, story = self.flow.state, list(self.flow.story)
+        for attempt, part in self.last.values():
+            for message in (tokens(START, 1), tokens(99, 1), tokens(0, 1, choice=9), FINISHED, failed(), CANCELLED):
+                assert self.flow.on_message(attempt, part, message) == []
+            for message in (cut(START), moved(), moved(9)):
+                assert self.flow.on_message(attempt, part, message) == []
+            for known in (False, True):
+                assert self.flow.on_resync(attempt, part, known=known) == []
+            assert self.flow.worker_lost(part.place.address, "dead", crashed=True) == []
+            assert self.flow.movable(part.place.address) == []
+            assert self.flow.keys_at(part.place.address) == []
+        assert self.flow.fail(Cause.DEADLINE, "late") == []
+        assert self.flow.cancel() == []
+        assert (self.flow.state, self.flow.story) == (state, story)
+
+    # --- the steps between ---------------------------------------------------------------------------------------
+
+    def _begun(self, actions: list[Action]) -> list[Seen]:
+        self.attempts.append(self.attempt)
+        for part in self.attempt.parts:
+            self.last[part.place.address] = (self.attempt, part)
+        return self.do(actions)
+
+    def _shown(self, message: Any) -> Message:
+        """The message, with names that do not depend on chance."""
+        shown = replace(message, request=self._name(message.request))
+        if isinstance(shown, Decode) and shown.offered is not None:
+            request, attempt = shown.offered
+            shown = replace(shown, offered=RequestKey(self._name(request), attempt))
+        return shown
+
+    def _name(self, request: RequestId) -> RequestId:
+        return self._names.setdefault(request, RequestId(f"r{len(self._names) + 1}"))
+
+    def _check_books(self) -> None:
+        parts = [part for attempt in self.flow.attempts for part in attempt.parts]
+        parts += [want.offer for want in self.flow.wants if want.offer is not None]
+        assert {part for part in parts if not part.over} == {part for part in self.goodbyes if not self._left[part]}
+        assert not self._left or max(self._left.values()) == 1

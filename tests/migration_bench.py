@@ -1,0 +1,750 @@
+"""Decode workers between which running sequences move, without processes: what is real, and what is played.
+
+Real: the workers with their schedulers, pools, leases, pulls and step loops. Played: the engine, whose memory says of
+each slot which tokens its KV was computed from; the wires between the workers; the reads of a transport, each of whose
+blocks is copied at a moment of its own; and the gateway, which knows by heart what every choice must generate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from played_source import FINGERPRINT
+
+from common.contract.errors import Cause, TransferError
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    Abort,
+    Ack,
+    Cancelled,
+    Cut,
+    Decode,
+    Failed,
+    Finished,
+    Hello,
+    Message,
+    Moved,
+    Role,
+    Source,
+    TokenLogprobs,
+    Tokens,
+)
+from common.contract.sampling import SamplingParams
+from common.engine.batch import SampledToken, Slice
+from common.engine.costs import Costs
+from common.runtime.config import DecodeSettings
+from decode_worker.request import Generation
+from decode_worker.worker import DecodeWorker
+from kv_transfer import intake
+from kv_transfer.transport import ReadId
+
+BLOCK_SIZE = 4
+GATEWAY = Incarnation("g")
+MAX_TOKENS = 400
+BUDGET_S = 1000.0
+
+
+# --- what the model generates ------------------------------------------------------------------------------------
+
+
+def kv(before: int, token: int) -> int:
+    """The KV of a token: it depends on every token before it."""
+    return hash((before, token))
+
+
+def chain(token_ids: Iterable[int]) -> list[int]:
+    """The KV of each of these tokens."""
+    states, state = [], 1
+    for token in token_ids:
+        state = kv(state, token)
+        states.append(state)
+    return states
+
+
+def next_token(state: int, choice: int) -> int:
+    """What follows the token whose KV is `state`."""
+    return hash((state, choice)) % 997
+
+
+def report(state: int, choice: int) -> TokenLogprobs:
+    """Its log probability."""
+    return TokenLogprobs(logprob=-(hash((choice, state)) % 64) / 8, top=())
+
+
+# --- a worker's surroundings -------------------------------------------------------------------------------------
+
+
+class Pause:
+    """What the step loop waits for: it is given the answer when it is to go on."""
+
+    def __init__(self, step: tuple[Any, ...] | None) -> None:
+        self.step = step
+
+    def __await__(self) -> Generator[Pause, Any, Any]:
+        return (yield self)
+
+
+class Flag:
+    """An `asyncio.Event` for a loop that is driven by hand."""
+
+    def __init__(self) -> None:
+        self.up = False
+
+    def set(self) -> None:
+        """Somebody has something to do."""
+        self.up = True
+
+    def clear(self) -> None:
+        """Nobody has."""
+        self.up = False
+
+    def wait(self) -> Pause:
+        """Until `set`."""
+        return Pause(None)
+
+
+class Engine:
+    """It computes what it is told when the test says so, and finds out when the KV before a token is not its own."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
+        config = SimpleNamespace(
+            objection=lambda token_ids: None, max_sequence_tokens=MAX_TOKENS, eos_token_ids=frozenset()
+        )
+        self.runner = SimpleNamespace(
+            config=config,
+            layout=SimpleNamespace(block_size=BLOCK_SIZE),
+            cache=SimpleNamespace(num_blocks=num_blocks),
+            num_host_blocks=num_host_blocks,
+        )
+        self.costs = Costs()
+        self.fingerprint = FINGERPRINT
+        self.num_steps = 0
+        self.last_step_s = 0.01
+        self.memory: dict[int, dict[int, int]] = {}
+        """Block → slot → KV."""
+        self.host: dict[int, dict[int, int]] = {}
+        self.computed: Counter[int] = Counter()
+        """How often each KV was computed here."""
+
+    def step(self, slices: Sequence[Slice], *moves: Sequence[tuple[int, int]]) -> Pause:
+        """Begin a step."""
+        self.num_steps += 1
+        return Pause((slices, *moves))
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def execute(
+        self,
+        slices: Sequence[Slice],
+        copies: Sequence[tuple[int, int]],
+        swap_outs: Sequence[tuple[int, int]],
+        swap_ins: Sequence[tuple[int, int]],
+    ) -> list[tuple[SampledToken, ...]]:
+        """What the step does, and answers."""
+        for block, copy in copies:
+            self.memory[copy] = dict(self.memory.get(block, {}))
+        for block, slot in swap_outs:
+            self.host[slot] = dict(self.memory.get(block, {}))
+        for slot, block in swap_ins:
+            self.memory[block] = dict(self.host[slot])
+        return [self._compute(each) for each in slices]
+
+    def at(self, table: Sequence[int], position: int) -> int | None:
+        """The KV at this position of a sequence."""
+        return self.memory.get(table[position // BLOCK_SIZE], {}).get(position % BLOCK_SIZE)
+
+    def _compute(self, work: Slice) -> tuple[SampledToken, ...]:
+        for position, token in enumerate(work.token_ids, work.start):
+            before = 1 if position == 0 else self.at(work.block_table, position - 1)
+            assert before is not None, "computes a token after one that has no KV"
+            state = kv(before, token)
+            self.memory.setdefault(work.block_table[position // BLOCK_SIZE], {})[position % BLOCK_SIZE] = state
+            self.computed[state] += 1
+        outcomes = []
+        for sample in work.samples:
+            states = chain(sample.token_ids)
+            for position, state in enumerate(states):
+                assert self.at(work.block_table, position) == state, f"decodes from the KV of others at {position}"
+            asked = sample.params.logprobs is not None
+            outcomes.append(
+                SampledToken(
+                    next_token(states[-1], sample.choice), report(states[-1], sample.choice) if asked else None
+                )
+            )
+        return tuple(outcomes)
+
+
+@dataclass(eq=False)
+class Read:
+    """A read under way: each block is copied at a moment of its own."""
+
+    read_id: ReadId
+    source: Incarnation
+    source_blocks: tuple[int, ...]
+    sink_blocks: tuple[int, ...]
+    copied: int = 0
+    fenced: bool = False
+    """It can only fail."""
+
+
+class Reads:
+    """The mover of a site (`kv_transfer.mover.Mover`): what it is to read, and how that goes, the test says."""
+
+    def __init__(self, site: Site, on_read: Callable[[ReadId, TransferError | None], None]) -> None:
+        self.site = site
+        self.on_read = on_read
+        self.open: list[Read] = []
+        self.sources: set[Incarnation] = set()
+        self.serving = False
+        self.num_blocks_read = 0
+
+    def set_serving(self, serving: bool) -> None:
+        """Whether others read here."""
+        self.serving = serving
+
+    def add_source(self, source: Incarnation, metadata: bytes) -> None:
+        """It can be read from."""
+        self.sources.add(source)
+
+    def drop_source(self, source: Incarnation) -> None:
+        """The fence."""
+        self.sources.discard(source)
+        for read in self.open:
+            read.fenced |= read.source == source
+
+    def read(
+        self,
+        read_id: ReadId,
+        source: Incarnation,
+        source_blocks: Sequence[int],
+        sink_blocks: Sequence[int],
+        checksums: Sequence[int] | None = None,
+    ) -> None:
+        """Begin."""
+        read = Read(read_id, source, tuple(source_blocks), tuple(sink_blocks), fenced=source not in self.sources)
+        self.open.append(read)
+
+    def copy(self, read: Read) -> None:
+        """The next block arrives: what the source's memory holds now."""
+        worker, block = self.site.worker, read.sink_blocks[read.copied]
+        assert worker._pool.ref_count(block) > 0, "a read writes to a free block"
+        tables = [g.sequence.block_table for r in worker._requests.values() for g in r.generations]
+        assert not any(block in table for table in tables), "a read writes to a sequence's block"
+        assert sum(block in other.sink_blocks for other in self.open) == 1, "two reads, one block"
+        theirs = self.site.world.sites[read.source].engine.memory
+        self.site.engine.memory[block] = dict(theirs.get(read.source_blocks[read.copied], {}))
+        read.copied += 1
+        self.num_blocks_read += 1
+
+    def end(self, read: Read, error: str | None = None) -> None:
+        """It is done, or has failed."""
+        assert error is not None or read.copied == len(read.sink_blocks)
+        self.open.remove(read)
+        self.on_read(read.read_id, None if error is None else TransferError(error))
+
+    def go_on(self, read: Read) -> None:
+        """One step towards its end."""
+        if read.fenced or not self.site.world.sites[read.source].alive:
+            self.end(read, "the connection broke")
+        elif read.copied < len(read.sink_blocks):
+            self.copy(read)
+        else:
+            self.end(read)
+
+
+@dataclass(eq=False)
+class Link:
+    """One sink's link to one source. What each side has sent, and the other has not heard yet."""
+
+    to_source: deque[Message] = field(default_factory=deque)
+    to_sink: deque[Message | int] = field(default_factory=deque)
+    """A number stands for the Welcome that answers the Hello of this number."""
+    number: int = 0
+    """Of the last Hello."""
+    open: bool = False
+    lossy: bool = False
+    """Messages were lost, and nobody has said Hello since."""
+
+
+class Links:
+    """The links of a site to its sources (`kv_transfer.source_links.SourceLinks`)."""
+
+    def __init__(self, site: Site, events: intake.Intake) -> None:
+        self.site = site
+        self.events = events
+        self.links: dict[str, Link] = {}
+
+    def need(self, address: str) -> Incarnation | None:
+        """Make sure that there is a link."""
+        if address not in self.links:
+            self.links[address] = Link()
+            self.greet(address)
+        return self.at(address)
+
+    def greet(self, address: str) -> None:
+        """Say Hello, the first time or again."""
+        link = self.links[address]
+        link.number += 1
+        link.lossy = False
+        pulls = tuple(self.events.open_pulls(address))
+        hello = Hello(number=link.number, role=Role.DECODE, fingerprint=FINGERPRINT, open_requests=pulls)
+        link.to_source.append(hello)
+
+    def at(self, address: str) -> Incarnation | None:
+        """Who answers there."""
+        link = self.links.get(address)
+        return self.site.world.site_at(address).name if link is not None and link.open else None
+
+    def welcome(self, address: str) -> Any:
+        """What the source has said of itself."""
+        return SimpleNamespace(transport="zmq", transport_metadata=b"")
+
+    def send(self, address: str, message: Message) -> None:
+        """Within the session; inert without one."""
+        link = self.links.get(address)
+        if link is not None and link.open:
+            link.to_source.append(message)
+
+    def hear(self, address: str) -> None:
+        """The next message of a source arrives."""
+        link, source = self.links[address], self.site.world.site_at(address).name
+        message = link.to_sink.popleft()
+        if isinstance(message, Message):
+            if link.open:
+                self.events.on_source_message(source, message)
+        elif message == link.number:
+            link.open = True
+            self.events.on_source_open(address, source, self.welcome(address))
+
+    def lose(self, address: str, why: str) -> None:
+        """The source is gone, or seems so."""
+        link = self.links.pop(address)
+        source = self.site.world.site_at(address)
+        self.events.on_source_lost(address, source.name if link.open else None, Cause.WORKER_LOST, why)
+
+
+class Site:
+    """One decode worker and what surrounds it."""
+
+    def __init__(self, world: World, name: str, num_blocks: int, num_host_blocks: int, **options: Any) -> None:
+        self.world = world
+        self.name = Incarnation(name)
+        self.address = f"{name}:1"
+        self.alive = True
+        self.engine = Engine(num_blocks, num_host_blocks)
+        self.to_gateway: deque[Message] = deque()
+        self.from_gateway: deque[Message] = deque()
+        self.sessions: set[Incarnation] = set()
+        """Sinks that it takes for connected."""
+        decided = {"transport": "zmq", "memory_reserve": -1.0, "max_num_seqs": 8, **options}
+        region = SimpleNamespace(block_bytes=64, crc32=None)
+        with (
+            patch.object(intake, "Mover", lambda region, make, on_read, on_died: Reads(self, on_read)),
+            patch.object(intake, "SourceLinks", lambda me, role, print, events, clock, pulse: Links(self, events)),
+        ):
+            self.worker = DecodeWorker(
+                DecodeSettings(**decided),
+                self.name,
+                self,  # type: ignore[arg-type]  # as the control server
+                self.engine,  # type: ignore[arg-type]
+                region,  # type: ignore[arg-type]
+                lambda: None,  # type: ignore[arg-type,return-value]
+                lambda: world.now,
+            )
+        self.reads: Reads = self.worker._intake.mover  # type: ignore[assignment]
+        self.links: Links = self.worker._intake._links  # type: ignore[assignment]
+        self.flag = Flag()
+        self.worker._wake = self.flag  # type: ignore[assignment]
+        self.loop = self.worker._step_loop()
+        self.pause: Pause = self.loop.send(None)
+
+    @property
+    def source(self) -> Source:
+        """As others are told of it."""
+        return Source(address=self.address, incarnation=self.name)
+
+    @property
+    def pool(self) -> Any:
+        """The worker's pool."""
+        return self.worker._pool
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the engine has a step in flight."""
+        return self.pause.step is not None
+
+    def send(self, peer: Incarnation, message: Message) -> None:
+        """As the control server does."""
+        if peer == GATEWAY:
+            self.to_gateway.append(message)
+        elif peer in self.sessions and (link := self.world.sites[peer].links.links.get(self.address)) is not None:
+            link.to_sink.append(message)
+
+    def wake(self) -> None:
+        """Let the loop go on if it waits and has been woken."""
+        while not self.in_step and self.flag.up:
+            self.pause = self.loop.send(None)
+
+    def end_step(self) -> None:
+        """The step in flight is done; the next one begins, if there is anything to do."""
+        assert self.pause.step is not None
+        self.pause = self.loop.send(self.engine.execute(*self.pause.step))
+        self.wake()
+
+    def step(self, times: int = 1) -> None:
+        """So many steps."""
+        self.wake()
+        for _ in range(times):
+            self.end_step()
+
+    def hear(self, sink: Incarnation) -> None:
+        """The next message of a sink arrives."""
+        link = self.world.sites[sink].links.links[self.address]
+        message = link.to_source.popleft()
+        if isinstance(message, Hello):
+            self.sessions.add(sink)
+            self.worker.on_hello(sink, message)
+            link.to_sink.append(message.number)
+        elif sink in self.sessions:
+            self.worker.on_message(sink, message)
+        else:
+            link.lossy = True  # it is told to say Hello
+        self.wake()
+
+    def hear_gateway(self) -> None:
+        """The next message of the gateway arrives."""
+        self.worker.on_message(GATEWAY, self.from_gateway.popleft())
+        self.wake()
+
+    def lose_sink(self, sink: Incarnation) -> None:
+        """It takes a sink for lost."""
+        self.sessions.discard(sink)
+        self.worker.on_peer_lost(sink)
+        self.wake()
+
+    def tick(self) -> None:
+        """It looks at the clock."""
+        self.worker._tick()
+        self.wake()
+
+    def generation(self, key: RequestKey, choice: int = 0) -> Generation:
+        """A choice that it generates."""
+        generations = self.worker._requests[key.request].generations
+        return next(each for each in generations if each.sequence.choice == choice)
+
+    def check(self) -> None:
+        """What holds between any two events."""
+        if self.alive:
+            self.worker.check_invariants()
+
+    def left(self) -> dict[str, Any]:
+        """What it holds."""
+        worker, lender = self.worker, self.worker._lender
+        counts = {
+            "used": self.pool.num_used,
+            "limbo": self.pool.num_limbo,
+            "requests": sorted(worker._requests),
+            "unacknowledged": sorted(worker._finished),
+            "pulls": worker._intake.num_pulls,
+            "reads": worker._intake.num_reads + len(self.reads.open),
+            "quarantined": worker._intake.num_quarantined,
+            "leases": lender.num_leases,
+            "readers": lender.num_readers,
+            "parked": lender.num_parked,
+            "expected": sorted(lender._leases._expected),
+            "wanted": [message.key for message in worker._departures._wanted.values()],
+            "cut": sorted(worker._departures._cut),
+            "arrivals": [request.key for request in worker._arrivals._arrivals],
+            "host": worker._scheduler.num_host_used,
+        }
+        return {name: count for name, count in counts.items() if count}
+
+
+# --- the gateway -------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Choice:
+    """A choice as its client has it."""
+
+    index: int
+    token_ids: list[int]
+    """The prompt, and what the client has."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Leg:
+    """One attempt at some choices of a request, on one worker."""
+
+    key: RequestKey
+    site: Site
+    ask: Ask
+    choices: dict[int, Choice]
+    moving: Leg | None = None
+    cut: set[int] = field(default_factory=set)
+    moved: set[int] = field(default_factory=set)
+    spoken: set[int] = field(default_factory=set)
+    """Choices of which it has brought tokens."""
+    ends: list[Message] = field(default_factory=list)
+    """Its terminals, but for Moved."""
+    aborted: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether its worker is done with it."""
+        return bool(self.ends) or self.moved == set(self.choices) or not self.site.alive
+
+    def brings(self, choice: Choice) -> bool:
+        """Whether more of this choice may come from here."""
+        return choice.index in self.choices and choice.index not in self.cut and not self.over and not self.aborted
+
+
+@dataclass(eq=False)
+class Ask:
+    """What one client wants."""
+
+    name: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    choices: list[Choice]
+    legs: list[Leg] = field(default_factory=list)
+    ended: bool = False
+
+
+class Gateway:
+    """It moves choices, begins again what has failed, and knows what every token must be."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.asks: list[Ask] = []
+        self.num_requests = 0
+        self.num_moved = 0
+        self.num_begun_again = 0
+
+    @property
+    def legs(self) -> list[Leg]:
+        """Every leg there has been."""
+        return [leg for ask in self.asks for leg in ask.legs]
+
+    def ask(
+        self,
+        site: Site,
+        prompt: Sequence[int],
+        max_tokens: int = 50,
+        num_choices: int = 1,
+        *,
+        logprobs: bool = False,
+    ) -> Leg:
+        """A new request, whose prompt `site` computes itself."""
+        sampling = SamplingParams(max_tokens=max_tokens, logprobs=0 if logprobs else None)
+        choices = [Choice(index, list(prompt)) for index in range(num_choices)]
+        ask = Ask(f"ask {len(self.asks)}", tuple(prompt), sampling, choices)
+        self.asks.append(ask)
+        return self._begin(Leg(self._new_key(), site, ask, dict(enumerate(choices))))
+
+    def move(self, leg: Leg, to: Site, choice: int = 0) -> Leg:
+        """Let another worker take a choice over."""
+        ask = leg.ask
+        key = self._new_key() if len(ask.choices) > 1 else self._next_key(ask)
+        return self._begin(Leg(key, to, ask, {choice: ask.choices[choice]}, moving=leg))
+
+    def abort(self, leg: Leg) -> None:
+        """The worker is to give it up."""
+        leg.aborted = True
+        leg.site.from_gateway.append(Abort(request=leg.key.request, attempt=leg.key.attempt))
+
+    def end(self, ask: Ask) -> None:
+        """The client has everything, or has gone."""
+        ask.ended = True
+        for leg in ask.legs:
+            ends_by_itself = all(each.ended for each in leg.choices.values()) and leg.spoken == set(leg.choices)
+            if not leg.over and not leg.aborted and not (ends_by_itself and leg.cut == leg.moved):
+                self.abort(leg)
+
+    def hear(self, site: Site) -> None:
+        """The next message of a worker arrives."""
+        message = site.to_gateway.popleft()
+        assert isinstance(message, Tokens | Finished | Failed | Cancelled | Cut | Moved), message
+        [leg] = [leg for leg in self.legs if leg.site is site and leg.key == message.key]
+        match message:
+            case Tokens():
+                self._take(leg, message)
+            case Cut():
+                assert message.choice not in leg.cut, "cut twice"
+                assert leg.choices[message.choice].token_ids is not None
+                leg.cut.add(message.choice)
+            case Moved():
+                assert not leg.ends, "a terminal after the terminal"
+                assert message.choice in leg.cut, "moved, and never cut"
+                assert message.choice not in leg.moved, "moved twice"
+                leg.moved.add(message.choice)
+                self.num_moved += 1
+            case _:
+                assert not leg.ends, f"{message} after {leg.ends}"
+                assert leg.moved != set(leg.choices), f"{message} though every choice has moved"
+                leg.ends.append(message)
+                if isinstance(message, Finished):
+                    site.from_gateway.append(Ack(request=message.request, attempt=message.attempt))
+        self.look_after(leg.ask)
+
+    def look_after(self, ask: Ask) -> None:
+        """Begin again with what nobody brings any more."""
+        for choice in ask.choices:
+            waits = any(leg.moving and not leg.over and not leg.aborted and choice.index in leg.choices for leg in ask.legs)
+            if ask.ended or choice.ended or waits or any(leg.brings(choice) for leg in ask.legs):
+                continue
+            sites = [site for site in self.world.sites.values() if site.alive]
+            self.num_begun_again += 1
+            site = sites[self.num_begun_again % len(sites)]
+            self._begin(Leg(self._new_key(), site, ask, {choice.index: choice}))
+
+    def _take(self, leg: Leg, message: Tokens) -> None:
+        choice = leg.choices[message.choice]
+        leg.spoken.add(message.choice)
+        assert message.position <= len(choice.token_ids), "a gap"
+        assert (message.logprobs is None) == (leg.ask.sampling.logprobs is None)
+        states = chain(choice.token_ids)
+        for index, (position, token) in enumerate(enumerate(message.token_ids, message.position)):
+            state = states[position - 1]
+            assert token == next_token(state, choice.index), f"another token at {position}"
+            if message.logprobs is not None:
+                assert message.logprobs[index] == report(state, choice.index), f"another logprob at {position}"
+            if position == len(choice.token_ids):
+                assert not choice.ended, "a token after the last"
+                choice.token_ids.append(token)
+                choice.logprobs += [] if message.logprobs is None else [message.logprobs[index]]
+                states.append(kv(state, token))
+        choice.ended |= message.finish_reason is not None
+        if all(each.ended for each in leg.ask.choices) and not leg.ask.ended:
+            self.end(leg.ask)
+
+    def _new_key(self) -> RequestKey:
+        self.num_requests += 1
+        return RequestKey(RequestId(f"r{self.num_requests}"), 1)
+
+    def _next_key(self, ask: Ask) -> RequestKey:
+        request = ask.legs[-1].key.request
+        return RequestKey(request, 1 + max(leg.key.attempt for leg in self.legs if leg.key.request == request))
+
+    def _begin(self, leg: Leg) -> Leg:
+        leg.ask.legs.append(leg)
+        [first, *_] = leg.choices.values()
+        work = Decode(
+            request=leg.key.request,
+            attempt=leg.key.attempt,
+            token_ids=tuple(first.token_ids),
+            prompt_len=len(leg.ask.prompt),
+            choices=tuple(leg.choices),
+            sampling=leg.ask.sampling,
+            budget_s=BUDGET_S,
+            source=None if leg.moving is None else leg.moving.site.source,
+            offered=None if leg.moving is None else leg.moving.key,
+            moving=leg.moving is not None,
+        )
+        leg.site.from_gateway.append(work)
+        return leg
+
+
+# --- the world ---------------------------------------------------------------------------------------------------
+
+
+class World:
+    """Some workers, the gateway, and time."""
+
+    def __init__(self, names: Collection[str] = ("d0", "d1"), num_blocks: int = 32, num_host_blocks: int = 0, **options: Any):
+        self.now = 0.0
+        self.sites: dict[Incarnation, Site] = {}
+        for name in names:
+            self.sites[Incarnation(name)] = Site(self, name, num_blocks, num_host_blocks, **options)
+        self.gateway = Gateway(self)
+
+    def site_at(self, address: str) -> Site:
+        """Who is there."""
+        return next(site for site in self.sites.values() if site.address == address)
+
+    def wires(self) -> list[Callable[[], None]]:
+        """Of each wire with something on it: what delivers the next message."""
+        deliver: list[Callable[[], None]] = []
+        for site in self.sites.values():
+            deliver += [lambda site=site: self.gateway.hear(site)] if site.to_gateway else []  # type: ignore[misc]
+            if not site.alive:
+                continue
+            deliver += [site.hear_gateway] if site.from_gateway else []
+            for address, link in site.links.links.items():
+                source = self.site_at(address)
+                if link.to_source and source.alive:
+                    deliver.append(lambda source=source, sink=site.name: source.hear(sink))  # type: ignore[misc]
+                if link.to_sink:
+                    deliver.append(lambda site=site, address=address: self._hear(site, address))  # type: ignore[misc]
+        return deliver
+
+    def _hear(self, site: Site, address: str) -> None:
+        site.links.hear(address)
+        site.wake()
+
+    def deliver(self, *, reads: bool = True) -> None:
+        """Every message arrives, and what it leads to; reads end, unless they are not to."""
+        while True:
+            if (wires := self.wires()) != []:
+                wires[0]()
+            elif reads and (site := next((s for s in self.sites.values() if s.alive and s.reads.open), None)):
+                self.go_on_reading(site, site.reads.open[0])
+            else:
+                break
+            self.check()
+
+    def go_on_reading(self, site: Site, read: Read) -> None:
+        """One step of a read."""
+        site.reads.go_on(read)
+        site.wake()
+
+    def kill(self, site: Site) -> None:
+        """The process dies; everybody else notices. Messages that it had sent may still arrive."""
+        site.alive = False
+        site.loop.close()
+        for other in self.sites.values():
+            if other is site or not other.alive:
+                continue
+            if site.address in other.links.links:
+                other.links.lose(site.address, "killed")
+            if site.name in other.sessions:
+                other.lose_sink(site.name)
+            other.wake()
+        site.to_gateway.clear()
+        for ask in self.gateway.asks:
+            self.gateway.look_after(ask)
+        self.check()
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Everything goes on until nobody has anything to do."""
+        for _ in range(max_steps):
+            self.deliver()
+            stepping = [site for site in self.sites.values() if site.alive and site.in_step]
+            if not stepping:
+                return
+            for site in stepping:
+                site.end_step()
+            self.check()
+        raise AssertionError("it does not come to an end")
+
+    def check(self) -> None:
+        """What holds between any two events."""
+        for site in self.sites.values():
+            site.check()
+
+    def check_end(self) -> None:
+        """Everybody has everything, every leg has its one end, and every block is back."""
+        for ask in self.gateway.asks:
+            assert ask.ended, f"{ask.name} waits for ever: {[(leg.key, leg.site.name, leg.ends) for leg in ask.legs]}"
+        for leg in self.gateway.legs:
+            assert leg.over, f"{leg.key} at {leg.site.name} has no terminal"
+        for site in self.sites.values():
+            assert not site.alive or site.left() == {}, f"{site.name} holds {site.left()}"

@@ -1,0 +1,699 @@
+"""The workers of the model: real leases, pulls, fences, pools and departures in shells without sockets and threads.
+
+The shells follow `prefill_worker.worker`, `decode_worker.worker` and `kv_transfer.intake`, less scheduling, prefix
+caches and preemption. A worker's memory says what each block holds: `("A", 0)` is the first block of the request's
+prompt, `("B", n)` the second one with the KV of the first n tokens; a block that is free holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    Abort,
+    Ack,
+    Attach,
+    AttachSequence,
+    BlocksReady,
+    Cancelled,
+    Decode,
+    Detach,
+    Failed,
+    Finished,
+    Message,
+    OfferWithdrawn,
+    Prefill,
+    PrefillDone,
+    Resend,
+    Settle,
+    Settled,
+    Tokens,
+)
+from decode_worker.migration import Departures, pull_of
+from decode_worker.request import Stage
+from kv_transfer import sink as pulls
+from kv_transfer import source as leases
+from kv_transfer.sink import Pull, PullState
+
+if TYPE_CHECKING:
+    from handoff_world import World
+
+NUM_BLOCKS = 2
+"""Blocks of the request."""
+DEADLINE = 100.0
+"""When the request's budget ends; the model's clock stands at 0."""
+TTL_S = 10.0
+Content = tuple[str, int]
+
+
+def content(num_computed: int) -> list[Content]:
+    """What the blocks of the request hold when the KV of so many tokens is there."""
+    return [("A", 0), ("B", num_computed)]
+
+
+def token(position: int) -> int:
+    """The token at a position: there is one right answer."""
+    return 100 + position
+
+
+class Worker:
+    """What both roles have: a pool, a memory, a fence, a lease table, and links."""
+
+    def __init__(self, world: World, address: str, life: int) -> None:
+        self.world = world
+        self.address = address
+        self.me = Incarnation(f"{address}.{life}")
+        self.pool = world.parts.pool(world.bounds.num_blocks, prefix_cache=False)
+        self.memory: list[Content | None] = [None] * world.bounds.num_blocks
+        self.fence = world.parts.fence()
+        self.table = world.parts.table(unattached_ttl_s=TTL_S)
+        self.step: Any = None
+        """The step in flight: its number, and what it computes."""
+
+    def gateway(self, message: Message) -> None:
+        """To the gateway."""
+        self.world.link(self.world.gateway.me, self.address).send_down(message)
+
+    def tell(self, sink: Incarnation, message: Message) -> None:
+        """To a sink."""
+        link = self.world.links.get(f"{sink}>{self.address}")
+        if link is not None:
+            link.send_down(message)
+
+    def refuse(self, key: RequestKey, cause: Cause, message: str) -> None:
+        """Failed, to the gateway."""
+        self.gateway(Failed(request=key.request, attempt=key.attempt, cause=cause, message=message))
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give references back; what is free is soon somebody else's."""
+        self.pool.release(blocks)
+        self.wipe()
+        self.look_again()
+
+    def wipe(self) -> None:
+        """Others write to whatever is free."""
+        for block in self.pool._free:
+            self.memory[block] = None
+
+    def end_step(self) -> None:
+        """The device is done with the step in flight: it has written every block, whatever happened meanwhile."""
+        number, work = self.step
+        self.step = None
+        self.write(work)
+        self.pool.step_finished(number)
+        self.wipe()
+        self.stepped(work)
+        self.look_again()
+
+    def expire(self, now: float) -> None:
+        """Time has passed for the leases."""
+        self.do(self.table.expire(now))
+
+    # The offers, as `kv_transfer.lender.Lender` carries them out.
+
+    def on_message(self, sink: Incarnation, message: Message) -> None:
+        """A message from a sink."""
+        match message:
+            case Attach() | AttachSequence():
+                self.do(self.table.attach(message, sink, 0.0))
+            case Settle():
+                self.do(self.table.settle(message, sink))
+            case Detach():
+                self.do(self.table.detach(message, sink, 0.0))
+            case _:
+                raise AssertionError(message)
+
+    def sink_said_hello(self, sink: Incarnation, listed: Collection[RequestKey]) -> None:
+        """A sink's session opens (again), or is over."""
+        self.do(self.table.sink_said_hello(sink, set(listed), 0.0))
+
+    def do(self, actions: Iterable[leases.Action]) -> None:
+        """Carry out what the lease table decided."""
+        self.table.check_invariants()
+        for action in actions:
+            match action:
+                case leases.Send(sink, message):
+                    self.tell(sink, message)
+                case leases.Unpin(key, block_ids, settled):
+                    self.on_unpinned(key, block_ids, settled)
+                case leases.Dropped(key, cause, message):
+                    self.on_dropped(key, cause, message)
+
+    def expect(self, key: RequestKey, deadline: float) -> None:
+        self.table.expect(key, deadline)
+
+    def awaits(self, key: RequestKey) -> bool:
+        return self.table.awaits(key)
+
+    def open(self, key: RequestKey, blocks: Sequence[int], deadline: float) -> None:
+        self.do(self.table.open(key, blocks, deadline, 0.0))
+
+    def blocks_ready(self, request: RequestId, num_ready: int, checksums: Sequence[int] = ()) -> None:
+        self.do(self.table.blocks_ready(request, num_ready, now=0.0))
+
+    def complete(self, request: RequestId, first_tokens: Sequence[Tokens]) -> None:
+        self.do(self.table.complete(request, first_tokens))
+
+    def withdraw(self, request: RequestId, cause: Cause, message: str) -> None:
+        self.do(self.table.withdraw(request, cause, message, now=0.0))
+
+    # Of each role.
+
+    def write(self, work: Any) -> None:
+        raise NotImplementedError
+
+    def stepped(self, work: Any) -> None:
+        raise NotImplementedError
+
+    def look_again(self) -> None:
+        raise NotImplementedError
+
+    def on_unpinned(self, key: RequestKey, blocks: Sequence[int], settled: bool) -> None:
+        raise NotImplementedError
+
+    def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
+        raise NotImplementedError
+
+
+# --- prefill -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Computed:
+    """A prompt that is computed."""
+
+    work: Prefill
+    blocks: list[int] = field(default_factory=list)
+    num_ready: int = 0
+
+
+class PrefillShell(Worker):
+    """`prefill_worker.worker.PrefillWorker`, as far as a handoff sees it."""
+
+    def __init__(self, world: World, address: str, life: int) -> None:
+        super().__init__(world, address, life)
+        self.owners: dict[RequestId, int] = {}
+        self.prompts: dict[RequestId, Computed] = {}
+
+    def hear(self, peer: Incarnation, message: Message) -> None:
+        match message:
+            case Prefill():
+                self.on_prefill(message)
+            case Abort():
+                attempt = self.owners.get(message.request)
+                if attempt is not None and attempt <= message.attempt:
+                    self.end(message.request, Cause.CANCELLED, "aborted")
+                    self.gateway(Cancelled(request=message.request, attempt=message.attempt))
+            case _:
+                self.on_message(peer, message)
+
+    def on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> tuple[RequestKey, ...]:
+        """A session (re)opens."""
+        if peer == self.world.gateway.me:
+            for key in self.owned():
+                if key not in listed:
+                    self.end(key.request, Cause.CANCELLED, "unknown to its gateway")
+            return tuple(self.owned())
+        self.sink_said_hello(peer, listed)
+        return ()
+
+    def on_peer_lost(self, peer: Incarnation) -> None:
+        """A session is over."""
+        self.on_hello(peer, ())
+
+    def owned(self) -> list[RequestKey]:
+        return [RequestKey(request, attempt) for request, attempt in self.owners.items()]
+
+    def on_prefill(self, work: Prefill) -> None:
+        if not self.fence.admits(work.key):
+            return
+        if work.request in self.owners:
+            self.end(work.request, Cause.SUPERSEDED, "a newer attempt arrived")
+        if self.world.refusing:
+            self.refuse(work.key, Cause.CAPACITY, "full")
+            return
+        self.owners[work.request] = work.attempt
+        self.prompts[work.request] = Computed(work)
+        self.expect(work.key, DEADLINE)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Admit what there is room for, and compute."""
+        for prompt in list(self.prompts.values()):
+            if not prompt.blocks and self.pool.num_free >= NUM_BLOCKS:
+                prompt.blocks = self.pool.allocate(NUM_BLOCKS)
+                self.pool.share(prompt.blocks)
+                self.open(prompt.work.key, prompt.blocks, DEADLINE)
+        chunks = [(each, tuple(each.blocks), self.next_end(each)) for each in self.prompts.values() if each.blocks]
+        if self.step is None and chunks:
+            self.step = (self.pool.step_started(), chunks)
+
+    def next_end(self, prompt: Computed) -> int:
+        return NUM_BLOCKS if self.world.bounds.chunks == 1 else prompt.num_ready + 1
+
+    def write(self, work: list[tuple[Computed, tuple[int, ...], int]]) -> None:
+        for prompt, blocks, end in work:
+            held = content(len(prompt.work.token_ids))
+            for index in range(prompt.num_ready, end):
+                self.memory[blocks[index]] = held[index]
+
+    def stepped(self, work: list[tuple[Computed, tuple[int, ...], int]]) -> None:
+        for prompt, _, end in work:
+            request = prompt.work.request
+            if self.prompts.get(request) is not prompt:
+                continue
+            prompt.num_ready = end
+            self.blocks_ready(request, end)
+            if end == NUM_BLOCKS:
+                del self.prompts[request]
+                self.finish(prompt)
+
+    def finish(self, prompt: Computed) -> None:
+        request, attempt = prompt.work.key
+        first = self.world.tokens(prompt.work.key, len(prompt.work.token_ids), 1)
+        self.complete(request, [first])
+        self.gateway(first)
+        if first.finish_reason is not None:
+            self.gateway(Finished(request=request, attempt=attempt))
+        self.release(prompt.blocks)
+
+    def end(self, request: RequestId, cause: Cause, message: str) -> None:
+        """Give back whatever the request holds here."""
+        self.owners.pop(request, None)
+        prompt = self.prompts.pop(request, None)
+        if prompt is not None and prompt.blocks:
+            self.release(prompt.blocks)
+        self.withdraw(request, cause, message)
+
+    def on_unpinned(self, key: RequestKey, blocks: Sequence[int], settled: bool) -> None:
+        self.owners.pop(key.request, None)
+        self.release(blocks)
+
+    def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
+        owned = key.request in self.owners
+        self.end(key.request, cause, message)
+        if owned:
+            self.refuse(key, cause, message)
+
+    def check(self) -> None:
+        """No block of the step in flight is free."""
+        if self.step is not None:
+            named = {block for _, blocks, _ in self.step[1] for block in blocks}
+            assert named.isdisjoint(self.pool._free), "two owners: a step in flight names a free block"
+
+    def check_idle(self) -> None:
+        assert not self.owners, f"leak: {self.address} holds {self.owners}"
+        assert not self.prompts, f"leak: {self.address} computes"
+
+
+# --- decode ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Read:
+    """A read under way: its blocks may change at any moment until it ends."""
+
+    pull: Pull
+    start: int
+    source_blocks: tuple[int, ...]
+    sink_blocks: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Running:
+    """One choice in the batch; what `decode_worker.request.Generation` is to the departures."""
+
+    request: Job
+    num_tokens: int
+    first_position: int
+    num_sent: int
+    stage: Stage = Stage.RUNNING
+    moved: bool = False
+    ended: bool = False
+
+    @property
+    def sequence(self) -> Any:
+        return self
+
+    @property
+    def choice(self) -> int:
+        return 0
+
+    def tokens(self, position: int) -> Tokens:
+        position = min(max(position, self.first_position), self.num_tokens)
+        return self.request.world.tokens(self.request.key, position, self.num_tokens - position)
+
+
+@dataclass(eq=False)
+class Job:
+    """One attempt at the request in a decode worker."""
+
+    world: World
+    work: Decode
+    num_tokens: int
+    """Tokens whose KV is to come."""
+    pull: Pull | None
+    blocks: list[int] = field(default_factory=list)
+    """Reserved before the pull asks, or computed here, or decoded from."""
+    waits: bool = False
+    """For room."""
+    running: Running | None = None
+    deadline: float = DEADLINE
+
+    @property
+    def key(self) -> RequestKey:
+        return self.work.key
+
+    @property
+    def gateway(self) -> Incarnation:
+        return self.world.gateway.me
+
+    @property
+    def generations(self) -> list[Running]:
+        return [] if self.running is None else [self.running]
+
+
+class DecodeShell(Worker):
+    """`decode_worker.worker.DecodeWorker` with its intake, as far as handoff and migration see it."""
+
+    def __init__(self, world: World, address: str, life: int) -> None:
+        super().__init__(world, address, life)
+        self.jobs: dict[RequestId, Job] = {}
+        self.finished: dict[RequestId, Job] = {}
+        self.pulls: dict[RequestId, Pull] = {}
+        self.quarantine: list[Pull] = []
+        self.reads: list[Read] = []
+        self.departures = Departures(self, self.pool, self, self.tell_anyone, None)  # type: ignore[arg-type]
+
+    def tell_anyone(self, peer: Incarnation, message: Message) -> None:
+        """The departures send to sinks and gateways."""
+        if peer == self.world.gateway.me:
+            self.gateway(message)
+        else:
+            self.tell(peer, message)
+
+    def hear(self, peer: Incarnation, message: Message) -> None:
+        match message:
+            case Decode():
+                self.on_decode(message)
+            case Abort():
+                job = self.find(message.request)
+                if job is not None and job.key.attempt <= message.attempt:
+                    self.forget(job)
+                    self.gateway(Cancelled(request=message.request, attempt=job.key.attempt))
+            case Ack():
+                job = self.finished.get(message.request)
+                if job is not None and job.key == message.key:
+                    del self.finished[message.request]
+            case Resend():
+                self.on_resend(message)
+            case AttachSequence():
+                job = self.jobs.get(message.sequence.request)
+                running = job.running if job is not None and job.key == message.sequence else None
+                self.departures.attach(peer, message, running)  # type: ignore[arg-type]
+                self.look_again()
+            case _:
+                self.on_message(peer, message)
+
+    def on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> tuple[RequestKey, ...]:
+        """A session (re)opens."""
+        if peer == self.world.gateway.me:
+            for job in (*self.jobs.values(), *self.finished.values()):
+                if job.key not in listed:
+                    self.forget(job)
+            return tuple(job.key for job in (*self.jobs.values(), *self.finished.values()))
+        self.sink_said_hello(peer, listed)
+        return ()
+
+    def on_peer_lost(self, peer: Incarnation) -> None:
+        """A session is over."""
+        self.on_hello(peer, ())
+
+    # A job's life.
+
+    def find(self, request: RequestId) -> Job | None:
+        return self.jobs.get(request) or self.finished.get(request)
+
+    def on_decode(self, work: Decode) -> None:
+        if not self.fence.admits(work.key):
+            return
+        known = self.find(work.request)
+        if known is not None:
+            self.forget(known)
+        if self.world.refusing or (work.moving and self.pool.num_free < NUM_BLOCKS):
+            self.refuse(work.key, Cause.CAPACITY, "full")
+            return
+        pull: Pull | None = None
+        if work.moving:
+            work = replace(work, token_ids=work.token_ids[:-1])  # the last one has no KV yet
+            pull = pull_of(work)
+        elif work.source is not None and work.offered is not None:
+            pull = self.world.parts.pull(work.key, work.source, offered=work.offered.attempt)
+        job = self.jobs[work.request] = Job(self.world, work, len(work.token_ids), pull)
+        if pull is None:
+            job.waits = True
+            self.look_again()
+            return
+        if work.moving:
+            job.blocks = self.pool.allocate(NUM_BLOCKS)
+        self.pulls[work.request] = pull
+        link = self.world.link_to_source(self, pull.source)
+        if link.known and link.worker != pull.source.incarnation:
+            self.give_up(pull, Cause.WORKER_LOST, "the source has restarted")
+        elif link.known:
+            self.act(pull, pull.attach())
+
+    def look_again(self) -> None:
+        """Let in what there is room for, cut what is wanted, and go on."""
+        for job in list(self.jobs.values()):
+            if job.waits and self.pool.num_free >= NUM_BLOCKS:
+                job.waits = False
+                blocks = self.pool.allocate(NUM_BLOCKS)
+                if job.pull is None:
+                    job.blocks = blocks
+                else:
+                    self.act(job.pull, job.pull.reserve(blocks))
+        if self.step is None:
+            self.departures.cut()
+            batch = [job for job in self.jobs.values() if self.goes_on(job)]
+            if batch:
+                self.step = (self.pool.step_started(), [self.part_of_step(job) for job in batch])
+
+    def goes_on(self, job: Job) -> bool:
+        if job.running is None:
+            return job.pull is None and not job.waits
+        return job.running.stage is Stage.RUNNING
+
+    def part_of_step(self, job: Job) -> tuple[Job, tuple[int, ...], int]:
+        """The job, the blocks that the step writes, and how many tokens have their KV then."""
+        return job, tuple(job.blocks), job.num_tokens if job.running is None else job.running.num_tokens
+
+    def write(self, work: list[tuple[Job, tuple[int, ...], int]]) -> None:
+        for _, blocks, num_computed in work:
+            for block, held in zip(blocks, content(num_computed), strict=True):
+                self.memory[block] = held
+
+    def stepped(self, work: list[tuple[Job, tuple[int, ...], int]]) -> None:
+        for job, _, _ in work:
+            if self.jobs.get(job.key.request) is not job:
+                continue
+            if job.running is None:
+                job.running = Running(job, job.num_tokens + 1, job.num_tokens, job.num_tokens)
+            else:
+                job.running.num_tokens += 1
+            running = job.running
+            message = running.tokens(running.num_sent)
+            running.num_sent = running.num_tokens
+            self.gateway(message)
+            if message.finish_reason is not None:
+                running.ended, running.stage = True, Stage.ENDED
+                self.finish_if_ended(job)
+
+    def finish_if_ended(self, job: Job) -> None:
+        assert job.running is not None
+        if not (job.running.ended or job.running.moved):
+            return
+        self.drop(job)
+        if not job.running.moved:
+            self.finished[job.key.request] = job
+            self.gateway(Finished(request=job.key.request, attempt=job.key.attempt))
+
+    def on_resend(self, message: Resend) -> None:
+        job = self.find(message.request)
+        if job is None or job.key != message.key:
+            return
+        if job.running is not None and message.position < job.running.num_tokens:
+            self.gateway(job.running.tokens(message.position))
+        if job.running is not None and (job.running.ended or job.running.moved):
+            self.gateway(Finished(request=job.key.request, attempt=job.key.attempt))
+
+    def drop(self, job: Job) -> None:
+        """Off the books."""
+        del self.jobs[job.key.request]
+        self.departures.forget(job)  # type: ignore[arg-type]
+        if job.running is not None:
+            job.running.stage = Stage.ENDED
+        blocks, job.blocks = job.blocks, []
+        if blocks:
+            self.release(blocks)
+        self.look_again()
+
+    def forget(self, job: Job) -> None:
+        """Give it up, without a word to the gateway."""
+        self.finished.pop(job.key.request, None)
+        if self.jobs.get(job.key.request) is job:
+            self.drop(job)
+            if job.pull is not None:
+                self.give_up(job.pull, None, "given up")
+
+    def leave(self, running: Running) -> list[int]:
+        """As `DecodeScheduler.leave`: a running sequence is over here, but for its blocks."""
+        assert running.stage is Stage.RUNNING
+        assert self.step is None, "cut in mid-step"
+        running.stage = Stage.ENDED
+        blocks, running.request.blocks = running.request.blocks, []
+        return blocks
+
+    def on_unpinned(self, key: RequestKey, blocks: Sequence[int], settled: bool) -> None:
+        job: Any = self.departures.unpinned(key, blocks, settled=settled)
+        if job is not None and settled:
+            self.finish_if_ended(job)
+        elif job is not None:
+            self.forget(job)
+            self.refuse(job.key, Cause.LEASE_LOST, "a sequence was cut, and nobody has taken it over")
+        self.wipe()
+        self.look_again()
+
+    def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
+        pass
+
+    # Pulls, as `kv_transfer.intake.Intake` carries them out.
+
+    def open_pulls(self, address: str) -> tuple[RequestKey, ...]:
+        """What a Hello to a source lists."""
+        open_pulls = (*self.pulls.values(), *self.quarantine)
+        return tuple(pull.key for pull in open_pulls if pull.source.address == address)
+
+    def on_source_open(self, address: str, source: Incarnation) -> None:
+        """Attach every pull from there, maybe again."""
+        for pull in self.pulling_from(address):
+            if pull.source.incarnation != source:
+                self.give_up(pull, Cause.WORKER_LOST, "the source has restarted")
+            else:
+                self.act(pull, pull.attach())
+
+    def on_source_lost(self, address: str) -> None:
+        """Nothing from there can be settled any more."""
+        for pull in self.pulling_from(address):
+            self.give_up(pull, Cause.WORKER_LOST, "the source is lost")
+
+    def pulling_from(self, address: str) -> list[Pull]:
+        return [pull for pull in self.pulls.values() if pull.source.address == address]
+
+    def from_source(self, message: Message, source: Incarnation) -> None:
+        """A message about a pull."""
+        pull = self.pulls.get(message.request)  # type: ignore[attr-defined]
+        if pull is None or pull.key != message.key or pull.source.incarnation != source:  # type: ignore[attr-defined]
+            return
+        match message:
+            case BlocksReady():
+                self.act(pull, pull.blocks_ready(message))
+            case PrefillDone():
+                self.act(pull, pull.prefill_done(message))
+            case Settled():
+                self.act(pull, pull.settled(message))
+            case OfferWithdrawn():
+                self.act(pull, pull.withdrawn(message))
+            case _:
+                raise AssertionError(message)
+
+    def end_read(self, index: int, memory: Sequence[Content | None] | None) -> None:
+        """A read ends: it has brought what is there now, or it has failed."""
+        read = self.reads.pop(index)
+        if memory is not None:
+            for source_block, sink_block in zip(read.source_blocks, read.sink_blocks, strict=True):
+                self.memory[sink_block] = memory[source_block]
+        self.act(read.pull, read.pull.read_done(read.start, None if memory is not None else "the connection broke"))
+
+    def give_up(self, pull: Pull, cause: Cause | None, why: str) -> None:
+        self.act(pull, pull.abandon(cause, why))
+
+    def act(self, pull: Pull, actions: Iterable[pulls.Action]) -> None:
+        """Carry out what a pull decided."""
+        if pull.state in (PullState.SETTLED, PullState.ABANDONED) and self.pulls.get(pull.key.request) is pull:
+            del self.pulls[pull.key.request]
+        if pull.over:
+            self.quarantine = [each for each in self.quarantine if each is not pull]
+        elif pull.state is PullState.ABANDONED and pull not in self.quarantine:
+            self.quarantine.append(pull)
+        for action in actions:
+            match action:
+                case pulls.SendToSource(message):
+                    self.world.link_to_source(self, pull.source).send_up(message)
+                case pulls.StartRead(start, source_blocks, sink_blocks, _):
+                    self.reads.append(Read(pull, start, source_blocks, sink_blocks))
+                case pulls.WantBlocks(num_blocks):
+                    self.want_blocks(pull, num_blocks)
+                case pulls.Admit(block_ids, first_tokens):
+                    self.admit(self.jobs[pull.key.request], block_ids, first_tokens)
+                case pulls.Release(block_ids):
+                    self.release(block_ids)
+                case pulls.GaveUp(cause, message):
+                    self.gave_up(pull, cause, message)
+
+    def want_blocks(self, pull: Pull, num_blocks: int) -> None:
+        assert num_blocks == NUM_BLOCKS
+        job = self.jobs[pull.key.request]
+        if job.blocks:
+            blocks, job.blocks = job.blocks, []
+            self.act(pull, pull.reserve(blocks))
+        else:
+            job.waits = True
+            self.look_again()
+
+    def admit(self, job: Job, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
+        """The sequence's KV is here, proved valid, they say."""
+        [first] = first_tokens
+        assert first.position == job.num_tokens
+        num_tokens = job.num_tokens + len(first.token_ids)
+        held = [self.memory[block] for block in block_ids]
+        assert held == content(num_tokens - 1), f"unverified KV: decodes from {held}"
+        job.blocks = list(block_ids)
+        job.running = Running(job, num_tokens, job.num_tokens, job.num_tokens)
+        self.look_again()
+
+    def gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
+        job = self.jobs.get(pull.key.request)
+        if job is not None and job.pull is pull:
+            self.drop(job)
+            if cause is not None:
+                self.refuse(job.key, cause, message)
+
+    # What must hold.
+
+    def check(self) -> None:
+        """No block has two owners."""
+        free = set(self.pool._free)
+        owned = [block for job in self.jobs.values() for block in job.blocks]
+        assert len(set(owned)) == len(owned), "two owners: two jobs"
+        written = [block for read in self.reads for block in read.sink_blocks]
+        assert len(set(written)) == len(written), "two owners: two reads write to one block"
+        assert free.isdisjoint(written), "two owners: a read under way writes to a free block"
+        assert set(owned).isdisjoint(written), "two owners: a read under way writes to a sequence's block"
+        if self.step is not None:
+            named = {block for _, blocks, _ in self.step[1] for block in blocks}
+            assert named.isdisjoint(free), "two owners: a step in flight names a free block"
+            assert named.isdisjoint(written), "two owners: a read writes to a block that a step in flight names"
+        for pull in (*self.pulls.values(), *self.quarantine):
+            pull.check_invariants()
+
+    def check_idle(self) -> None:
+        assert not self.jobs, f"leak: {self.address} has jobs"
+        assert not self.finished, f"leak: {self.address} keeps finished requests"
+        assert not self.pulls, f"leak: {self.address} pulls"
+        assert not self.quarantine, f"leak: {self.address} has blocks in quarantine"
+        assert not self.reads, f"leak: {self.address} reads"

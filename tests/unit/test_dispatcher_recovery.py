@@ -1,0 +1,514 @@
+"""The dispatcher when workers fail or leave: who waits for what and how long, who is tried where, what moves away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from dispatcher_bench import (
+    D2,
+    D3,
+    P2,
+    PROMPT,
+    Bench,
+    D,
+    P,
+    Time,
+    failure,
+    heartbeat,
+    settle,
+    text,
+    welcome,
+)
+
+from common.contract.errors import Cause
+from common.contract.ids import RequestKey
+from common.contract.messages import Cut, Decode, Phase, Prefill, Role
+from gateway.flow import FIRST_DELAY_S, TRIAL_TOKENS
+from gateway.generation import GenerationFailed
+from gateway.placement import TRIAL_S
+
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+async def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+async def make(time: Time) -> AsyncIterator[Any]:
+    """Benches in the test's own time; nothing may be left of them."""
+    benches = []
+
+    def make_bench(prefill: tuple[str, ...] = (P,), decode: tuple[str, ...] = (D,), **options: Any) -> Bench:
+        benches.append(Bench(prefill, decode, clock=time, **options))
+        return benches[-1]
+
+    yield make_bench
+    for bench in benches:
+        await bench.close()
+
+
+def decoded(bench: Bench, key: RequestKey, *token_ids: int, address: str = D) -> None:
+    """Both workers bring the first token, and the decode worker the others."""
+    bench.tokens(P, key, 0, token_ids[0])
+    bench.tokens(address, key, 0, *token_ids)
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+async def test_who_finds_no_decode_worker_waits_for_one(make: Any, time: Time) -> None:
+    bench = make()
+    key, task = await bench.request()
+    decoded(bench, key, 10, 11)
+    bench.lose(D)
+    await time.advance(PATIENCE_S - 1)
+    assert len(bench.work) == 1
+    bench.open(D, restarted=True)
+    key, work = bench.newest(key)
+    assert (set(work), work[D].token_ids) == ({P, D}, (*PROMPT, 10, 11))
+    bench.tokens(D, key, 2, 12, reason="stop")
+    assert await text(task) == [10, 11, 12]
+
+
+async def test_who_waits_in_vain_is_told_after_a_while(make: Any, time: Time) -> None:
+    bench = make()
+    key, task = await bench.request()
+    decoded(bench, key, 10, 11)
+    bench.lose(D, "its process died")
+    await time.advance(PATIENCE_S - 0.01)
+    assert not task.done()
+    await time.advance(0.02)
+    await settle()
+    with pytest.raises(GenerationFailed, match=r"no decode worker has been usable for 10.0 s.*its process died"):
+        await task
+    assert bench.in_flight() == (0, 0, 0, 0)
+
+
+async def test_patience_begins_when_the_last_decode_worker_goes(make: Any, time: Time) -> None:
+    """A suspect waits for another one's end first; that worker's crash is no reason to be out of patience with it."""
+    bench = make(prefill=())
+    keys = [await bench.request() for _ in range(2)]
+    for key, _ in keys:
+        bench.tokens(D, key, 0, 10)
+    bench.lose(D, crashed=True)
+    bench.open(D, restarted=True)
+    (_, tried), (_, waiting) = keys
+    await time.advance(TRIAL_S - 0.1)
+    bench.lose(D, crashed=True)
+    assert await failure(tried) is Cause.POISON
+    await time.advance(PATIENCE_S - 0.1)
+    assert not waiting.done()
+    await time.advance(0.2)
+    assert await failure(waiting) is Cause.WORKER_LOST
+
+
+async def test_a_request_that_waits_goes_on_as_long_as_its_time_lasts(make: Any, time: Time) -> None:
+    bench = make()
+    _, task = await bench.request(budget_s=5)
+    bench.lose(D)
+    await time.advance(6.1)
+    assert await failure(task) is Cause.DEADLINE
+    assert bench.goodbyes(P) == list(bench.work)
+
+
+async def test_the_time_that_is_left_is_passed_on(make: Any, time: Time) -> None:
+    bench = make()
+    key, _ = await bench.request(budget_s=30)
+    await time.advance(12)
+    bench.lose(P)
+    key, work = bench.newest(key)
+    assert work[D].budget_s == pytest.approx(18)
+    await time.advance(3)
+    bench.fail(D, key, Cause.TRANSFER)
+    await time.advance(2 * FIRST_DELAY_S)
+    assert bench.newest(key)[1][D].budget_s == pytest.approx(15 - 2 * FIRST_DELAY_S)
+
+
+async def test_the_second_failure_in_a_row_is_followed_after_a_moment(make: Any, time: Time) -> None:
+    bench = make(decode=(D, D2))
+    key, _ = await bench.request()
+    bench.fail(P, key, Cause.CAPACITY)
+    key, work = bench.newest(key)
+    assert set(work) == {D}, "the prefill worker has just failed"
+    bench.fail(D, key, Cause.CAPACITY)
+    bench.say(D2, heartbeat())
+    assert len(bench.work) == 2
+    await time.advance(FIRST_DELAY_S + 0.001)
+    key, work = bench.newest(key)
+    assert set(work) == {D2}
+
+
+async def test_who_finds_nobody_after_that_moment_is_not_forgotten(make: Any, time: Time) -> None:
+    bench = make()
+    key, _ = await bench.request()
+    for address in (P, D):
+        bench.fail(address, bench.newest(key)[0], Cause.CAPACITY)
+    bench.lose(D)
+    await time.advance(1)
+    assert len(bench.work) == 2
+    bench.open(D)
+    assert bench.newest(key)[0].attempt == 3
+
+
+async def test_a_worker_that_serves_again_is_found_by_its_heartbeat(make: Any) -> None:
+    bench = make()
+    key, _ = await bench.request()
+    bench.say(D, heartbeat(Phase.DRAINING))
+    bench.fail(D, key, Cause.DRAINING)
+    assert len(bench.work) == 1
+    bench.say(D, heartbeat())
+    assert bench.newest(key)[0].attempt == 2
+
+
+async def test_who_has_ended_waits_for_nothing(make: Any) -> None:
+    """One choice fails for good while another waits: its client may take its time to hear of it."""
+    bench = make(prefill=(), decode=(D, D2))
+    key, task = await bench.request(n=2)
+    for choice in range(2):
+        bench.tokens(D, key, 0, 10, choice=choice)
+    bench.lose(D, crashed=True)
+    (tried,) = bench.sent(D2, Decode)
+    bench.fail(D2, tried.key, Cause.INVALID)
+    bench.open(D)
+    bench.say(D2, heartbeat())
+    assert len(bench.work) == 2, "the second suspect's worker is free, but nobody wants it any more"
+    assert await failure(task) is Cause.INVALID
+
+
+async def test_who_leaves_while_another_choice_is_on_trial_waits_for_nothing(make: Any) -> None:
+    bench = make(prefill=(), decode=(D, D2))
+    key, task = await bench.request(n=2)
+    for choice in range(2):
+        bench.tokens(D, key, 0, 10, choice=choice)
+    bench.lose(D, crashed=True)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(bench.work) == 2
+
+
+# --- offers that stand -----------------------------------------------------------------------------------------------
+
+
+async def test_a_decode_worker_lost_before_it_has_spoken_is_replaced_alone(make: Any) -> None:
+    bench = make(decode=(D, D2))
+    key, task = await bench.request()
+    bench.tokens(P, key, 0, 10)
+    bench.lose(D)
+    newest, work = bench.newest(key)
+    assert set(work) == {D2}
+    assert bench.decode(D2).offered == key
+    assert bench.goodbyes(P) == []
+    assert bench.in_flight(P, D2) == (0, 0, 1, 3)
+    bench.tokens(D2, newest, 0, 10, 11, reason="stop")
+    assert await text(task) == [10, 11]
+
+
+async def test_while_an_offer_stands_its_worker_is_told_that_it_is_wanted(make: Any) -> None:
+    bench = make()
+    key, _ = await bench.request()
+    bench.lose(D)
+    assert bench.dispatcher.hello(bench.link(P)).open_requests == (key,)
+    assert bench.in_flight(P) == (1, 3)
+    bench.open(D, restarted=True)
+    assert bench.decode(D).offered == key
+    assert len(bench.sent(P, Prefill)) == 1
+
+
+async def test_who_leaves_while_an_offer_stands_frees_its_worker(make: Any) -> None:
+    bench = make()
+    key, task = await bench.request()
+    bench.lose(D)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert bench.goodbyes(P) == [key]
+    assert bench.in_flight(P) == (0, 0)
+
+
+async def test_an_offer_falls_with_its_worker(make: Any) -> None:
+    bench = make()
+    key, _ = await bench.request()
+    bench.lose(D)
+    bench.lose(P)
+    bench.open(P, restarted=True)
+    bench.open(D)
+    newest, work = bench.newest(key)
+    assert (set(work), bench.decode(D).offered) == ({P, D}, newest)
+    assert bench.in_flight() == (1, 3, 1, 3)
+
+
+async def test_an_offer_whose_worker_is_gone_is_done_without(make: Any) -> None:
+    bench = make()
+    key, _ = await bench.request()
+    bench.lose(D)
+    bench.lose(P)
+    bench.open(D)
+    assert set(bench.newest(key)[1]) == {D}
+    bench.open(P)
+    assert bench.in_flight() == (0, 0, 1, 3), "the same life goes on"
+
+
+# --- suspects --------------------------------------------------------------------------------------------------------
+
+
+async def test_who_was_on_a_worker_when_it_crashed_is_tried_apart(make: Any) -> None:
+    bench = make(prefill=(), decode=(D, D2, D3))
+    bench.lose(D3)
+    requests = [await bench.request() for _ in range(4)]
+    for number, (key, _) in enumerate(requests):
+        bench.tokens(D if number % 2 == 0 else D2, key, 0, 10)
+    first, other, second, another = (key for key, _ in requests)
+    bench.lose(D, crashed=True)
+    assert set(bench.newest(first)[1]) == {D2}
+    assert bench.newest(second)[0] == second, "it waits: the only worker has a suspect"
+    assert (bench.newest(other)[0], bench.newest(another)[0]) == (other, another), "these were elsewhere"
+    assert bench.counted("trials_total") == 1
+    bench.open(D3)
+    assert set(bench.newest(second)[1]) == {D3}
+    assert bench.counted("trials_total") == 2
+    bench.open(D, restarted=True)
+    key, _ = await bench.request()
+    assert set(bench.work[key]) == {D}, "beside neither of them"
+
+
+async def test_suspects_are_tried_one_after_the_other(make: Any) -> None:
+    bench = make(prefill=())
+    requests = [await bench.request() for _ in range(3)]
+    for key, _ in requests:
+        bench.tokens(D, key, 0, 10)
+    bench.lose(D, crashed=True)
+    bench.open(D, restarted=True)
+    for number, (key, _) in enumerate(requests):
+        newest, _ = bench.newest(key)
+        assert newest.attempt == 2
+        assert all(bench.newest(later)[0].attempt == 1 for later, _ in requests[number + 1 :])
+        bench.tokens(D, newest, 1, *range(11, 10 + TRIAL_TOKENS))
+        assert all(bench.newest(later)[0].attempt == 1 for later, _ in requests[number + 1 :])
+        bench.tokens(D, newest, TRIAL_TOKENS, 99)
+    for key, task in requests:
+        bench.tokens(D, bench.newest(key)[0], TRIAL_TOKENS + 1, 100, reason="stop")
+        assert await text(task) == [10, *range(11, 10 + TRIAL_TOKENS), 99, 100]
+
+
+async def test_a_worker_is_kept_for_one_suspect_only_for_a_while(make: Any, time: Time) -> None:
+    bench = make(prefill=())
+    (first, task), (second, _) = [await bench.request() for _ in range(2)]
+    for key in (first, second):
+        bench.tokens(D, key, 0, 10)
+    bench.lose(D, crashed=True)
+    bench.open(D, restarted=True)
+    await time.advance(TRIAL_S - 0.01)
+    assert bench.newest(second)[0].attempt == 1
+    await time.advance(0.02)
+    assert bench.newest(second)[0].attempt == 2
+    bench.lose(D, crashed=True)
+    await settle()
+    assert not task.done(), "nobody knows which of the two it was"
+
+
+async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any) -> None:
+    bench = make(prefill=(), decode=(D, D2))
+    bench.lose(D2)
+    (poison, refused), (neighbour, task) = [await bench.request() for _ in range(2)]
+    for key in (poison, neighbour):
+        bench.tokens(D, key, 0, 10)
+    bench.lose(D, crashed=True)
+    bench.open(D2)
+    assert set(bench.newest(poison)[1]) == {D2}
+    bench.lose(D2, crashed=True)
+    assert await failure(refused) is Cause.POISON
+    bench.open(D, restarted=True)
+    key, work = bench.newest(neighbour)
+    assert (set(work), work[D].token_ids) == ({D}, (*PROMPT, 10))
+    bench.tokens(D, key, 1, 11, reason="stop")
+    assert await text(task) == [10, 11]
+
+
+async def test_silence_makes_nobody_wait_for_a_trial(make: Any) -> None:
+    bench = make(prefill=(), decode=(D, D2))
+    bench.lose(D2)
+    requests = [await bench.request() for _ in range(2)]
+    bench.open(D2)
+    bench.lose(D, crashed=False)
+    assert [set(bench.newest(key)[1]) for key, _ in requests] == [{D2}, {D2}]
+    assert bench.counted("trials_total") == 0
+
+
+# --- leaving workers -------------------------------------------------------------------------------------------------
+
+
+async def test_a_draining_worker_gets_no_new_work(make: Any) -> None:
+    bench = make(prefill=(P, P2), decode=(D, D2))
+    for address in (P, D):
+        bench.say(address, heartbeat(Phase.DRAINING))
+    for _ in range(3):
+        key, _ = await bench.request()
+        assert set(bench.work[key]) == {P2, D2}
+    bench.say(D, heartbeat(Phase.DRAINED))
+    key, _ = await bench.request()
+    assert set(bench.work[key]) == {P2, D2}
+
+
+async def test_running_sequences_leave_a_draining_worker(make: Any, time: Time) -> None:
+    bench = make(decode=(D, D2))
+    key, task = await bench.request(budget_s=30)
+    decoded(bench, key, 10, 11)
+    bench.say(D2, heartbeat())
+    assert bench.sent(D2, Decode) == []
+    await time.advance(10)
+    bench.say(D, heartbeat(Phase.DRAINING))
+    work = bench.decode(D2)
+    assert (work.moving, work.offered, work.token_ids) == (True, key, (*PROMPT, 10, 11))
+    assert work.budget_s == pytest.approx(20)
+    bench.say(D, heartbeat(Phase.DRAINING))
+    assert len(bench.sent(D2, Decode)) == 1
+    assert bench.in_flight(D, D2) == (1, 3, 1, 5)
+    bench.tokens(D, key, 2, 12)
+    bench.say(D, Cut(request=key.request, attempt=1, choice=0, position=len(PROMPT) + 3))
+    await time.advance(0.25)
+    bench.tokens(D2, work.key, 2, 12, 13)
+    assert bench.counted("moves_total", end="moved") == 1
+    assert bench.counted("move_pause_seconds_sum") == pytest.approx(0.25)
+    assert bench.in_flight(D, D2) == (0, 0, 1, 5)
+    assert bench.goodbyes(D) == [key]
+    bench.tokens(D2, work.key, 4, 14, reason="stop")
+    assert await text(task) == [10, 11, 12, 13, 14]
+    assert bench.goodbyes(D2) == [work.key]
+
+
+async def test_a_sequence_stays_where_it_is_if_nobody_has_room(make: Any) -> None:
+    bench = make(decode=(D, D2))
+    key, task = await bench.request()
+    decoded(bench, key, 10, 11)
+    bench.say(D, heartbeat(Phase.DRAINING))
+    assert bench.sent(D2, Decode) == [], "nothing is known of its room"
+    bench.say(D2, heartbeat(used=99, total=100))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    assert bench.sent(D2, Decode) == []
+    bench.say(D2, heartbeat(used=98, total=100))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    bench.fail(D2, bench.decode(D2).key, Cause.CAPACITY)
+    assert bench.counted("moves_total", end="stayed") == 1
+    assert bench.in_flight(D, D2) == (1, 3, 0, 0)
+    bench.tokens(D, key, 2, 12, reason="stop")
+    assert await text(task) == [10, 11, 12]
+    assert not has_failovers(bench)
+
+
+def has_failovers(bench: Bench) -> bool:
+    metrics = [metric for metric in bench.dispatcher.collect() if metric.name == "baton_gateway_failovers"]
+    return any(metric.samples for metric in metrics)
+
+
+async def test_a_long_sequence_without_a_refuge_does_not_keep_shorter_ones(make: Any) -> None:
+    bench = make(decode=(D, D2), prefill=())
+    bench.lose(D2)
+    long, _ = await bench.request(range(100, 200))
+    short, _ = await bench.request()
+    for key in (long, short):
+        bench.tokens(D, key, 0, 10)
+    bench.open(D2)
+    bench.say(D2, heartbeat(used=97, total=100))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    (work,) = bench.sent(D2, Decode)
+    assert work.offered == short
+
+
+async def test_what_drains_one_after_the_other_moves_each_time(make: Any) -> None:
+    bench = make(prefill=(), decode=(D, D2))
+    key, task = await bench.request()
+    bench.tokens(D, key, 0, 10, 11)
+    for address in (D, D2):
+        bench.say(address, heartbeat())
+    newest, output, here, there = key, [10, 11], D, D2
+    for _ in range(4):
+        bench.say(here, heartbeat(Phase.DRAINING))
+        work = bench.decode(there)
+        assert (work.moving, work.offered) == (True, newest)
+        bench.say(here, Cut(request=newest.request, attempt=newest.attempt, choice=0, position=work.prompt_len))
+        newest = work.key
+        bench.tokens(there, newest, len(output), len(output))
+        output.append(len(output))
+        bench.say(here, heartbeat())
+        here, there = there, here
+    bench.tokens(here, newest, len(output), 99, reason="stop")
+    assert await text(task) == [*output, 99]
+    assert bench.counted("moves_total", end="moved") == 4
+
+
+# --- what is counted -------------------------------------------------------------------------------------------------
+
+
+async def test_what_recovery_costs_is_counted(make: Any, time: Time) -> None:
+    bench = make()
+    key, task = await bench.request()
+    decoded(bench, key, 10, 11)
+    bench.lose(D)
+    await time.advance(3)
+    bench.open(D, restarted=True)
+    await time.advance(1)
+    newest, _ = bench.newest(key)
+    bench.tokens(P, newest, 2, 12)
+    await time.advance(1)
+    bench.tokens(D, newest, 2, 12, 13, reason="stop")
+    await text(task)
+    assert bench.counted("failovers_total", cause="worker_lost") == 1
+    assert bench.counted("resume_seconds_count") == 1
+    assert bench.counted("resume_seconds_sum") == pytest.approx(4)
+
+
+async def test_a_request_that_nothing_happens_to_costs_no_recovery(make: Any) -> None:
+    bench = make()
+    await bench.whole(PROMPT, (10, 11))
+    assert not has_failovers(bench)
+    assert bench.counted("resume_seconds_count") == bench.counted("move_pause_seconds_count") == 0
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+async def test_choices_that_part_are_found_by_their_own_names(make: Any) -> None:
+    bench = make(prefill=(), decode=(D, D2))
+    key, task = await bench.request(n=2)
+    for choice in range(2):
+        bench.tokens(D, key, 0, 10 + choice, choice=choice)
+    bench.lose(D)
+    first, second = bench.sent(D2, Decode)
+    assert len({key.request, first.request, second.request}) == 3
+    bench.tokens(D2, second.key, 1, 21, choice=1, reason="stop")
+    bench.tokens(D2, first.key, 1, 20, reason="stop")
+    assert (await text(task), await text(task, 1)) == ([10, 20], [11, 21])
+    assert bench.goodbyes(D2) == [second.key, first.key]
+    bench.tokens(D2, first.key, 1, 20)
+    assert bench.dispatcher.num_stale_messages == 1
+
+
+async def test_what_an_older_attempt_brings_is_stale(make: Any) -> None:
+    bench = make(prefill=())
+    key, task = await bench.request()
+    bench.tokens(D, key, 0, 10)
+    bench.fail(D, key, Cause.LEASE_LOST)
+    newest, _ = bench.newest(key)
+    bench.tokens(D, key, 1, 77)
+    assert bench.dispatcher.num_stale_messages == 1
+    bench.tokens(D, newest, 1, 11, reason="stop")
+    assert await text(task) == [10, 11]
+
+
+async def test_a_resync_judges_each_attempt_by_itself(make: Any, time: Time) -> None:
+    bench = make(prefill=(), decode=(D,))
+    key, _ = await bench.request()
+    bench.fail(D, key, Cause.LEASE_LOST)
+    newest, _ = bench.newest(key)
+    assert bench.dispatcher.hello(bench.link(D)).open_requests == (newest,)
+    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE, [newest]))
+    assert bench.newest(key)[0] == newest
+    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE, [key]))
+    assert bench.goodbyes(D) == [key, newest]
+    await time.advance(2 * FIRST_DELAY_S)
+    assert bench.newest(key)[0].attempt == 3

@@ -1,0 +1,526 @@
+"""What follows when an attempt at a request fails: who is asked next, for what, how often, and who is let go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from flow_run import (
+    ABORT,
+    D2,
+    D3,
+    FINISHED,
+    KEY,
+    P2,
+    PROMPT,
+    REQUEST,
+    START,
+    D,
+    P,
+    Run,
+    Sent,
+    failed,
+    place,
+    tokens,
+)
+
+from common.contract.errors import Cause
+from common.contract.ids import RequestKey
+from common.contract.messages import Abort, Ack, Decode, Prefill
+from gateway import flow as rules
+from gateway.flow import Deliver, Done, Fail, FlowState
+from gateway.generation import Delta
+
+FINAL = (Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE)
+PASSING = [cause for cause in Cause if cause not in (*FINAL, Cause.POISON, Cause.CANCELLED)]
+"""Causes with which another worker, or another moment, may do."""
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    run = Run()
+    yield run
+    if run.flow.running:
+        run.do(run.flow.cancel())
+    run.check_end()
+
+
+def keys(run: Run) -> list[tuple[str, RequestKey]]:
+    """Every part that was given: where, and under which name."""
+    return [(each.address, each.message.key) for each in run.seen if isinstance(each, Sent) if is_work(each)]  # type: ignore[attr-defined]
+
+
+def is_work(sent: Sent) -> bool:
+    return isinstance(sent.message, Prefill | Decode)
+
+
+# --- a retry ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_retry_goes_on_where_the_client_is(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    run.on(D, tokens(START, 1, 2, 3))
+    run.lose(D)
+    assert run.want.num_tokens == START + 3
+    run.go(D2, P2, budget_s=4)
+    prefill, decode = run.sent(Prefill)[-1][1], run.sent(Decode)[-1][1]
+    for work in (prefill, decode):
+        assert (work.token_ids, work.prompt_len) == ((*PROMPT, 1, 2, 3), START)
+        assert (work.key, work.choices, work.budget_s) == (RequestKey(REQUEST, 2), (0,), 4)
+    assert (decode.source, decode.offered) == (place(P2).source, RequestKey(REQUEST, 2))
+    assert run.on(P2, tokens(START + 3, 4)) == [
+        Deliver(Delta(choice=0, token_ids=(4,), logprobs=None, finish_reason=None))
+    ]
+    run.on(D2, tokens(START + 3, 4, 5, end="stop"))
+    assert run.text() == [1, 2, 3, 4, 5]
+    assert run.flow.state is FlowState.DONE
+    assert run.sent(Ack) == [(D2, Ack(request=REQUEST, attempt=2))]
+    assert run.flow.failures == {Cause.WORKER_LOST: 1}
+
+
+def test_attempts_are_numbered_upwards_whatever_they_were(run: Run) -> None:
+    run.on(D, failed())
+    run.go(D2)  # for the offer that stands
+    run.on(D2, failed(Cause.LEASE_LOST))
+    run.go(D, P)
+    run.lose(P)
+    run.go(D)  # computes the prompt itself
+    assert keys(run) == [
+        (P, KEY),
+        (D, KEY),
+        (D2, RequestKey(REQUEST, 2)),
+        (P, RequestKey(REQUEST, 3)),
+        (D, RequestKey(REQUEST, 3)),
+        (D, RequestKey(REQUEST, 4)),
+    ]
+
+
+def test_late_tokens_of_an_older_attempt_are_about_nothing_under_way(run: Run) -> None:
+    old, decode = run.last[D]
+    run.on(P, tokens(START, 1))
+    run.on(D, tokens(START, 1, 2), failed(Cause.LEASE_LOST))
+    assert run.flow.find(decode.key, D) is None, "while workers are wanted"
+    run.go(D, P)
+    assert run.flow.find(decode.key, D) is None, "and while the same worker has the next attempt"
+    assert run.flow.find(run.attempt.key, D) == (run.attempt, run.attempt.decode)
+    assert run.flow.find(run.attempt.key, D2) is None
+    assert old is not run.attempt
+
+
+def test_without_a_new_token_a_retry_is_the_same_prompt_again(run: Run) -> None:
+    run.lose(P)
+    run.go(D, P2)
+    (_, first), (_, second) = run.sent(Prefill)
+    assert (first.token_ids, second.token_ids) == (PROMPT, PROMPT)
+
+
+@pytest.mark.parametrize("address", [P, D])
+@pytest.mark.parametrize("cause", PASSING)
+def test_what_another_worker_may_do_is_tried_elsewhere(run: Run, address: str, cause: Cause) -> None:
+    run.on(address, failed(cause))
+    assert run.flow.running
+    assert run.want.key.attempt == 2
+    assert run.flow.failures == {cause: 1}
+
+
+@pytest.mark.parametrize("address", [P, D])
+@pytest.mark.parametrize("cause", FINAL)
+def test_what_would_be_the_same_elsewhere_is_not_tried_again(run: Run, address: str, cause: Cause) -> None:
+    assert run.on(address, failed(cause, "why"))[-1] == Fail(cause, "why")
+    assert {address for address, _ in run.sent(Abort)} == {P, D}
+    assert run.flow.failures == {}
+
+
+# --- who is better avoided -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cause", "avoided"),
+    [
+        (Cause.CAPACITY, D),
+        (Cause.DRAINING, D),
+        (Cause.INTERNAL, D),
+        (Cause.TRANSFER, D),
+        (Cause.WORKER_LOST, P),
+        (Cause.FINGERPRINT, P),
+        (Cause.LEASE_LOST, None),
+    ],
+)
+def test_a_decode_worker_speaks_of_its_source_too(run: Run, cause: Cause, avoided: str | None) -> None:
+    run.on(D, failed(cause))
+    assert run.want.avoid == (set() if avoided is None else {place(avoided)})
+
+
+def test_a_second_failed_transfer_in_a_row_is_blamed_on_the_source(run: Run) -> None:
+    run.on(D, failed(Cause.TRANSFER))
+    assert run.want.offer is not None
+    run.go(D2)
+    run.on(D2, failed(Cause.TRANSFER))
+    assert run.want.avoid == {place(D), place(P)}
+    assert run.want.offer is None
+
+
+def test_a_lost_worker_is_avoided_and_a_new_token_forgets_it(run: Run) -> None:
+    run.lose(P)
+    assert run.want.avoid == {place(P)}
+    run.go(D, P2)
+    run.on(P2, tokens(START, 1))
+    run.on(D, failed(Cause.LEASE_LOST))
+    assert run.want.avoid == frozenset()
+
+
+# --- an offer that stands --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["nothing heard", "first token"])
+@pytest.mark.parametrize("end", ["lost", "refused", "unknown"])
+def test_another_decode_worker_takes_over_what_was_computed(run: Run, heard: bool, end: str) -> None:
+    if heard:
+        run.on(P, tokens(START, 1))
+    match end:
+        case "lost":
+            run.lose(D)
+        case "refused":
+            run.on(D, failed(Cause.CAPACITY))
+        case "unknown":
+            run.resync(D, known=False)
+    assert run.sent(Abort) == [(D, ABORT)], "the prefill worker goes on"
+    assert run.want.num_tokens == START
+    run.go(D2)
+    assert len(run.sent(Prefill)) == 1
+    decode = run.sent(Decode)[-1][1]
+    assert (decode.key, decode.offered) == (RequestKey(REQUEST, 2), KEY)
+    assert (decode.source, decode.token_ids) == (place(P).source, PROMPT)
+    run.on(P, tokens(START, 1))
+    assert run.text() == [1]
+    run.on(D2, tokens(START, 1, 2, end="stop"))
+    assert run.text() == [1, 2]
+    assert run.flow.state is FlowState.DONE
+
+
+def test_an_offer_is_taken_over_as_often_as_need_be(run: Run) -> None:
+    for address in (D, D2):
+        run.on(address, failed(Cause.CAPACITY))
+        run.go(D2 if address == D else D3)
+        assert run.sent(Decode)[-1][1].offered == KEY
+    assert [part.key.attempt for part in run.attempt.parts] == [1, 3]
+    assert len(run.sent(Prefill)) == 1
+
+
+def test_of_several_choices_all_are_taken_over_with_the_offer() -> None:
+    run = Run(num_choices=2)
+    run.on(P, tokens(START, 1, choice=0, end="stop"), tokens(START, 5, choice=1))
+    run.lose(D)
+    run.go(D2)
+    decode = run.sent(Decode)[-1][1]
+    assert (decode.choices, decode.token_ids) == ((0, 1), PROMPT), "as they were prefilled"
+    run.on(D2, tokens(START, 1, choice=0, end="stop"), tokens(START, 5, 6, choice=1, end="stop"))
+    assert [run.text(0), run.text(1)] == [[1], [5, 6]]
+    run.check_end()
+
+
+def test_a_decode_worker_that_has_spoken_leaves_no_offer(run: Run) -> None:
+    """It speaks after it has settled, and a settled lease is over."""
+    run.on(D, tokens(START, 1))
+    run.lose(D)
+    assert run.want.offer is None
+    assert {address for address, _ in run.sent(Abort)} == {P, D}
+
+
+def test_a_lost_lease_leaves_no_offer(run: Run) -> None:
+    run.on(D, failed(Cause.LEASE_LOST))
+    assert run.want.offer is None
+    assert {address for address, _ in run.sent(Abort)} == {P, D}
+
+
+def test_a_decode_worker_that_has_lost_its_source_leaves_no_offer(run: Run) -> None:
+    run.on(D, failed(Cause.WORKER_LOST, "nobody answers there"))
+    assert (run.want.offer, run.want.avoid) == (None, {place(P)})
+    run.go(D, P2)
+    assert run.sent(Decode)[-1][1].source == place(P2).source
+
+
+def test_a_decode_worker_alone_leaves_no_offer() -> None:
+    run = Run(local=True)
+    run.on(D, failed(Cause.CAPACITY))
+    assert run.want.offer is None
+
+
+@pytest.mark.parametrize("end", ["client", "time"])
+@pytest.mark.parametrize("heard", [False, True])
+def test_who_leaves_while_an_offer_stands_frees_the_prefill_worker(run: Run, end: str, heard: bool) -> None:
+    """No attempt is under way then, and still there is somebody to let go."""
+    if heard:
+        run.on(P, tokens(START, 1))
+    run.lose(D)
+    assert run.flow.keys_at(P) == [run.want.offer.key]  # type: ignore[union-attr]
+    assert run.flow.keys_at(D) == []
+    seen = run.do(run.flow.cancel() if end == "client" else run.flow.fail(Cause.DEADLINE, "late"))
+    assert seen[0] == Sent(P, ABORT)
+    assert run.flow.keys_at(P) == []
+
+
+def test_an_offer_whose_worker_is_gone_is_replaced_by_all_that_it_was_for(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    run.lose(D)
+    assert run.lose(P) == [], "nothing is under way"
+    seen = run.do(run.flow.without_offer(run.want))
+    assert seen == [Sent(P, ABORT), run.want]
+    assert (run.want.offer, run.want.num_tokens, run.want.key) == (None, START + 1, run.flow.wants[0].key)
+    run.go(D2, P2)
+    assert run.sent(Prefill)[-1][1].token_ids == (*PROMPT, 1)
+    assert run.sent(Prefill)[-1][1].attempt > 2
+
+
+def test_a_failure_that_is_one_too_many_frees_the_prefill_worker_too(run: Run) -> None:
+    run.on(D, failed(Cause.TOO_LARGE))
+    assert {address for address, _ in run.sent(Abort)} == {P, D}
+
+
+# --- several choices -------------------------------------------------------------------------------------------------
+
+
+def test_choices_that_have_tokens_go_on_each_by_itself() -> None:
+    run = Run(num_choices=3)
+    run.on(D, tokens(START, 1, choice=0), tokens(START, 5, 6, choice=1), tokens(START, 9, choice=2, end="stop"))
+    run.lose(D)
+    first, second = run.flow.wants
+    run.go(D2, P, want=second)
+    run.go(D3, P2, want=first)
+    assert [(address, work.request, work.attempt, work.choices, work.token_ids) for address, work in run.sent(Decode)][
+        1:
+    ] == [
+        (D2, "r2", 1, (1,), (*PROMPT, 5, 6)),
+        (D3, "r3", 1, (0,), (*PROMPT, 1)),
+    ]
+    run.on(D2, tokens(START + 2, 7, choice=1, end="stop"))
+    assert run.sent(Ack) == [(D2, Ack(request="r2", attempt=1))]  # type: ignore[arg-type]
+    run.on(D3, tokens(START + 1, 2, choice=0, end="length"))
+    assert [run.text(choice) for choice in range(3)] == [[1, 2], [5, 6, 7], [9]]
+    assert run.flow.state is FlowState.DONE
+    run.check_end()
+
+
+def test_a_choice_that_is_the_last_keeps_its_request() -> None:
+    run = Run(num_choices=2)
+    run.on(D, tokens(START, 1, choice=0), tokens(START, 5, choice=1, end="stop"))
+    run.lose(D)
+    run.go(D2, P)
+    assert (run.attempt.key.attempt, run.sent(Decode)[-1][1].request) == (2, REQUEST)
+
+
+def test_choices_without_tokens_stay_together() -> None:
+    run = Run(num_choices=3)
+    run.lose(P)
+    run.go(D, P2)
+    work = run.sent(Prefill)[-1][1]
+    assert (work.choices, work.key) == ((0, 1, 2), RequestKey(REQUEST, 2))
+
+
+def test_a_choice_that_fails_does_not_disturb_the_others() -> None:
+    run = Run(num_choices=2)
+    run.on(D, tokens(START, 1, choice=0), tokens(START, 5, choice=1))
+    run.lose(D)
+    first, second = run.flow.wants
+    run.go(D2, P, want=first)
+    run.go(D3, P2, want=second)
+    run.lose(D2)
+    assert [choice.index for choice in run.want.choices] == [0]
+    run.on(D3, tokens(START + 1, 6, choice=1, end="stop"))
+    assert run.flow.running
+    run.go(D, P)
+    run.on(D, tokens(START + 1, 2, choice=0, end="stop"))
+    assert [run.text(0), run.text(1)] == [[1, 2], [5, 6]]
+    run.check_end()
+
+
+def test_a_choice_that_fails_for_good_ends_them_all() -> None:
+    run = Run(num_choices=3)
+    run.on(D, *(tokens(START, 1, choice=choice) for choice in range(3)))
+    run.lose(D)
+    first, second, _ = run.flow.wants
+    run.go(D2, P, want=first)
+    run.go(D3, P2, want=second)
+    run.on(D3, failed(Cause.INVALID))
+    assert run.failure is Cause.INVALID
+    assert run.flow.wants == [], "the third one waits for nothing any more"
+    run.check_end()
+
+
+# --- how often -------------------------------------------------------------------------------------------------------
+
+
+def fail_again(run: Run, cause: Cause) -> None:
+    """One more attempt that fails before it has brought anything."""
+    if run.flow.wants:
+        run.go(D, P)
+    run.on(P, failed(cause, "again"))
+
+
+@pytest.mark.parametrize(
+    ("cause", "most"), [(Cause.CAPACITY, rules.MAX_FAILURES), (Cause.INTERNAL, rules.MAX_BUGS)], ids=str
+)
+def test_failures_in_a_row_are_bounded(run: Run, cause: Cause, most: int) -> None:
+    for _ in range(most):
+        fail_again(run, cause)
+        assert run.flow.running
+    fail_again(run, cause)
+    assert run.terminals == [Fail(cause, "again")]
+    assert run.flow.failures == {cause: most}
+
+
+def test_a_new_token_begins_the_count_again(run: Run) -> None:
+    for position in range(3):
+        for _ in range(rules.MAX_FAILURES - 1):
+            fail_again(run, Cause.CAPACITY)
+        run.go(D, P)
+        run.on(P, tokens(START + position, position))
+        run.on(D, failed(Cause.LEASE_LOST))
+    assert run.flow.running
+    assert run.text() == [0, 1, 2]
+
+
+def test_bugs_are_counted_apart(run: Run) -> None:
+    for _ in range(rules.MAX_FAILURES - rules.MAX_BUGS):
+        fail_again(run, Cause.CAPACITY)
+    for _ in range(rules.MAX_BUGS):
+        fail_again(run, Cause.INTERNAL)
+    assert run.flow.running, "as many as there may be of each"
+    fail_again(run, Cause.INTERNAL)
+    assert run.failure is Cause.INTERNAL
+
+
+def test_a_new_token_begins_the_count_of_bugs_again(run: Run) -> None:
+    for position in range(3):
+        for _ in range(rules.MAX_BUGS):
+            fail_again(run, Cause.INTERNAL)
+        run.go(D, P)
+        run.on(P, tokens(START + position, position))
+        run.on(D, failed(Cause.LEASE_LOST))
+    assert run.flow.running
+
+
+def test_each_further_failure_in_a_row_makes_the_next_attempt_wait_longer(run: Run) -> None:
+    delays = []
+    for _ in range(rules.MAX_FAILURES):
+        fail_again(run, Cause.CAPACITY)
+        delays.append(run.want.delay_s)
+    assert delays[0] == 0, "the first failure is nobody's habit"
+    assert delays[1] == rules.FIRST_DELAY_S
+    assert all(later == 2 * earlier for earlier, later in itertools.pairwise(delays[1:]))
+
+
+# --- suspects --------------------------------------------------------------------------------------------------------
+
+
+def crashed_once(*heard: int) -> Run:
+    """A suspect that wants workers: its decode worker has crashed."""
+    run = Run()
+    run.on(D, tokens(START, 1, *heard))
+    run.lose(D, crashed=True)
+    return run
+
+
+def test_who_was_on_a_worker_when_it_crashed_is_a_suspect() -> None:
+    assert crashed_once().want.suspect
+
+
+@pytest.mark.parametrize("address", [P, D])
+def test_silence_makes_nobody_a_suspect(run: Run, address: str) -> None:
+    run.lose(address, "silent", crashed=False)
+    assert not run.want.suspect
+
+
+def test_who_had_left_a_prefill_worker_when_it_crashed_is_no_suspect(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    assert run.lose(P, crashed=True) == []
+    run.on(D, failed(Cause.LEASE_LOST))
+    assert not run.want.suspect
+
+
+@pytest.mark.parametrize("address", [P2, D2])
+def test_a_suspect_whose_worker_crashes_too_is_refused(address: str) -> None:
+    run = crashed_once()
+    run.go(D2, P2)
+    assert run.attempt.on_trial
+    run.lose(address, "its process died", crashed=True)
+    assert run.failure is Cause.POISON
+    (terminal,) = run.terminals
+    assert isinstance(terminal, Fail)
+    assert "two workers have crashed" in terminal.message
+    assert "its process died" in terminal.message
+    assert {each for each, message in run.sent(Abort) if message.attempt == 2} == {P2, D2}
+    assert run.acquitted == run.attempts[1:], "the worker is free for the next suspect"
+    run.check_end()
+
+
+def test_a_suspect_whose_worker_falls_silent_is_tried_again() -> None:
+    run = crashed_once()
+    run.go(D2, P2)
+    run.lose(D2, "silent", crashed=False)
+    assert run.want.suspect
+    run.do(run.flow.cancel())
+    run.check_end()
+
+
+def test_a_suspect_whose_trial_was_given_up_is_tried_again() -> None:
+    """The worker was kept for it for long enough: others may be beside it now."""
+    run = crashed_once()
+    run.go(D2, P2)
+    run.attempt.on_trial = False
+    run.lose(D2, crashed=True)
+    assert run.want.suspect
+
+
+def test_a_suspect_is_acquitted_some_tokens_past_the_place_of_the_crash() -> None:
+    run = crashed_once(2, 3)
+    run.go(D2, P2)
+    run.on(P2, tokens(START + 3, 4))
+    for number in range(1, rules.TRIAL_TOKENS):
+        assert run.attempt.on_trial
+        assert run.acquitted == []
+        run.on(D2, tokens(START + 3 + number, 4 + number))
+    assert run.acquitted == [run.attempt]
+    assert not run.attempt.on_trial
+    run.lose(D2, crashed=True)
+    assert run.want.suspect, "and suspected anew"
+    run.go(D3, P)
+    run.on(D3, tokens(START + 3 + rules.TRIAL_TOKENS, 9, end="stop"))
+    assert run.flow.state is FlowState.DONE
+    run.check_end()
+
+
+def test_a_suspect_that_ends_is_acquitted() -> None:
+    run = crashed_once()
+    run.go(D2, P2)
+    assert run.on(D2, tokens(START + 1, 2, end="stop"), FINISHED)[-1] == Done()
+    assert run.acquitted == [run.attempts[1]]
+
+
+def test_tokens_before_the_place_of_the_crash_acquit_nobody() -> None:
+    run = Run(num_choices=2)
+    run.on(D, *(tokens(START + n, n, choice=choice) for n in range(4) for choice in range(2)))
+    run.lose(D, crashed=True)
+    for want, address in zip(list(run.flow.wants), (D2, D3), strict=True):
+        assert want.suspect
+        run.go(address, want=want)
+    first, second = run.attempts[1:]
+    run.on(D2, *(tokens(START + 4 + n, n, choice=0) for n in range(rules.TRIAL_TOKENS)))
+    assert run.acquitted == [first]
+    assert second.on_trial
+    run.lose(D3, crashed=True)
+    assert run.failure is Cause.POISON
+    run.check_end()
+
+
+def test_a_suspect_takes_over_an_offer_as_a_suspect(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    run.lose(D, crashed=True)
+    assert run.want.suspect
+    assert run.want.offer is not None
+    run.go(D2)
+    assert run.attempt.on_trial
+    run.lose(D2, crashed=True)
+    assert run.failure is Cause.POISON
+    assert {address for address, _ in run.sent(Abort)} == {P, D, D2}

@@ -1,0 +1,872 @@
+"""Running sequences that move between decode workers: what goes over, what is told to whom, and what is left behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from migration_bench import BLOCK_SIZE, Gateway, Leg, Site, World, chain
+
+from common.contract.errors import Cause
+from common.contract.ids import RequestId, RequestKey
+from common.contract.messages import (
+    AttachSequence,
+    Cut,
+    Decode,
+    Detach,
+    Drain,
+    Failed,
+    Finished,
+    Message,
+    Moved,
+    OfferWithdrawn,
+    Phase,
+    PrefillDone,
+    Resume,
+    Settle,
+    Settled,
+    TokenLogprobs,
+    Tokens,
+)
+from common.contract.sampling import SamplingParams
+from decode_worker.migration import goes_on
+from decode_worker.step import Step
+from kv_transfer.lender import LENT_TTL_S
+
+PROMPT = range(10)
+
+
+def running(
+    world: World, num_steps: int = 5, max_tokens: int = 30, num_choices: int = 1, *, drain: bool = True, **asked: bool
+) -> Leg:
+    """A request that the first worker, which is leaving, has generated some tokens of; the next step is in flight."""
+    site = first(world)
+    leg = world.gateway.ask(site, PROMPT, max_tokens, num_choices, **asked)
+    world.deliver()
+    site.step(num_steps)
+    world.deliver()
+    if drain:
+        site.worker.drain()
+    return leg
+
+
+def first(world: World) -> Site:
+    return next(iter(world.sites.values()))
+
+
+def second(world: World) -> Site:
+    return list(world.sites.values())[1]
+
+
+def end_step(world: World, site: Site, *, reads: bool = True) -> None:
+    """The step in flight is done; what it leads to."""
+    site.end_step()
+    world.deliver(reads=reads)
+
+
+def failed(leg: Leg) -> Cause:
+    """Why it has failed."""
+    [end] = leg.ends
+    assert isinstance(end, Failed), end
+    return end.cause
+
+
+def kinds(leg: Leg) -> list[type[Message]]:
+    return [type(end) for end in leg.ends]
+
+
+def num_computed(world: World) -> int:
+    """Tokens whose KV was computed, by whomever."""
+    return sum(sum(site.engine.computed.values()) for site in world.sites.values())
+
+
+def finish(world: World) -> None:
+    world.run()
+    world.check_end()
+
+
+def no_token_was_computed_twice(world: World) -> bool:
+    counts = sum((site.engine.computed for site in world.sites.values()), start=type(first(world).engine.computed)())
+    return max(counts.values()) == 1
+
+
+# --- the way over ------------------------------------------------------------------------------------------------
+
+
+def test_a_running_sequence_goes_on_elsewhere_with_the_same_tokens() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    new = world.gateway.move(old, d1)
+    world.deliver()
+    assert new.key == RequestKey(old.key.request, 2)
+    assert d0.in_step, "it goes on generating while the beginning is read"
+    assert d1.reads.num_blocks_read == 3, "14 tokens have their KV"
+    end_step(world, d0)
+    assert (old.cut, old.moved, old.ends) == ({0}, {0}, [])
+    assert d0.left() == {}, "everything it held is free"
+    assert not d0.in_step
+    assert d1.in_step, "the very next step has it"
+    assert d1.reads.num_blocks_read == 4, "the second stage reads the last block alone"
+    finish(world)
+    assert kinds(new) == [Finished]
+    choice = old.ask.choices[0]
+    assert len(choice.token_ids) == len(PROMPT) + 30
+    assert num_computed(world) == len(choice.token_ids) - 1
+    assert set(d0.engine.computed) | set(d1.engine.computed) == set(chain(choice.token_ids[:-1]))
+    assert (d0.worker._departures.num_moved, world.gateway.num_begun_again) == (1, 0)
+
+
+def test_tokens_that_come_while_the_first_stage_reads_go_with_the_second() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    [read] = d1.reads.open
+    d1.reads.copy(read)
+    d0.step(9)  # two more blocks are full by now, and the read goes on
+    world.deliver()
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.generation(RequestKey(old.key.request, 2)).first_position == 14, "nine were generated meanwhile"
+    finish(world)
+    assert no_token_was_computed_twice(world)
+    assert len(old.ask.choices[0].token_ids) == 40
+
+
+@pytest.mark.parametrize("why", ["no cache", "not draining"])
+def test_without_names_everything_is_read_in_the_second_stage(why: str) -> None:
+    world = World(prefix_cache=why != "no cache")
+    d0, d1 = first(world), second(world)
+    old = running(world, 6, drain=why != "not draining")
+    world.gateway.move(old, d1)
+    if why == "not draining":
+        d0.worker._pool.release(d0.worker._pool.allocate(d0.worker._pool.num_free))
+    world.deliver()
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.reads.num_blocks_read >= 4
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+def test_a_sequence_of_less_than_a_block_moves_in_one_stage() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = world.gateway.ask(d0, (7,), 12)
+    world.deliver()
+    d0.step(2)
+    world.deliver()
+    d0.worker.drain()
+    world.gateway.move(old, d1)
+    world.deliver()
+    end_step(world, d0)
+    assert (old.moved, d1.reads.num_blocks_read) == ({0}, 1)
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+def test_what_the_sink_has_cached_is_not_read() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    world.gateway.ask(d1, PROMPT, 2)
+    world.run()
+    old = running(world, 2)
+    world.gateway.move(old, d1)
+    world.deliver()
+    end_step(world, d0)
+    assert (old.moved, d1.reads.num_blocks_read) == ({0}, 1), "two blocks of the prompt were here"
+    finish(world)
+
+
+def test_a_sequence_may_move_on_and_come_back() -> None:
+    world = World(("d0", "d1", "d2"))
+    sites = list(world.sites.values())
+    leg = running(world)
+    for number in (1, 2, 0, 1):
+        sites[number].worker.resume()
+        leg = world.gateway.move(leg, sites[number])
+        world.deliver()
+        leg.moving.site.step()
+        world.deliver()
+        assert leg.moving.moved == {0}
+        sites[number].step(2)
+        world.deliver()
+        sites[number].worker.drain()
+    finish(world)
+    assert leg.key == RequestKey(RequestId("r1"), 5)
+    assert no_token_was_computed_twice(world)
+    assert [leg.ends for leg in world.gateway.legs[:-1]] == [[]] * 4
+
+
+def test_log_probabilities_travel() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, logprobs=True)
+    world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    d0.step(3)
+    world.deliver()
+    end_step(world, d0)
+    assert old.moved == {0}
+    [generation] = d1.worker._requests[old.key.request].generations
+    assert len(generation.logprobs) == generation.sequence.num_tokens - generation.first_position
+    finish(world)
+    choice = old.ask.choices[0]
+    assert len(choice.logprobs) == len(choice.token_ids) - len(PROMPT) == 30
+
+
+# --- several choices ---------------------------------------------------------------------------------------------
+
+
+def test_one_of_three_choices_moves_and_the_others_end_where_they_are() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, num_choices=3)
+    new = world.gateway.move(old, d1, 1)
+    assert new.key.request != old.key.request, "a choice that parts from others has a name of its own"
+    world.deliver()
+    end_step(world, d0)
+    assert old.moved == {1}
+    assert d0.worker._requests[old.key.request].generations[1].moved
+    finish(world)
+    assert (kinds(old), kinds(new)) == ([Finished], [Finished])
+    assert no_token_was_computed_twice(world)
+
+
+def test_a_choice_that_moves_after_the_others_have_ended_is_the_end_of_the_request() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, num_choices=2, max_tokens=8)
+    world.gateway.move(old, d1, 0)
+    world.deliver(reads=False)
+    [read] = d1.reads.open
+    world.deliver()
+    d1.worker._intake.mover  # noqa: B018 (the second stage is asked for)
+    end_step(world, d0, reads=False)  # cut, and not settled
+    d0.step(1)
+    world.deliver(reads=False)
+    assert read.copied
+    assert old.ask.choices[1].ended
+    assert old.ends == [], "one of its choices is on its way"
+    world.deliver()
+    assert old.moved == {0}
+    assert kinds(old) == [Finished]
+    finish(world)
+
+
+def test_choices_that_all_move_leave_nothing_to_say() -> None:
+    world = World(("d0", "d1", "d2"))
+    d0, d1, d2 = world.sites.values()
+    old = running(world, num_choices=3)
+    for choice, site in enumerate((d1, d2, d1)):
+        world.gateway.move(old, site, choice)
+    world.deliver()
+    end_step(world, d0)
+    assert (old.moved, old.ends) == ({0, 1, 2}, [])
+    assert d0.left() == {}
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+# --- it does not come to the cut ---------------------------------------------------------------------------------
+
+
+def wanted(world: World, **running_as: int) -> tuple[Leg, Leg]:
+    """A sequence that is to be cut when its step has ended; the legs at the source and at the sink."""
+    old = running(world, **running_as)
+    new = world.gateway.move(old, second(world))
+    world.deliver()
+    assert "wanted" in first(world).left()
+    return old, new
+
+
+def test_a_sequence_that_ends_before_the_cut_is_not_offered() -> None:
+    world = World()
+    old, new = wanted(world, num_steps=5, max_tokens=6)
+    end_step(world, first(world))
+    assert kinds(old) == [Finished]
+    assert (old.cut, old.moved) == (set(), set())
+    assert kinds(new) != [Finished]
+    finish(world)
+
+
+def test_a_choice_that_ends_before_the_cut_is_not_offered() -> None:
+    world = World()
+    d0 = first(world)
+    old = running(world, num_choices=2)
+    new = world.gateway.move(old, second(world))
+    world.deliver()
+    generation = d0.generation(old.key, 0)
+    generation.sequence.sampling = SamplingParams(max_tokens=generation.sequence.num_output + 1)
+    end_step(world, d0)
+    assert failed(new) is Cause.LEASE_LOST
+    assert old.cut == set()
+    finish(world)
+
+
+def test_a_request_that_is_aborted_before_the_cut_is_not_offered() -> None:
+    world = World()
+    old, new = wanted(world)
+    world.gateway.end(old.ask)
+    first(world).hear_gateway()
+    world.deliver()
+    assert first(world).left().keys() == {"limbo"}, "a step in flight still names its blocks"
+    end_step(world, first(world))
+    assert old.cut == set()
+    assert len(old.ends) == len(new.ends) == 1
+    finish(world)
+
+
+def test_a_sequence_that_is_preempted_before_the_cut_is_not_offered() -> None:
+    world = World()
+    d0 = first(world)
+    old, new = wanted(world)
+    scheduler = d0.worker._scheduler
+    scheduler._preempt(d0.generation(old.key), Step(), world.now)
+    end_step(world, d0)
+    assert failed(new) is Cause.LEASE_LOST
+    assert old.cut == set()
+    finish(world)
+    assert kinds(old) == [Finished]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_preempted_sequence_is_refused(swap: bool) -> None:
+    world = World(num_blocks=14, num_host_blocks=16 * swap, preempt_by="swap" if swap else "recompute")
+    d0, d1 = first(world), second(world)
+    legs = [world.gateway.ask(d0, range(100 * number, 100 * number + 10), 30) for number in range(3)]
+    world.deliver()
+    while not d0.worker._scheduler.num_preempted:
+        d0.step()
+    world.deliver()
+    d0.worker.drain()
+    [preempted] = [leg for leg in legs if d0.generation(leg.key).stage == "preempted"]
+    new = world.gateway.move(preempted, d1)
+    world.deliver()
+    assert failed(new) is Cause.LEASE_LOST
+    finish(world)
+    assert [kinds(leg) for leg in legs] == [[Finished]] * 3
+
+
+def test_a_sink_that_gives_up_before_the_cut_leaves_the_sequence_where_it_is() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, new = wanted(world)
+    world.gateway.abort(new)
+    d1.hear_gateway()
+    world.deliver()
+    assert d0.left()["wanted"]
+    end_step(world, d0)
+    assert (old.cut, d0.in_step) == (set(), True)
+    finish(world)
+    assert kinds(old) == [Finished]
+
+
+def test_a_sink_that_dies_before_the_cut_leaves_the_sequence_where_it_is() -> None:
+    world = World()
+    old, _ = wanted(world)
+    world.kill(second(world))
+    finish(world)
+    assert (old.cut, kinds(old)) == (set(), [Finished])
+
+
+def test_a_sequence_that_is_not_here_is_refused() -> None:
+    world = World()
+    old = running(world)
+    old.key = RequestKey(old.key.request, 9)
+    new = world.gateway.move(old, second(world))
+    old.key = RequestKey(old.key.request, 1)
+    world.deliver()
+    assert failed(new) is Cause.LEASE_LOST
+    finish(world)
+
+
+@pytest.mark.parametrize("position", [1, 9, 15, 99])
+def test_tokens_that_this_attempt_has_not_generated_are_refused(position: int) -> None:
+    """Of the prompt it has no log probabilities; from the next token on there is nothing to go on from."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    d1.links.need(d0.address)
+    world.deliver()
+    message = AttachSequence(request=RequestId("x"), attempt=1, sequence=old.key, choice=0, position=position)
+    d0.worker.on_message(d1.name, message)
+    link = d1.links.links[d0.address]
+    [answer] = link.to_sink
+    assert isinstance(answer, OfferWithdrawn)
+    link.to_sink.clear()
+    finish(world)
+
+
+@pytest.mark.parametrize("reads_before", [0, 1])
+def test_without_a_source_there_is_no_move(reads_before: int) -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    new = world.gateway.move(old, d1)
+    d1.hear_gateway()
+    for _ in range(reads_before):
+        world.deliver(reads=False)
+    d1.links.lose(d0.address, "no answer")
+    d0.lose_sink(d1.name)
+    world.deliver()
+    assert failed(new) in (Cause.WORKER_LOST, Cause.TRANSFER, Cause.LEASE_LOST)
+    finish(world)
+    assert kinds(old) == [Finished]
+
+
+# --- the first stage fails ---------------------------------------------------------------------------------------
+
+
+def test_when_the_first_stage_fails_the_second_reads_everything() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    [read] = d1.reads.open
+    d1.reads.copy(read)
+    d1.reads.end(read, "the connection broke")
+    world.deliver()
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.reads.num_blocks_read == 1 + 4
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+def test_a_first_stage_that_is_withdrawn_while_it_reads_is_the_end_of_the_move() -> None:
+    """A late read may still write to these blocks: they are nobody's until it has ended."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    new = world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    world.now += LENT_TTL_S
+    d0.tick()
+    world.deliver(reads=False)
+    assert failed(new) is Cause.TRANSFER
+    assert d1.left() == {"used": 3, "reads": 2, "quarantined": 3}
+    assert old.cut == set()
+    world.deliver()
+    assert d1.left() == {}
+    finish(world)
+    assert kinds(old) == [Finished]
+
+
+def test_a_move_that_is_aborted_in_its_first_stage_leaves_nothing() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    new = world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    world.gateway.abort(new)
+    d1.hear_gateway()
+    assert d1.left() == {"used": 3, "reads": 2, "quarantined": 3}, "what nothing writes to is free"
+    world.deliver()
+    assert d1.left() == {}
+    assert "leases" not in d0.left()
+    finish(world)
+
+
+# --- after the cut -----------------------------------------------------------------------------------------------
+
+
+def cut(world: World, **running_as: int) -> tuple[Leg, Leg]:
+    """A sequence that is cut, and not settled; the legs at the source and at the sink."""
+    old, new = wanted(world, **running_as)
+    end_step(world, first(world), reads=False)
+    assert old.cut == set(old.choices)
+    assert old.moved == set()
+    assert first(world).left()["cut"] == [new.key]
+    return old, new
+
+
+def test_the_source_says_where_it_has_stopped() -> None:
+    world = World()
+    old, new = wanted(world)
+    first(world).end_step()
+    *_, tokens, stop = first(world).to_gateway
+    assert stop == Cut(request=old.key.request, attempt=1, choice=0, position=16)
+    assert isinstance(tokens, Tokens)
+    assert tokens.position + len(tokens.token_ids) == stop.position, "everything before the cut is told before it"
+    world.deliver()
+    assert old.moved == {0}
+    assert second(world).generation(new.key).sequence.num_tokens == 16
+    finish(world)
+
+
+def test_when_the_sink_dies_the_source_does_not_go_on() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, _ = cut(world)
+    num_tokens = len(old.ask.choices[0].token_ids)
+    world.kill(d1)
+    world.deliver()
+    assert world.gateway.num_begun_again == 1, "the gateway begins again, from the tokens that the client has"
+    d0.to_gateway.clear()
+    again = world.gateway.legs[-1]
+    assert [type(message) for message in d0.from_gateway] in ([], [Decode])
+    assert len(again.choices[0].token_ids) == num_tokens
+    world.now += LENT_TTL_S
+    d0.tick()
+    world.deliver()
+    assert failed(old) is Cause.LEASE_LOST
+    assert not {type(message) for message in d0.to_gateway} & {Moved}
+    d0.worker.resume()
+    while not old.ask.ended:
+        world.run()
+        world.gateway.look_after(old.ask)
+    finish(world)
+
+
+def test_a_cut_sequence_that_nobody_takes_over_fails_once() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, new = cut(world)
+    world.gateway.abort(new)
+    world.deliver()
+    assert "leases" in d0.left(), "another sink might come"
+    assert not d0.in_step
+    world.now += LENT_TTL_S
+    d0.tick()
+    d0.tick()
+    d0.worker.resume()
+    world.deliver()
+    assert failed(old) is Cause.LEASE_LOST
+    assert (d0.left().get("leases"), d1.left().get("quarantined")) == (None, None)
+    finish(world)
+    assert world.gateway.num_begun_again == 1
+
+
+def test_an_abort_after_the_cut_frees_both_sides() -> None:
+    world = World()
+    old, new = cut(world)
+    world.gateway.end(old.ask)
+    world.deliver()
+    assert len(old.ends) == len(new.ends) == 1
+    assert old.moved == set()
+    finish(world)
+
+
+def test_the_loss_of_the_gateway_after_the_cut_frees_both_sides() -> None:
+    world = World()
+    old, _ = cut(world)
+    old.ask.ended = True
+    for site in world.sites.values():
+        site.worker.on_peer_lost(site.worker._requests[old.key.request].gateway)
+    world.deliver()
+    assert [site.left() for site in world.sites.values()] == [{}, {}]
+
+
+def test_a_verdict_that_was_lost_is_told_again() -> None:
+    """The source has let go: were the sequence given up now, everything would be computed again."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, new = cut(world)
+    link = d1.links.links[d0.address]
+    while not any(isinstance(message, Settled) for message in link.to_sink):
+        if d1.reads.open:
+            world.go_on_reading(d1, d1.reads.open[0])
+        if link.to_source:
+            d0.hear(d1.name)
+    link.to_sink.clear()
+    d1.links.greet(d0.address)
+    world.deliver()
+    assert (old.moved, new.ends) == ({0}, [])
+    finish(world)
+    assert kinds(new) == [Finished]
+    assert no_token_was_computed_twice(world)
+
+
+@pytest.mark.parametrize("when", ["before the cut", "after the cut", "after lost messages"])
+def test_a_sink_may_repeat_itself(when: str) -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, new = wanted(world)
+    if when != "before the cut":
+        end_step(world, d0, reads=False)
+        if when == "after lost messages":
+            d1.links.links[d0.address].to_sink.clear()
+    for _ in range(3):
+        d1.links.greet(d0.address)
+        world.deliver(reads=False)
+    if when == "before the cut":
+        end_step(world, d0)
+    world.deliver()
+    assert (old.cut, old.moved) == ({0}, {0})
+    finish(world)
+    assert kinds(new) == [Finished]
+    assert no_token_was_computed_twice(world)
+
+
+def test_a_source_that_takes_the_sink_for_lost_after_the_cut_takes_it_back() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, _ = cut(world)
+    d0.lose_sink(d1.name)
+    assert "leases" in d0.left()
+    d1.links.greet(d0.address)
+    world.deliver()
+    assert old.moved == {0}
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+def test_an_older_attempt_does_not_take_the_place_of_a_newer_one() -> None:
+    """Its AttachSequence was on its way for long; the gateway has given it up."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, new = wanted(world)
+    link = d1.links.links[d0.address]
+    wants = next(iter(d0.worker._departures._wanted.values()))
+    d0.worker._departures._wanted = dict.fromkeys(
+        d0.worker._departures._wanted, newer := replace(wants, attempt=wants.attempt)
+    )
+    late = replace(newer, attempt=1)
+    d0.worker.on_message(d1.name, late)
+    [answer] = link.to_sink
+    assert isinstance(answer, OfferWithdrawn)
+    assert (answer.attempt, answer.cause) == (1, Cause.SUPERSEDED)
+    link.to_sink.clear()
+    end_step(world, d0)
+    assert old.moved == {0}
+    finish(world)
+    assert kinds(new) == [Finished]
+
+
+def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
+    world = World(("d0", "d1", "d2"))
+    d0, d1, d2 = world.sites.values()
+    old, gone = wanted(world)
+    newer = world.gateway.move(old, d2)
+    world.deliver()
+    assert failed(gone) is Cause.SUPERSEDED
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.left() == {}
+    finish(world)
+    assert kinds(newer) == [Finished]
+
+
+def test_a_sink_that_bears_the_name_of_another_move_is_refused() -> None:
+    """There is one lease under each request: a second one would end the worker."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, num_choices=2)
+    new = world.gateway.move(old, d1, 0)
+    world.deliver()
+    stray = AttachSequence(request=new.key.request, attempt=7, sequence=old.key, choice=1, position=14)
+    link = d1.links.links[d0.address]
+    d0.worker.on_message(d1.name, stray)
+    assert [type(message) for message in link.to_sink] == [OfferWithdrawn]
+    link.to_sink.clear()
+    end_step(world, d0, reads=False)
+    d0.worker.on_message(d1.name, stray)
+    d0.end_step()
+    assert old.cut <= {0}
+    link.to_sink = type(link.to_sink)(m for m in link.to_sink if not isinstance(m, OfferWithdrawn))
+    finish(world)
+    assert old.moved == {0}
+
+
+# --- room at the sink --------------------------------------------------------------------------------------------
+
+
+def test_without_room_at_once_the_sequence_stays() -> None:
+    world = World(num_blocks=8)
+    d1 = second(world)
+    other = world.gateway.ask(d1, range(200, 228), 4)
+    world.deliver()
+    d1.step()
+    old = running(world, 6, max_tokens=18)
+    new = world.gateway.move(old, d1)
+    world.deliver()
+    assert failed(new) is Cause.CAPACITY
+    assert old.cut == set()
+    finish(world)
+    assert (kinds(old), kinds(other)) == ([Finished], [Finished])
+
+
+def test_a_sequence_that_has_outgrown_its_room_is_given_up_and_leaves_nothing() -> None:
+    world = World(num_blocks=12)
+    d0, d1 = first(world), second(world)
+    old = running(world, 5, max_tokens=32)
+    new = world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    taken = d1.pool.allocate(d1.pool.num_free)
+    d0.step(8)
+    world.deliver()
+    end_step(world, d0)
+    assert failed(new) is Cause.CAPACITY
+    d1.pool.release(taken)
+    d0.worker.resume()
+    world.now += LENT_TTL_S
+    d0.tick()
+    finish(world)
+    assert failed(old) is Cause.LEASE_LOST
+
+
+def test_a_move_of_what_does_not_run_is_invalid() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = world.gateway.ask(d0, PROMPT, 5)
+    new = world.gateway.move(old, d1)
+    world.deliver()
+    assert failed(new) is Cause.INVALID
+    finish(world)
+
+
+# --- what is said by the source ----------------------------------------------------------------------------------
+
+
+WORK = Decode(
+    request=RequestId("r"),
+    attempt=2,
+    token_ids=(1, 2, 3),
+    prompt_len=2,
+    choices=(1,),
+    sampling=SamplingParams(max_tokens=9),
+    budget_s=1.0,
+    source=None,
+)
+TOKENS = Tokens(request=RequestId("r"), attempt=1, choice=1, position=3, token_ids=(7, 8))
+LOGPROB = TokenLogprobs(logprob=-1.0, top=())
+
+
+def test_a_sequence_goes_on_from_what_was_asked_for() -> None:
+    assert goes_on([TOKENS], WORK)
+    asked = replace(WORK, sampling=SamplingParams(max_tokens=9, logprobs=0))
+    assert goes_on([replace(TOKENS, logprobs=(LOGPROB, LOGPROB))], asked)
+    assert not goes_on([TOKENS], asked)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [],
+        [TOKENS, TOKENS],
+        [replace(TOKENS, choice=0)],
+        [replace(TOKENS, position=2)],
+        [replace(TOKENS, position=4)],
+        [replace(TOKENS, finish_reason="stop")],
+        [replace(TOKENS, logprobs=(LOGPROB, LOGPROB))],
+    ],
+    ids=["nothing", "two choices", "another choice", "too early", "too late", "ended", "reports unasked"],
+)
+def test_anything_else_is_no_continuation(said: list[Tokens]) -> None:
+    assert not goes_on(said, WORK)
+
+
+def test_a_source_that_says_something_else_is_not_believed() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, new = wanted(world)
+    d0.end_step()
+    link = d1.links.links[d0.address]
+    [index] = [index for index, message in enumerate(link.to_sink) if isinstance(message, PrefillDone)]
+    said = link.to_sink[index]
+    assert isinstance(said, PrefillDone)
+    link.to_sink[index] = replace(said, first_tokens=(replace(said.first_tokens[0], position=3),))
+    world.deliver()
+    assert failed(new) is Cause.TRANSFER
+    assert old.moved == set()
+    world.now += LENT_TTL_S
+    d0.tick()
+    d0.worker.resume()
+    finish(world)
+
+
+# --- leaving -----------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_drained_when_it_holds_nothing() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    assert d0.worker.phase is Phase.SERVING
+    old = running(world, drain=False)
+    d0.worker.on_message(world.gateway.legs[0].site.name, Drain())
+    assert (d0.worker.phase, d0.worker.heartbeat(1, 0).phase) == (Phase.DRAINING, Phase.DRAINING)
+    ready, details = d0.worker.ready()
+    assert (ready, details["phase"], details["safe_to_delete"]) == (False, "draining", False)
+    refused = world.gateway.ask(d0, range(50, 55), 3)
+    d0.hear_gateway()
+    assert isinstance(d0.to_gateway[-1], Failed)
+    assert d0.to_gateway[-1].cause is Cause.DRAINING
+    world.gateway.move(old, d1)
+    world.deliver()
+    assert d0.worker.phase is Phase.DRAINING
+    end_step(world, d0)
+    assert d0.worker.phase is Phase.DRAINED
+    assert d0.worker.ready()[1]["safe_to_delete"]
+    d0.worker.on_message(d1.name, Resume())
+    assert d0.worker.phase is Phase.SERVING
+    finish(world)
+    assert failed(refused) is Cause.DRAINING
+
+
+@pytest.mark.parametrize("stage", ["running", "wanted", "cut", "moving here", "pulling here"])
+def test_when_its_time_is_over_everything_fails_once(stage: str) -> None:
+    world = World(("d0", "d1", "d2"))
+    d0, d1, _ = world.sites.values()
+    if stage == "running":
+        old = running(world)
+        leaving = d0
+    elif stage in ("wanted", "moving here"):
+        old, _ = wanted(world)
+        leaving = d0 if stage == "wanted" else d1
+    else:
+        old, _ = cut(world)
+        leaving = d0 if stage == "cut" else d1
+    leaving.worker.drain()
+    leaving.worker.give_up("the worker has left")
+    leaving.wake()
+    assert not leaving.worker._requests
+    world.deliver()
+    d0.worker.resume()
+    world.now += LENT_TTL_S
+    d0.tick()
+    finish(world)
+    causes = [failed(leg) for leg in old.ask.legs if leg.site is leaving and leg.ends and kinds(leg) == [Failed]]
+    assert Cause.DRAINING in causes
+
+
+def test_a_detach_from_a_cut_sequence_keeps_it_for_another(
+) -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    _, new = cut(world)
+    d0.worker.on_message(d1.name, Detach(request=new.key.request, attempt=new.key.attempt))
+    assert d0.left()["leases"] == 1
+    assert "readers" not in d0.left()
+    d1.links.greet(d0.address)
+    finish(world)
+
+
+def test_only_what_was_settled_has_moved() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, new = cut(world)
+    wrong = Settle(request=new.key.request, attempt=new.key.attempt, lease="another", epoch=1)  # type: ignore[arg-type]
+    d0.worker.on_message(d1.name, wrong)
+    assert not [message for message in d0.to_gateway if isinstance(message, Moved)]
+    link = d1.links.links[d0.address]
+    verdict = link.to_sink.pop()
+    assert isinstance(verdict, Settled)
+    assert not verdict.valid
+    world.deliver()
+    assert old.moved == {0}
+    finish(world)
+
+
+def test_the_gateway_of_these_tests_finds_a_wrong_token() -> None:
+    """Else everything above shows nothing."""
+    world = World()
+    d0 = first(world)
+    leg = running(world)
+    message = Tokens(request=leg.key.request, attempt=1, choice=0, position=15, token_ids=(12345,))
+    d0.to_gateway.append(message)
+    with pytest.raises(AssertionError, match="another token at 15"):
+        Gateway.hear(world.gateway, d0)
