@@ -142,6 +142,7 @@ class Attempt:
         prefill: Place | None = None,
         offer: Part | None = None,
         moving: Part | None = None,
+        now: float = 0.0,
     ) -> None:
         """On `decode` and `prefill`; on `decode` alone, which takes over the `offer` of a prefill worker, or a running
         sequence from another decode worker that is `moving` it, or computes the prompt."""
@@ -156,6 +157,7 @@ class Attempt:
         self.prefill = offer or (None if prefill is None else Part(Role.PREFILL, prefill, key, num_tokens))
         self.decode = Part(Role.DECODE, decode, key, num_tokens)
         self.moving = moving
+        self.begun_at = now
         self.decode_has_spoken = False
         """Whether any of the tokens came from the decode worker: it holds the KV of all that came before them."""
         self.on_trial = False
@@ -213,7 +215,7 @@ class Attempt:
             case Failed(cause=cause, message=text):
                 return [Broken(part, cause, text, self._to_blame(part, cause))]
             case Finished() if part is self.decode:
-                return self._ask_for_missing()
+                return self._ask_for_missing(again=False)
             case Cancelled():
                 return [self._fault(part, "cancelled what was not aborted")]
             case Cut(choice=index) | Moved(choice=index):
@@ -225,7 +227,7 @@ class Attempt:
     def on_resync(self, part: Part, *, known: bool) -> list[Action]:
         """Messages to or from this worker were lost; whether it still knows its part."""
         if known and part is self.decode:
-            return self._ask_for_missing()
+            return self._ask_for_missing(again=True)
         if known or self._can_miss(part):
             return []
         message = f"the {part.role} worker does not know the request after lost messages"
@@ -277,9 +279,14 @@ class Attempt:
         self._asked[choice.index] = choice.next_position
         return [self._resend(choice)]
 
-    def _ask_for_missing(self) -> list[Action]:
-        """Every token of the choices that have not ended, from where they stand."""
-        return [self._resend(choice) for choice in self.unfinished]
+    def _ask_for_missing(self, *, again: bool) -> list[Action]:
+        """Every token of the choices that have not ended, from where they stand; `again` if an answer may be lost. A
+        worker that has ended says so with each answer, though it may not have what another one goes on with."""
+        missing = [
+            choice for choice in self.unfinished if again or self._asked.get(choice.index) != choice.next_position
+        ]
+        self._asked |= {choice.index: choice.next_position for choice in missing}
+        return [self._resend(choice) for choice in missing]
 
     def _resend(self, choice: Choice) -> Send:
         request, attempt = self.key

@@ -17,6 +17,7 @@ from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
     MAX_OPEN_REQUESTS,
+    Abort,
     Decode,
     Drain,
     Failed,
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _BUDGET_GRACE_S = 1.0
 """The workers' own deadlines come first, since they can name the state; after this the gateway gives up by itself."""
+_CRASH_SHOWS_S = 0.4
+"""Time from the end of a process until the channel is sure of it: what it was sent meanwhile has never been there."""
 _DEGRADED = "degraded: no prefill worker is usable, and decode workers compute the prompts"
 
 
@@ -368,7 +371,7 @@ class Dispatcher(Collector):
             self.num_prefix_hints += 1
         self._note_degradation()
         budget_s = max(0.001, client.deadline - self._clock())
-        self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix))
+        self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix, now=self._clock()))
         if want.suspect and flow.attempts:
             self.recovery.num_trials += 1
             self._placement.tried(flow.attempts[-1])
@@ -400,8 +403,9 @@ class Dispatcher(Collector):
                 refuge = self._placement.refuge(address, choice.next_position)
                 if refuge is None:
                     continue  # there may be room for a shorter one
-                budget_s = max(0.001, client.deadline - self._clock())
-                self._do(client, client.flow.move(attempt, choice, refuge.place, budget_s))
+                now = self._clock()
+                budget_s = max(0.001, client.deadline - now)
+                self._do(client, client.flow.move(attempt, choice, refuge.place, budget_s, now=now))
                 for request in client.flow.requests:
                     self._clients[request] = client
 
@@ -425,6 +429,9 @@ class Dispatcher(Collector):
                 self._misfit.set_exception(error)
             return
         log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
+        held = {key for client in self._open_clients for key in client.flow.keys_at(link.address)}
+        for request, attempt in set(welcome.open_requests) - held:  # it has ended here since the Hello
+            link.send(Abort(request=request, attempt=attempt))
         if not self._registry.missing():
             self._usable.set()
         self._look_again()
@@ -476,8 +483,9 @@ class Dispatcher(Collector):
         self._lose(link.address, why, crashed=crashed)
 
     def _lose(self, address: str, why: str, *, crashed: bool) -> None:
+        crashed_at = self._clock() - _CRASH_SHOWS_S if crashed else None
         for client in list(self._open_clients):
-            self._do(client, client.flow.worker_lost(address, why, crashed=crashed))
+            self._do(client, client.flow.worker_lost(address, why, crashed_at=crashed_at))
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """A worker refuses this gateway."""

@@ -159,11 +159,18 @@ class Flow:
         return [self._want(self.choices, RequestKey(request, 1))]
 
     def go(
-        self, want: Want, decode: Place, prefill: Place | None, budget_s: float, prefix: PrefixHint | None = None
+        self,
+        want: Want,
+        decode: Place,
+        prefill: Place | None,
+        budget_s: float,
+        prefix: PrefixHint | None = None,
+        *,
+        now: float,
     ) -> list[Action]:
         """Workers are chosen: an attempt begins. With neither `prefill` nor an offer, `decode` computes the prompt."""
         self.wants.remove(want)
-        attempt = Attempt(want.key, self.generation, want.choices, decode, prefill=prefill, offer=want.offer)
+        attempt = Attempt(want.key, self.generation, want.choices, decode, prefill=prefill, offer=want.offer, now=now)
         attempt.on_trial = want.suspect
         if prefill is not None:
             where = f"prefill at {prefill.address}, decode at {decode.address}"
@@ -180,10 +187,10 @@ class Flow:
         choices = [choice for choice in want.choices if not choice.ended]
         return [*self._let_go(want), *self._want_all(want.key.request, choices)]
 
-    def move(self, attempt: Attempt, choice: Choice, decode: Place, budget_s: float) -> list[Action]:
+    def move(self, attempt: Attempt, choice: Choice, decode: Place, budget_s: float, *, now: float) -> list[Action]:
         """Let `decode` pull the running sequence of a choice from its draining worker, and go on with it."""
         key = self._next_key(attempt.key.request, alone=attempt.unfinished == [choice])
-        moving = Attempt(key, self.generation, [choice], decode, moving=attempt.decode)
+        moving = Attempt(key, self.generation, [choice], decode, moving=attempt.decode, now=now)
         where = f"choice {choice.index} moves from {attempt.decode.place.address} to {decode.address}"
         return self._begin(moving, where, budget_s, None)
 
@@ -216,11 +223,13 @@ class Flow:
         """Messages to or from a part's worker were lost; whether it still knows its part."""
         return self._do(attempt, attempt.on_resync(part, known=known)) if self.running else []
 
-    def worker_lost(self, address: str, why: str, *, crashed: bool) -> list[Action]:
-        """The session with this worker is over."""
+    def worker_lost(self, address: str, why: str, *, crashed_at: float | None) -> list[Action]:
+        """The session with this worker is over; its process died at `crashed_at`, if it did. What began later was on
+        its way to a dead worker, and is not suspected of anything."""
         actions: list[Action] = []
         for attempt, part in self.parts_at(address):
             if self.running and attempt in self.attempts:
+                crashed = crashed_at is not None and attempt.begun_at <= crashed_at
                 actions += self._do(attempt, attempt.lost(part, why), crashed=crashed)
         return actions
 

@@ -46,6 +46,8 @@ class Placement:
         caution = Caution(avoid=want.avoid, on_trial=frozenset(self._trials), suspect=want.suspect)
         if want.offer is None:
             return choose(self._registry, want.num_tokens, cached, self._local_prefill_tokens, caution)
+        if want.suspect and want.offer.place in self._trials:
+            return None
         decode = caution.decode(self._registry.usable(Role.DECODE))
         return Rebind(least_loaded_decode(decode)) if decode else None
 

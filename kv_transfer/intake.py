@@ -97,7 +97,10 @@ class Intake:
         """Pulls that have neither settled nor been given up."""
         self._quarantine: dict[Pull, float] = {}
         """Abandoned pulls with reads under way → since when, or since when the last fence was raised for them."""
-        self._reads: dict[ReadId, tuple[Pull, int]] = {}
+        self._reads: dict[ReadId, tuple[Pull, int, int]] = {}
+        """Reads under way → pull, first block, and the number of the agent that reads."""
+        self._agents: dict[Incarnation, int] = {}
+        """Sources → how often the agent that reads from them was replaced."""
         self._read_ids = itertools.count()
 
     @property
@@ -167,6 +170,7 @@ class Intake:
 
     def _replace_agent(self, source: Source) -> None:
         """The fence for a source that is still there; each of its pulls fails and may be tried again."""
+        self._agents[source.incarnation] = self._agents.get(source.incarnation, 0) + 1
         self.mover.drop_source(source.incarnation)
         if self._links.at(source.address) == source.incarnation:
             self.mover.add_source(source.incarnation, self._links.welcome(source.address).transport_metadata)
@@ -209,6 +213,7 @@ class Intake:
         for pull in self._pulling_from(address):
             self.abandon(pull, cause, f"the source at {address}: {why}")
         if source is not None:
+            self._agents[source] = self._agents.get(source, 0) + 1
             self.mover.drop_source(source)
 
     def on_died(self, error: BaseException) -> None:
@@ -217,7 +222,10 @@ class Intake:
             self._died.set_exception(error)
 
     def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
-        pull, start = self._reads.pop(read_id)
+        pull, start, agent = self._reads.pop(read_id)
+        if error is not None and agent == self._agents.get(pull.source.incarnation, 0):
+            # Its connection may be broken for good; the next pull gets another one.
+            self._replace_agent(pull.source)
         self._do(pull, pull.read_done(start, None if error is None else str(error)))
 
     # --- the steps between ---------------------------------------------------------------------------------------
@@ -240,8 +248,8 @@ class Intake:
                     self._links.send(pull.source.address, message)
                 case StartRead():
                     read_id = ReadId(next(self._read_ids))
-                    self._reads[read_id] = (pull, action.start)
                     source = pull.source.incarnation
+                    self._reads[read_id] = (pull, action.start, self._agents.get(source, 0))
                     self.mover.read(read_id, source, action.source_blocks, action.sink_blocks, action.checksums)
                 case WantBlocks(num_blocks):
                     self._events.on_want_blocks(pull, num_blocks)
@@ -286,5 +294,5 @@ class Intake:
             assert pull.state not in (PullState.SETTLED, PullState.ABANDONED), pull.story
         for pull in self._quarantine:
             assert pull.quarantined, pull.story
-        for pull, _ in self._reads.values():
+        for pull, _, _ in self._reads.values():
             assert self._has(pull) or pull in self._quarantine, pull.story

@@ -134,7 +134,7 @@ class LeaseTable:
         return parked is not None and parked.offered == key.attempt
 
     def has_settled(self, key: RequestKey, sink: Incarnation) -> bool:
-        """Whether this sink has been told that what it pulled is valid: all that it can still want is to hear it again."""
+        """Whether this sink has been told that what it pulled is valid: it can only want to hear that again."""
         return any((settled, by) == (key, sink) for settled, _, by in self._settled.values())
 
     # --- the offer -----------------------------------------------------------------------------------------------
@@ -226,17 +226,17 @@ class LeaseTable:
         """
         lease = self._leases.get(message.request)
         offered = message.offered if isinstance(message, Attach) else message.attempt
-        if lease is None or (not lease.lent and offered > lease.opened_attempt):
+        if lease is not None and (lease.lent or isinstance(message, AttachPrefix)):
+            if lease.lent and (lease.key, lease.sink) == (message.key, sink):
+                return [Send(sink, lease.offer(0))]
+            return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "this request has a lease of another kind"))]
+        if lease is None or offered > lease.opened_attempt:
             assert not isinstance(message, AttachPrefix), message
             if offered <= self._ended.get(message.request, 0):
                 if self.has_settled(message.key, sink):
                     return []  # its Settle follows
                 return [Send(sink, withdrawn(message.key, Cause.LEASE_LOST, "this offer has ended"))]
             return self._park(message.key, offered, sink, now)
-        if lease.lent or isinstance(message, AttachPrefix):
-            if lease.lent and (lease.key, lease.sink) == (message.key, sink):
-                return [Send(sink, lease.offer(0))]
-            return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "this request has a lease of another kind"))]
         if message.attempt < lease.key.attempt or offered < lease.opened_attempt:
             return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "a newer attempt is attached"))]
         return self._bind(lease, message.attempt, sink)

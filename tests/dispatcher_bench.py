@@ -114,6 +114,7 @@ class Bench:
         clock: Callable[[], float] = monotonic,
         **options: int,
     ) -> None:
+        self.clock = clock
         self.registry = Registry(prefill, decode, "c")
         self.dispatcher = Dispatcher(new_incarnation(), self.registry, clock, Pulse(), **options)
         self.links = {address: Link(address) for address in (*prefill, *decode)}
@@ -124,12 +125,17 @@ class Bench:
 
     # --- workers -------------------------------------------------------------------------------------------------
 
-    def open(self, address: str, *, restarted: bool = False) -> None:
+    def open(self, address: str, *open_requests: RequestKey, restarted: bool = False) -> None:
+        """A session opens; the worker still holds some requests."""
         if restarted:
             self.links[address].worker = new_incarnation()
-        self.dispatcher.on_open(self.link(address), welcome(role_of(address)))
+        self.dispatcher.on_open(self.link(address), welcome(role_of(address), open_requests))
 
     def lose(self, address: str, why: str = "silent", *, crashed: bool = False) -> None:
+        """The session is over; a process that has crashed has done so half a second ago."""
+        if crashed:
+            assert isinstance(self.clock, Time), "only in the test's own time"
+            self.clock.now += 0.5
         self.dispatcher.on_lost(self.link(address), why, crashed=crashed)
 
     def say(self, address: str, message: Message) -> None:

@@ -68,6 +68,19 @@ def place(address: str, life: int = 1) -> Place:
     return Place(address, Incarnation(f"{address}/{life}"))
 
 
+_ANYTHING: tuple[Message, ...] = (
+    tokens(START, 1),
+    tokens(99, 1),
+    tokens(0, 1, choice=9),
+    FINISHED,
+    failed(),
+    CANCELLED,
+    cut(START),
+    moved(),
+    moved(9),
+)
+
+
 @dataclass(frozen=True)
 class Sent:
     """A message to the worker at an address, under the names of this run."""
@@ -105,6 +118,7 @@ class Run:
         """The newest part at each address, whether or not it is still under way."""
         self.attempts: list[Attempt] = []
         """Every one that has begun."""
+        self.now = 0.0
         self._left: Counter[Part] = Counter()
         self._names: dict[RequestId, RequestId] = {}
         self.do(self.flow.begin())
@@ -150,12 +164,12 @@ class Run:
         if want is None:
             (want,) = self.flow.wants
         first_life = None if prefill is None else place(prefill)
-        return self._begun(self.flow.go(want, place(decode), first_life, budget_s, prefix))
+        return self._begun(self.flow.go(want, place(decode), first_life, budget_s, prefix, now=self.now))
 
     def move(self, decode: str, choice: int = 0, *, source: str = D) -> list[Seen]:
         """Let a running sequence leave its worker."""
         attempt, each = next(pair for pair in self.flow.movable(source) if pair[1].index == choice)
-        return self._begun(self.flow.move(attempt, each, place(decode), 5))
+        return self._begun(self.flow.move(attempt, each, place(decode), 5, now=self.now))
 
     def on(self, address: str, *messages: Any, attempt: Attempt | None = None) -> list[Seen]:
         """Messages about the newest part there, or about an attempt's, whatever their names."""
@@ -169,7 +183,7 @@ class Run:
         return seen
 
     def lose(self, address: str, why: str = "dead", *, crashed: bool = False) -> list[Seen]:
-        return self.do(self.flow.worker_lost(address, why, crashed=crashed))
+        return self.do(self.flow.worker_lost(address, why, crashed_at=self.now if crashed else None))
 
     def resync(self, address: str, *, known: bool) -> list[Seen]:
         attempt, part = self.last[address]
@@ -224,13 +238,11 @@ class Run:
                 assert len(goodbyes) == 1 or ((settled or complete) and not goodbyes), (part, self.flow.story)
         state, story = self.flow.state, list(self.flow.story)
         for attempt, part in self.last.values():
-            for message in (tokens(START, 1), tokens(99, 1), tokens(0, 1, choice=9), FINISHED, failed(), CANCELLED):
-                assert self.flow.on_message(attempt, part, message) == []
-            for message in (cut(START), moved(), moved(9)):
+            for message in _ANYTHING:
                 assert self.flow.on_message(attempt, part, message) == []
             for known in (False, True):
                 assert self.flow.on_resync(attempt, part, known=known) == []
-            assert self.flow.worker_lost(part.place.address, "dead", crashed=True) == []
+            assert self.flow.worker_lost(part.place.address, "dead", crashed_at=self.now) == []
             assert self.flow.movable(part.place.address) == []
             assert self.flow.keys_at(part.place.address) == []
         assert self.flow.fail(Cause.DEADLINE, "late") == []
@@ -247,7 +259,7 @@ class Run:
 
     def _shown(self, message: Any) -> Message:
         """The message, with names that do not depend on chance."""
-        shown = replace(message, request=self._name(message.request))
+        shown: Message = replace(message, request=self._name(message.request))
         if isinstance(shown, Decode) and shown.offered is not None:
             request, attempt = shown.offered
             shown = replace(shown, offered=RequestKey(self._name(request), attempt))

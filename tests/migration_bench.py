@@ -29,6 +29,7 @@ from common.contract.messages import (
     Hello,
     Message,
     Moved,
+    Phase,
     Role,
     Source,
     TokenLogprobs,
@@ -424,6 +425,8 @@ class Site:
 
     def lose_sink(self, sink: Incarnation) -> None:
         """It takes a sink for lost."""
+        if not self.alive:
+            return
         self.sessions.discard(sink)
         self.worker.on_peer_lost(sink)
         self.wake()
@@ -598,13 +601,16 @@ class Gateway:
     def look_after(self, ask: Ask) -> None:
         """Begin again with what nobody brings any more."""
         for choice in ask.choices:
-            waits = any(leg.moving and not leg.over and not leg.aborted and choice.index in leg.choices for leg in ask.legs)
+            waits = any(
+                leg.moving and not leg.over and not leg.aborted and choice.index in leg.choices for leg in ask.legs
+            )
             if ask.ended or choice.ended or waits or any(leg.brings(choice) for leg in ask.legs):
                 continue
-            sites = [site for site in self.world.sites.values() if site.alive]
-            self.num_begun_again += 1
-            site = sites[self.num_begun_again % len(sites)]
-            self._begin(Leg(self._new_key(), site, ask, {choice.index: choice}))
+            sites = [s for s in self.world.sites.values() if s.alive and s.worker.phase is Phase.SERVING]
+            if sites:
+                self.num_begun_again += 1
+                site = sites[self.num_begun_again % len(sites)]
+                self._begin(Leg(self._new_key(), site, ask, {choice.index: choice}))
 
     def _take(self, leg: Leg, message: Tokens) -> None:
         choice = leg.choices[message.choice]
@@ -659,7 +665,9 @@ class Gateway:
 class World:
     """Some workers, the gateway, and time."""
 
-    def __init__(self, names: Collection[str] = ("d0", "d1"), num_blocks: int = 32, num_host_blocks: int = 0, **options: Any):
+    def __init__(
+        self, names: Collection[str] = ("d0", "d1"), num_blocks: int = 32, num_host_blocks: int = 0, **options: Any
+    ):
         self.now = 0.0
         self.sites: dict[Incarnation, Site] = {}
         for name in names:

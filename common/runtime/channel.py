@@ -379,8 +379,8 @@ class ControlClient:
         self._heard_at = clock()
         self._resyncing = False
         self._disconnected = False
-        """Whether the connection has broken, and nobody has answered since: who answers may be another worker, so nothing
-        is sent until then."""
+        """Whether the connection has broken, and nobody has answered since. Nothing is sent until then:
+        another worker may answer."""
         self._breaks = 0
         """Connections that have broken."""
         self._unheard: tuple[int, float] | None = None
@@ -532,8 +532,8 @@ class ControlClient:
             self._handler.on_open(self, welcome)
 
     def _is_deaf(self, heartbeat: Heartbeat) -> bool:
-        """Whether echoes are missing for long, by the worker's count and by our clock: heartbeats that lay unread here, or
-        were not sent because the worker had something else to send, prove nothing."""
+        """Whether echoes are missing for long, by the worker's count and by our clock: heartbeats that lay unread here,
+        or that the worker was too busy to send, prove nothing."""
         if self._unheard is None or heartbeat.echoed >= self._unheard[0]:
             self._unheard = None
             return False

@@ -11,7 +11,7 @@ starts a read. Gates, all open at first:
 
 Commands come as lines of JSON on the Unix socket `STAGE_SOCKET`: {"close": GATE}, {"open": GATE}, {"waiting": GATE}
 (answered with how many wait there), {"crc": true} (answered with the CRC-32 of every block of the KV cache), one answer
-a line.
+a line. `STAGE_POISON`, a token id, kills the process when it computes a sequence that begins with it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import threading
 from collections import deque
@@ -89,6 +90,7 @@ class StagedRunner:
     def __init__(self, runner: Any, stage: Stage) -> None:
         self._runner = runner
         self._stage = stage
+        self._poison = int(os.environ.get("STAGE_POISON", -1))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -100,7 +102,14 @@ class StagedRunner:
                 self._stage.come("step")
                 self._stage.step_opened.wait_for(lambda: "step" not in self._stage.closed)
                 self._stage.go("step")
+        if any(slice_.token_ids and self._begins(slice_) == self._poison for slice_ in arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
         return self._runner.step(*arguments)
+
+    @staticmethod
+    def _begins(slice_: Any) -> int:
+        """The first token of a sequence, as far as a slice tells."""
+        return int(slice_.samples[0].token_ids[0] if slice_.samples else slice_.token_ids[0])
 
 
 class StagedSend:

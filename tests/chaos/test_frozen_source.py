@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,10 +63,15 @@ async def test_a_source_that_wakes_up_late_changes_no_block(stage: Theatre) -> N
             before = sink.crc()
         finally:
             frozen.end(source)
-        await until(lambda: registry.workers[source.address].usable, "the source does not come back")
+        worker, popen = registry.workers[source.address], source.process.popen
+        await until(lambda: worker.usable or popen.poll() is not None, "the source does not come back")
         await asyncio.sleep(2.0)  # what the kernel and UCX still hold has long arrived by now
         assert sink.crc() == before, "a read that was given up has written to blocks of others"
         assert len(set(before)) > NUM_BLOCKS // 2, "the cache was not filled"
+        assert most > 0 or stage.transport != "nixl-tcp", "nothing was in quarantine"
         again = await answer(dispatcher, generation(prompt(1, 5 * CHUNK), **sampling))
         assert again.reasons == ["length"]
+    # UCX may abort a process that finds its reader gone in the middle of a send over TCP (docs/log.md): it has died then.
+    assert popen.returncode in (None, -signal.SIGABRT)
+    stage.revive()
     stage.workers().wait_for_baseline()

@@ -9,13 +9,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stack import Process, Workers, until
+from stack import Process, Workers, until, wait_until
 
 from chaos.net import Host, hosts
 from common.contract.messages import Role
@@ -106,8 +106,9 @@ class Actor:
 class Theatre:
     """The workers, P1 P2 D1 D2, and one prompt's reference answers."""
 
-    def __init__(self, folder: Path, actors: Sequence[Actor]) -> None:
+    def __init__(self, folder: Path, actors: Sequence[Actor], transport: str) -> None:
         self.folder = folder
+        self.transport = transport
         self.actors = list(actors)
         self.p1, self.p2, self.d1, self.d2 = self.actors
 
@@ -144,8 +145,15 @@ class Theatre:
 
 
 @contextmanager
-def theatre(folder: Path, scratch: Path, transport: str, *, options: Sequence[str] = ()) -> Iterator[Theatre]:
-    """Start the workers. `transport`: nixl (same host), nixl-tcp or zmq."""
+def theatre(
+    folder: Path,
+    scratch: Path,
+    transport: str,
+    *,
+    options: Sequence[str] = (),
+    poison: Mapping[Role, int] | None = None,
+) -> Iterator[Theatre]:
+    """Start the workers. `transport`: nixl (same host), nixl-tcp or zmq. `poison`: what kills those of a role."""
     wire = ("--transport", "zmq") if transport == "zmq" else ()
     env = {"UCX_TLS": "tcp"} if transport == "nixl-tcp" else {}
     common = ["--model", str(folder), "--num-threads", "1", "--checksums", *PULSE, *wire, *options]
@@ -155,7 +163,8 @@ def theatre(folder: Path, scratch: Path, transport: str, *, options: Sequence[st
         for index, host in enumerate(made):
             role = Role.PREFILL if index < 2 else Role.DECODE
             own = ["--chunk-size", str(CHUNK), "--token-budget", str(CHUNK)] if role is Role.PREFILL else []
-            actor = Actor(role, host, [*common, *own], env, scratch / f"stage{index}")
+            bad = {"STAGE_POISON": str(poison[role])} if poison and role in poison else {}
+            actor = Actor(role, host, [*common, *own], env | bad, scratch / f"stage{index}")
             actor.options = [role.value, *actor.options]
             actors.append(actor)
         try:
@@ -163,7 +172,7 @@ def theatre(folder: Path, scratch: Path, transport: str, *, options: Sequence[st
                 actor.start()
             for actor in actors:
                 actor.ready()
-            yield Theatre(folder, actors)
+            yield Theatre(folder, actors, transport)
         finally:
             for actor in actors:
                 actor.host.heal()
@@ -264,11 +273,11 @@ class Slow(Fault):
         self.num_stops = 0
         self._thread = threading.Thread(target=self._slow_down, args=(actor.process.popen.pid,), daemon=True)
         self._thread.start()
+        wait_until(lambda: self.num_stops > 3, "it is not slowed down")
 
     def end(self, actor: Actor) -> None:
         self._over.set()
         self._thread.join()
-        assert self.num_stops > 3, "it was not slowed down"
 
     def _slow_down(self, pid: int) -> None:
         while not self._over.is_set():

@@ -60,6 +60,18 @@ def token(position: int) -> int:
     return 100 + position
 
 
+def tokens(key: RequestKey, position: int, num: int, *, ended: bool) -> Tokens:
+    """The right tokens from a position on."""
+    return Tokens(
+        request=key.request,
+        attempt=key.attempt,
+        choice=0,
+        position=position,
+        token_ids=tuple(token(each) for each in range(position, position + num)),
+        finish_reason="length" if ended else None,
+    )
+
+
 class Worker:
     """What both roles have: a pool, a memory, a fence, a lease table, and links."""
 
@@ -148,6 +160,9 @@ class Worker:
 
     def awaits(self, key: RequestKey) -> bool:
         return self.table.awaits(key)
+
+    def has_settled(self, key: RequestKey, sink: Incarnation) -> bool:
+        return self.table.has_settled(key, sink)
 
     def open(self, key: RequestKey, blocks: Sequence[int], deadline: float) -> None:
         self.do(self.table.open(key, blocks, deadline, 0.0))
@@ -274,7 +289,10 @@ class PrefillShell(Worker):
 
     def finish(self, prompt: Computed) -> None:
         request, attempt = prompt.work.key
-        first = self.world.tokens(prompt.work.key, len(prompt.work.token_ids), 1)
+        position = len(prompt.work.token_ids)
+        first = tokens(
+            prompt.work.key, position, 1, ended=self.world.bounds.first_ends and self.world.enough(position + 1)
+        )
         self.complete(request, [first])
         self.gateway(first)
         if first.finish_reason is not None:
@@ -345,7 +363,7 @@ class Running:
 
     def tokens(self, position: int) -> Tokens:
         position = min(max(position, self.first_position), self.num_tokens)
-        return self.request.world.tokens(self.request.key, position, self.num_tokens - position)
+        return tokens(self.request.key, position, self.num_tokens - position, ended=self.ended)
 
 
 @dataclass(eq=False)
@@ -402,8 +420,11 @@ class DecodeShell(Worker):
                 self.on_decode(message)
             case Abort():
                 job = self.find(message.request)
-                if job is not None and job.key.attempt <= message.attempt:
-                    self.forget(job)
+                if job is None or job.key.attempt > message.attempt:
+                    return
+                ended = message.request in self.finished
+                self.forget(job)
+                if not ended:  # or it has been told its end
                     self.gateway(Cancelled(request=message.request, attempt=job.key.attempt))
             case Ack():
                 job = self.finished.get(message.request)
@@ -446,6 +467,9 @@ class DecodeShell(Worker):
             self.forget(known)
         if self.world.refusing or (work.moving and self.pool.num_free < NUM_BLOCKS):
             self.refuse(work.key, Cause.CAPACITY, "full")
+            return
+        if work.moving and len(work.token_ids) == work.prompt_len:
+            self.refuse(work.key, Cause.INVALID, "a sequence moves only when it runs")
             return
         pull: Pull | None = None
         if work.moving:
@@ -506,11 +530,11 @@ class DecodeShell(Worker):
             else:
                 job.running.num_tokens += 1
             running = job.running
-            message = running.tokens(running.num_sent)
+            running.ended = self.world.enough(running.num_tokens)
+            self.gateway(running.tokens(running.num_sent))
             running.num_sent = running.num_tokens
-            self.gateway(message)
-            if message.finish_reason is not None:
-                running.ended, running.stage = True, Stage.ENDED
+            if running.ended:
+                running.stage = Stage.ENDED
                 self.finish_if_ended(job)
 
     def finish_if_ended(self, job: Job) -> None:

@@ -20,7 +20,6 @@ from common.contract.messages import (
     RequestMessage,
     Role,
     Source,
-    Tokens,
 )
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
@@ -59,6 +58,8 @@ class Bounds:
     chunks: int = 1
     """Steps in which a prompt is computed: 1, or one for each block."""
     output_tokens: int = 2
+    first_ends: bool = False
+    """Whether a prefill worker's token may be the last one. If not, the decode worker generates at least one."""
     attempts: int = 8
     disturbances: int = 1
     """Of all kinds together."""
@@ -208,17 +209,9 @@ class World:
         self.num_drawn += 1
         return f"id{self.num_drawn}"
 
-    def tokens(self, key: RequestKey, position: int, num: int) -> Tokens:
-        """The right tokens from a position on."""
-        end = position + num
-        return Tokens(
-            request=key.request,
-            attempt=key.attempt,
-            choice=0,
-            position=position,
-            token_ids=tuple(token(each) for each in range(position, end)),
-            finish_reason="length" if end == len(PROMPT) + self.bounds.output_tokens else None,
-        )
+    def enough(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens ends."""
+        return num_tokens >= len(PROMPT) + self.bounds.output_tokens
 
     def link(self, client: Incarnation, address: str) -> Link:
         return self.links[f"{client}>{address}"]

@@ -208,9 +208,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Cut: st.builds(Cut, **about, choice=choices, position=counts),
     Moved: st.builds(Moved, **about, choice=choices),
     Attach: st.builds(Attach, **about, offered=attempts),
-    AttachSequence: st.builds(
-        AttachSequence, **about, sequence=keys, choice=choices, position=st.integers(1, 2**62)
-    ),
+    AttachSequence: st.builds(AttachSequence, **about, sequence=keys, choice=choices, position=st.integers(1, 2**62)),
     AttachPrefix: st.builds(AttachPrefix, **about, block_hashes=block_hashes),
     Settle: st.builds(Settle, **about, **lease),
     Detach: st.builds(Detach, **about),

@@ -100,6 +100,8 @@ class Prefiller:
         self.memory: dict[int, Content] = {}
         self.table = LeaseTable(unattached_ttl_s=TTL_S)
         self.running: dict[RequestId, Prefill] = {}
+        self.newest: dict[RequestId, int] = {}
+        """The newest attempt at each prompt that has come in: no older one does after it."""
         self.step: tuple[int, list[tuple[Prefill, int]]] | None = None
         """The step in flight: its number, and (prefill, blocks that are ready after it)."""
         self.strangers: list[list[int]] = []
@@ -110,11 +112,14 @@ class Prefiller:
     def start(self, key: RequestKey) -> None:
         """Admit a prompt; a newer attempt ends the older one."""
         num = NUM_BLOCKS[key.request]
+        if key.attempt <= self.newest.get(key.request, 0):
+            return
         self.end(key.request, Cause.SUPERSEDED)
         while self.cached and self.pool.num_free < num:
             self.evict()
         if self.pool.num_free < num:
             return
+        self.newest[key.request] = key.attempt
         prefill = self.running[key.request] = Prefill(key, self.pool.allocate(num))
         self.pool.share(prefill.blocks)
         self.do(self.table.open(key, prefill.blocks, self.world.now + BUDGET_S, self.world.now))
@@ -269,10 +274,10 @@ class Decoder:
     to_source: deque[Message | Hello] = field(default_factory=deque)
     from_source: deque[Message] = field(default_factory=deque)
 
-    def start(self, key: RequestKey) -> None:
-        """A Decode arrives; a newer attempt ends the older one."""
+    def start(self, key: RequestKey, offered: int | None = None) -> None:
+        """A Decode arrives; a newer attempt ends the older one. It may be for what an older Prefill has `offered`."""
         self.end(key.request)
-        pull = self.pulls[key.request] = Pull(key, AT)
+        pull = self.pulls[key.request] = Pull(key, AT, offered=offered)
         self.do(pull, pull.attach())
 
     def fetch(self, request: RequestId) -> None:
@@ -568,7 +573,9 @@ class Play:
         """The gateway's next attempt at a request, with a prefill or on the lease that is there."""
         self.world.attempts[request] += 1
         sink = self.world.sinks[self.pick(self.world.sinks)]
-        sink.start(RequestKey(request, self.world.attempts[request]))
+        key = RequestKey(request, self.world.attempts[request])
+        standing = self.world.source.newest.get(request, key.attempt)
+        sink.start(key, None if prefill else self.pick([standing, standing, key.attempt]))
         if prefill:
             self.prefill_for(request)
 
@@ -788,11 +795,11 @@ def test_without_limbo_a_step_in_flight_would_write_to_the_blocks_of_others() ->
         step_of_a_prefill_that_is_aborted(Without(limbo=True))
 
 
-@pytest.mark.parametrize("read_before", [False, True], ids=["offered", "pulling"])
-def test_a_newer_attempt_that_met_the_older_lease_goes_on_under_its_own(read_before: bool) -> None:
-    """Its Attach has overtaken its Prefill: it was offered what the older attempt had, and that ends now.
+@pytest.mark.parametrize("when", ["waiting", "offered", "pulling"])
+def test_a_newer_attempt_that_met_the_older_lease(when: str) -> None:
+    """If it waits for its own Prefill, which its Attach has overtaken, it goes on under the lease of that one.
 
-    What it has not read yet is no loss. What it has read is void, and the gateway must hear of it.
+    If it was to take over what the older attempt has left, and that ends now, it is void: the gateway must hear of it.
     """
     world = World()
     older, newer = RequestKey(REQUESTS[2], 1), RequestKey(REQUESTS[2], 2)
@@ -800,9 +807,10 @@ def test_a_newer_attempt_that_met_the_older_lease_goes_on_under_its_own(read_bef
     world.source.start(older)
     world.source.begin_step([(world.source.running[older.request], 1)])
     world.source.end_step()
-    sink.start(newer)
+    sink.start(newer, None if when == "waiting" else 1)
     world.deliver_all()
-    if read_before:
+    assert bool(sink.wanting) is (when != "waiting")
+    if when == "pulling":
         sink.give_room()
         assert sink.reads
     world.source.start(newer)
@@ -812,10 +820,29 @@ def test_a_newer_attempt_that_met_the_older_lease_goes_on_under_its_own(read_bef
     for _ in range(3):
         world.deliver_all()
         world.read_all()
-    if read_before:
-        assert newer.request not in sink.pulls
-    else:
-        assert newer in sink.admitted
+    assert newer.request not in sink.pulls
+    assert (newer in sink.admitted) is (when == "waiting")
+    world.end()
+
+
+def test_another_sink_takes_over_what_the_first_one_was_offered() -> None:
+    """The decode worker has failed in the middle of its read: nothing is computed again."""
+    world = World()
+    sink, read = reading(world, REQUESTS[2])
+    sink.copy(read)
+    sink.end(REQUESTS[2])
+    key = RequestKey(REQUESTS[2], 2)
+    other = world.sinks[Incarnation("d1")]
+    other.start(key, 1)
+    world.deliver_all()
+    world.read_all()
+    world.deliver_all()
+    assert key in other.admitted
+    assert not world.source.running
+    late = world.sinks[Incarnation("d0")]
+    late.start(RequestKey(REQUESTS[2], 3), 1)
+    world.deliver_all()
+    assert not late.pulls, "it waits for what cannot come"
     world.end()
 
 

@@ -34,7 +34,7 @@ SINKS = tuple(Incarnation(f"d{number}") for number in range(3))
 
 requests = st.sampled_from(REQUESTS)
 sinks = st.sampled_from(SINKS)
-attempts = st.integers(1, 2)
+attempts = st.integers(1, 3)
 
 
 @dataclass
@@ -71,6 +71,12 @@ class LeaseMachine(RuleBasedStateMachine):
         self.held: dict[RequestId, Held] = {}
         self.waiting: set[tuple[Incarnation, RequestKey]] = set()
         """Sinks that have attached and have been told nothing final since."""
+        self.offered: dict[tuple[Incarnation, RequestKey], int] = {}
+        """The attempt of the Prefill that each pull wants the offer of."""
+        self.expected: dict[RequestId, int] = {}
+        """Requests that wait for blocks → attempt."""
+        self.ended = dict.fromkeys(REQUESTS, 0)
+        """The newest attempt whose offer has ended."""
         self.reading: set[tuple[Incarnation, RequestKey]] = set()
         """Sinks that were given an offer and have neither settled nor detached."""
         self.seen: list[tuple[Incarnation, RequestKey, LeaseId, int]] = []
@@ -93,10 +99,12 @@ class LeaseMachine(RuleBasedStateMachine):
                     self.waiting.remove((sink, message.key))
                 case Send(_, Settled() as message):
                     verdicts.append(message)
-                case Unpin(key, block_ids):
+                case Unpin(key, block_ids, settled):
                     held = self.held.pop(key.request)
                     opened = RequestKey(held.key.request, held.opened_attempt)
                     assert (key, block_ids, held.lent) == (opened, held.blocks, False), "whoever opened it must know it"
+                    assert settled == any(verdict.valid for verdict in verdicts)
+                    self.ended[key.request] = max(self.ended[key.request], key.attempt)
                 case Return(block_ids):
                     [held] = [held for held in self.held.values() if held.blocks == block_ids]
                     assert held.lent
@@ -129,7 +137,9 @@ class LeaseMachine(RuleBasedStateMachine):
     def bind(self, sink: Incarnation, key: RequestKey) -> None:
         """What an attach to a held lease should do, before the table is asked."""
         held = self.held.get(key.request)
-        if held is not None and key.attempt >= held.key.attempt and not held.lent:
+        if held is None or held.lent or self.offered[sink, key] != held.opened_attempt:
+            return
+        if key.attempt >= held.key.attempt:
             held.sink, held.key = sink, key
             self.reading.add((sink, key))
 
@@ -144,11 +154,22 @@ class LeaseMachine(RuleBasedStateMachine):
             self.check(self.table.withdraw(request, Cause.SUPERSEDED, "the name is a request's", now=self.now))
         blocks = self.fresh(num)
         key = RequestKey(request, attempt)
+        self.expected.pop(request, None)
         self.held[request] = Held(key, blocks, self.now + BUDGET_S, self.now, opened_attempt=attempt)
         for sink, waits in self.waiting:
-            if waits.request == request and waits.attempt >= attempt:
+            if waits.request == request:
+                self.held[request].key = waits if self.offered[sink, waits] == attempt else key
                 self.bind(sink, waits)
         self.check(self.table.open(key, blocks, self.now + BUDGET_S, self.now))
+        assert all(self.offered[each] >= attempt for each in self.waiting if each[1].request == request)
+
+    @rule(request=requests, attempt=attempts)
+    def expect(self, request: RequestId, attempt: int) -> None:
+        """A prompt waits for blocks: who attaches may wait as long as it does."""
+        if request in self.held:
+            return
+        self.expected[request] = attempt
+        self.table.expect(RequestKey(request, attempt), self.now + BUDGET_S)
 
     def fresh(self, num: int) -> tuple[int, ...]:
         """Blocks that nobody has seen."""
@@ -198,23 +219,20 @@ class LeaseMachine(RuleBasedStateMachine):
         if ended and held.sink is not None:
             self.waiting.remove((held.sink, held.key))
 
-    @rule(request=requests)
-    def withdraw(self, request: RequestId) -> None:
-        self.check(self.table.withdraw(request, Cause.CANCELLED, "aborted", now=self.now))
-        assert request not in self.held
-        assert not any(key.request == request for _, key in self.waiting), "a sink waits for what has been withdrawn"
-
-    @rule(request=requests)
-    def supersede(self, request: RequestId) -> None:
-        """A newer Prefill ends what there is; a sink that has attached for a newer attempt waits for it."""
+    @rule(request=requests, cause=st.sampled_from([Cause.CANCELLED, Cause.SUPERSEDED]))
+    def withdraw(self, request: RequestId, cause: Cause) -> None:
+        """An abort, or a newer Prefill, ends what there is; who waits for a newer one goes on waiting."""
         held = self.held.get(request)
-        keeps = held is not None and held.sink is not None and held.key.attempt > held.opened_attempt
-        assert not (keeps and held.lent)
-        kept = {(held.sink, held.key)} if held is not None and keeps else set()
-        parked = {(sink, key) for sink, key in self.waiting if key.request == request} if held is None else kept
-        self.check(self.table.withdraw(request, Cause.SUPERSEDED, "a newer attempt arrived", now=self.now))
+        over = self.expected.pop(request, 0) if held is None else held.opened_attempt
+        waits = {each for each in self.waiting if each[1].request == request}
+        kept = {each for each in waits if self.offered[each] > over}
+        if held is not None and held.sink is not None:
+            kept.discard((held.sink, held.key))
+        if held is None:
+            self.ended[request] = max(self.ended[request], over)
+        self.check(self.table.withdraw(request, cause, "aborted", now=self.now))
         assert request not in self.held
-        assert {(sink, key) for sink, key in self.waiting if key.request == request} == parked
+        assert {each for each in self.waiting if each[1].request == request} == kept
 
     @rule(num=st.integers(0, 6), age_s=st.sampled_from([0.0, 1.0, 5.0]))
     def reclaim(self, num: int, age_s: float) -> None:
@@ -235,13 +253,22 @@ class LeaseMachine(RuleBasedStateMachine):
 
     # --- the sinks' side -----------------------------------------------------------------------------------------
 
-    @rule(request=requests, attempt=attempts, sink=sinks)
-    def attach(self, request: RequestId, attempt: int, sink: Incarnation) -> None:
+    @rule(request=requests, attempt=attempts, older=st.sampled_from([0, 0, 1, 2]), sink=sinks)
+    def attach(self, request: RequestId, attempt: int, older: int, sink: Incarnation) -> None:
+        """For the Prefill of the same attempt, or of an older one whose decode worker has failed."""
         key = RequestKey(request, attempt)
+        offered = self.offered.setdefault((sink, key), max(1, attempt - older))
         self.waiting.add((sink, key))
         self.bind(sink, key)
-        actions = self.table.attach(Attach(request=request, attempt=attempt), sink, self.now)
+        gone = request not in self.held and offered <= self.ended[request]
+        actions = self.table.attach(Attach(request=request, attempt=attempt, offered=offered), sink, self.now)
+        if gone and any((sink, key) == granted[:2] for granted in self.granted):
+            assert actions == [], "its Settle is answered, and nothing else"
+            self.waiting.remove((sink, key))
+            return
         self.check(actions)
+        assert gone <= ((sink, key) not in self.waiting), "waits for an offer that has ended"
+        assert self.table.awaits(RequestKey(request, offered)) <= ((sink, key) in self.waiting or bool(self.waiting))
         held = self.held.get(request)
         if held is not None and (held.sink, held.key) == (sink, key):
             assert not held.lent or len(actions) == 1
@@ -254,8 +281,12 @@ class LeaseMachine(RuleBasedStateMachine):
     def attach_prefix(self, request: RequestId, attempt: int, sink: Incarnation, num: int) -> None:
         """A sink asks for a cached prefix, under a name that others may use by mistake."""
         key = RequestKey(request, attempt)
-        self.waiting.add((sink, key))
         held = self.held.get(request)
+        attached = held is not None and (held.sink, held.key) == (sink, key)
+        if request in self.expected or (held is not None and (sink, key) in self.waiting and not attached):
+            return
+        self.waiting.add((sink, key))
+        self.offered.setdefault((sink, key), attempt)
         if held is not None:
             mine = (held.sink, held.key) == (sink, key)
             message = AttachPrefix(request=request, attempt=attempt, block_hashes=HASHES)
@@ -279,7 +310,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def attach_again(self, data: st.DataObject) -> None:
         sink, key = data.draw(st.sampled_from(sorted(self.waiting)))
-        self.attach(key.request, key.attempt, sink)
+        self.attach(key.request, key.attempt, 0, sink)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -344,7 +375,7 @@ class LeaseMachine(RuleBasedStateMachine):
         ends = good and name not in self.granted
         message = Settle(request=key.request, attempt=key.attempt, lease=lease, epoch=epoch)
         [verdict] = self.check(self.table.settle(message, sink))
-        if held is None:
+        if held is None or (held.sink, held.key) != (sink, key):
             self.waiting.discard((sink, key))  # it has read everything: a verdict is all that it waited for
         assert (verdict.key, verdict.lease, verdict.epoch) == (key, lease, epoch)
         assert verdict.valid == good

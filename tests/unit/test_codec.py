@@ -188,9 +188,7 @@ def test_a_decode_may_be_of_a_running_choice() -> None:
 
 def test_a_sequence_is_named_as_its_worker_knows_it() -> None:
     message = received("AttachSequence", ATTACH_SEQUENCE)
-    assert message == AttachSequence(
-        request=REQUEST, attempt=2, sequence=RequestKey(REQUEST, 1), choice=0, position=3
-    )
+    assert message == AttachSequence(request=REQUEST, attempt=2, sequence=RequestKey(REQUEST, 1), choice=0, position=3)
     assert isinstance(message.sequence, RequestKey)
 
 

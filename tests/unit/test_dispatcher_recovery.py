@@ -253,6 +253,21 @@ async def test_an_offer_whose_worker_is_gone_is_done_without(make: Any) -> None:
     assert bench.in_flight() == (0, 0, 1, 3), "the same life goes on"
 
 
+async def test_a_worker_that_is_back_lets_go_of_what_has_ended_since_it_was_greeted(make: Any) -> None:
+    """What was said to it between the Hello and its answer was said to nobody."""
+    bench = make()
+    (key, task), (other, _) = [await bench.request() for _ in range(2)]
+    for each in (key, other):
+        bench.tokens(P, each, 0, 10)
+    bench.lose(P)
+    assert set(bench.dispatcher.hello(bench.link(P)).open_requests) == {key, other}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    before = len(bench.goodbyes(P))
+    bench.open(P, key, other)
+    assert bench.goodbyes(P)[before:] == [key]
+
+
 # --- suspects --------------------------------------------------------------------------------------------------------
 
 

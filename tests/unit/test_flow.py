@@ -53,7 +53,8 @@ from common.contract.messages import (
 )
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from gateway.flow import Deliver, Done, Fail, FlowState, Want
+from gateway.attempt import Deliver
+from gateway.flow import Done, Fail, FlowState, Want
 from gateway.generation import Delta
 
 
@@ -245,6 +246,16 @@ def test_finished_before_its_tokens_asks_for_what_is_missing() -> None:
     run.on(D, tokens(START, 1, choice=0, end="stop"), tokens(START, 1, 2, choice=2))
     assert run.on(D, FINISHED) == [Sent(D, resend(START, 1)), Sent(D, resend(START + 2, 2))]
     assert run.flow.running
+
+
+def test_finished_after_an_answer_that_brought_nothing_is_not_asked_again(run: Run) -> None:
+    """It comes with each answer; if the answer was lost, the session will say so."""
+    run.on(D, tokens(START, 1))
+    assert run.on(D, FINISHED) == [Sent(D, resend(START + 1))]
+    assert run.on(D, FINISHED) == []
+    assert run.resync(D, known=True) == [Sent(D, resend(START + 1))]
+    run.on(D, tokens(START + 1, 2))
+    assert run.on(D, FINISHED) == [Sent(D, resend(START + 2))]
 
 
 def test_finished_from_prefill_ends_nothing(run: Run) -> None:

@@ -29,7 +29,7 @@ from flow_run import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Abort, Ack, Decode, Prefill, Resend
+from common.contract.messages import Abort, Ack, Decode, Message, Prefill, Resend
 from gateway.flow import FlowState, Want
 
 ABORT_2 = Abort(request=REQUEST, attempt=2)
@@ -110,7 +110,7 @@ def test_tokens_come_from_the_old_one_up_to_the_cut_and_from_the_new_one_after_i
     run.on(D, tokens(START + 2, 3))
     assert run.text() == [1, 2, 3], "it runs while its blocks are read"
     old = run.attempts[0]
-    from_old = {
+    from_old: list[Message] = {
         "nothing": [tokens(START + 3, 4), cut(START + 4), moved()],
         "moved": [tokens(START + 3, 4), cut(START + 4)],
         "cut and moved": [tokens(START + 3, 4)],
@@ -288,7 +288,7 @@ def test_a_cut_that_comes_after_the_failure_of_the_new_one_begins_a_new_attempt(
     run.move(D2)
     run.lose(D2)
     run.on(D, tokens(START + 2, 3), attempt=run.attempts[0])
-    (aborted, want) = run.on(D, message, attempt=run.attempts[0])
+    aborted, want = run.on(D, message, attempt=run.attempts[0])
     assert aborted == Sent(D, ABORT)
     assert isinstance(want, Want)
     assert want.num_tokens == START + 3

@@ -40,7 +40,7 @@ from common.runtime.config import PrefillSettings
 from kv_transfer.intake import Intake
 from kv_transfer.lender import Lender
 from kv_transfer.sink import Pull
-from kv_transfer.transport import Read, Transport
+from kv_transfer.transport import Read, ReadState, Transport
 
 R1, R2 = RequestId("r1"), RequestId("r2")
 BOUND_S = 3.0
@@ -404,6 +404,19 @@ async def test_a_read_that_fails_ends_its_pull(net: Net) -> None:
     net.transport.reads[0].fail("the peer is gone")
     assert [await net.worker.next() for _ in range(2)] == [("release", 0, 2), ("gave up", pull, Cause.TRANSFER)]
     assert net.counts == (0, 1, 1)
+
+
+async def test_a_read_that_fails_gets_its_source_another_agent_once(net: Net) -> None:
+    """The connection of the old one may be broken for good; what fails with it does not cost the new one."""
+    await net.reading()
+    net.transport.reads[0].fail("the peer is gone")
+    source = net.source.incarnation
+    replaced = [("add", source), ("drop", source), ("add", source)]
+    await net.until(lambda: net.transport.calls == replaced and net.counts[1] == 0)
+    assert net.transport.reads[1].state is not ReadState.PENDING, "the fence has ended it"
+    net.worker.all_told()
+    await net.reading(net.pull(R2))
+    assert net.transport.calls == replaced
 
 
 async def test_blocks_that_stay_in_quarantine_are_fenced(net: Net) -> None:

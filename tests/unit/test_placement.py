@@ -119,13 +119,22 @@ def test_an_offer_stands_as_long_as_its_worker() -> None:
 
 def test_suspects_are_kept_apart() -> None:
     pool = Pool()
+    pool.try_at(D, P2)
+    assert pool.choose(suspect=True) == (P, D2)
+    pool.try_at(D2)
+    assert pool.choose(suspect=True) == (P, D3)
+    assert pool.choose(suspect=True, offer=True) == (D3,)
+    pool.try_at(D3)
+    assert pool.choose(suspect=True) is None
+    assert pool.choose(suspect=True, offer=True) is None
+
+
+def test_a_suspect_waits_for_a_prefill_worker_of_its_own() -> None:
+    pool = Pool()
     pool.try_at(D, P)
     assert pool.choose(suspect=True) == (P2, D2)
     pool.try_at(D2, P2)
-    assert pool.choose(suspect=True) is None, "every prefill worker has one"
-    assert pool.choose(suspect=True, offer=True) == (D3,)
-    pool.try_at(D3)
-    assert pool.choose(suspect=True, offer=True) is None
+    assert pool.choose(suspect=True) is None, "though a decode worker is free"
 
 
 def test_a_suspect_goes_beside_another_for_no_reason() -> None:
@@ -133,6 +142,15 @@ def test_a_suspect_goes_beside_another_for_no_reason() -> None:
     pool.try_at(D)
     assert pool.choose(suspect=True) is None
     assert pool.choose(suspect=True, offer=True) is None
+
+
+def test_a_suspect_waits_with_its_offer_while_another_one_is_where_that_stands() -> None:
+    pool = Pool()
+    attempt = pool.try_at(D, P)
+    assert pool.choose(suspect=True, offer=True) is None
+    assert pool.choose(offer=True) == (D2,), "others mind their own decode worker only"
+    pool.placement.acquitted(attempt)
+    assert pool.choose(suspect=True, offer=True) == (D,)
 
 
 def test_a_suspect_of_which_every_prefill_worker_has_failed_needs_none() -> None:

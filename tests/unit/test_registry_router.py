@@ -285,7 +285,7 @@ def test_a_misfit_fits_once_all_that_it_disagreed_with_are_gone() -> None:
 
 
 def view(address: str, role: Role, *, requests: int = 0, tokens: int = 0, load: Heartbeat | None = None) -> WorkerView:
-    worker = WorkerView(address, role, Incarnation(address), welcome(role))
+    worker = WorkerView(address, role, Incarnation(address), welcome=welcome(role))
     worker.in_flight, worker.in_flight_tokens, worker.load = requests, tokens, load
     return worker
 
@@ -408,6 +408,7 @@ def test_a_hint_names_no_life_that_has_ended_and_no_worker_that_leaves() -> None
 def test_a_prompt_is_short_by_what_is_left_to_compute(threshold: int, is_local: bool) -> None:
     for num_tokens, cached in ((10, {}), (42, held(d1=32))):
         route = choose(opened(*WORKERS), num_tokens, cached, threshold)
+        assert route is not None
         assert isinstance(route, Local) == is_local
         assert route.decode.address == D1
 

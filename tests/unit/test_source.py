@@ -865,9 +865,11 @@ def test_a_lent_prefix_is_for_nobody_else(table: LeaseTable, make, attempt: int,
     assert verdict(table.settle(settle(offer), D1))
 
 
-def test_the_offer_of_a_request_is_not_a_prefix(table: LeaseTable) -> None:
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_the_offer_of_a_request_is_not_a_prefix(table: LeaseTable, attempt: int) -> None:
+    """Whatever a faulty sink calls its pull, it must not end the worker."""
     offer = completed(table)
-    assert withdrawals(table.attach(attach_prefix(), D1, 1.0)) == [(D1, 1, Cause.SUPERSEDED)]
+    assert withdrawals(table.attach(attach_prefix(attempt), D1, 1.0)) == [(D1, attempt, Cause.SUPERSEDED)]
     assert verdict(table.settle(settle(offer), D1)), "the attached sink is attached still"
 
 

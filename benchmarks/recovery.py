@@ -1,0 +1,189 @@
+"""How long a stream stands still when its decode worker dies, freezes, or drains.
+
+    python -m benchmarks.recovery
+
+One prefill and two decode workers. Each round streams a request; once it has 20 tokens its decode worker is killed
+(kill -9), frozen (SIGSTOP) or told to drain. `detect`: from the fault until the gateway knows. `stall`: the longest gap
+between two tokens of the stream, the wait for the detection included. `pause`: that of a stream that moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.models import llama_long
+from benchmarks.record import record, spread
+from common.contract.ids import new_incarnation
+from common.contract.sampling import SamplingParams
+from common.runtime.checkpoint import config_hash
+from common.runtime.clock import Pulse, monotonic
+from gateway.dispatcher import Dispatcher
+from gateway.generation import Generation
+from gateway.registry import Registry
+
+BEFORE = 20
+"""Tokens that a stream has when something happens."""
+
+
+class Worker:
+    """A worker process, started again under the same address when it was killed."""
+
+    def __init__(self, module: str, options: list[str]) -> None:
+        self._module, self._options = module, options
+        self.address = ""
+        self.start()
+
+    def start(self) -> None:
+        """Start, and wait until it is ready."""
+        reader, writer = os.pipe()
+        port = ["--control-port", self.address.rpartition(":")[2]] if self.address else []
+        command = [sys.executable, "-m", self._module, *self._options, *port, "--announce-fd", str(writer)]
+        environment = os.environ | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, pass_fds=(writer,), env=environment)
+        os.close(writer)
+        with os.fdopen(reader) as lines:
+            for line in lines:
+                said = json.loads(line)
+                self.address = said.get("control", self.address)
+                if said.get("ready"):
+                    return
+        raise SystemExit(f"{self._module} did not start")
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+
+class Bench:
+    """A gateway's dispatcher in this process, and its workers."""
+
+    def __init__(self, folder: Path, prefill: Worker, decode: list[Worker], draw: random.Random) -> None:
+        self.registry = Registry((prefill.address,), tuple(each.address for each in decode), config_hash(folder))
+        self.dispatcher = Dispatcher(new_incarnation(), self.registry, monotonic, Pulse())
+        self.decode = {each.address: each for each in decode}
+        self.draw = draw
+
+    async def usable(self) -> None:
+        """Wait until everybody is."""
+        while not all(worker.usable for worker in self.registry.workers.values()):
+            await asyncio.sleep(0.05)
+
+    async def stream(self, length: int, num_tokens: int) -> tuple[asyncio.Task[None], list[float], Worker]:
+        """A stream with some tokens, when they came, and its decode worker."""
+        token_ids = tuple(self.draw.randrange(10, 200) for _ in range(length))
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        work = Generation(token_ids=token_ids, num_choices=1, sampling=sampling, budget_s=120)
+        arrivals: list[float] = []
+
+        async def run() -> None:
+            async for delta in self.dispatcher.generate(work):
+                arrivals.extend(time.perf_counter() for _ in delta.token_ids)
+
+        task = asyncio.create_task(run())
+        while len(arrivals) < BEFORE:
+            await asyncio.sleep(0.001)
+        [busy] = [worker for address, worker in self.decode.items() if self.registry.workers[address].in_flight]
+        return task, arrivals, busy
+
+    async def fault(self, number: int) -> tuple[float, float]:
+        """Seconds to detect, and of the stall."""
+        task, arrivals, victim = await self.stream(200, 120)
+        view = self.registry.workers[victim.address]
+        began = time.perf_counter()
+        victim.signal(number)
+        while view.incarnation is not None:
+            await asyncio.sleep(0.001)
+        detected = time.perf_counter() - began
+        await task
+        if number == signal.SIGKILL:
+            await asyncio.to_thread(victim.process.wait)
+            await asyncio.to_thread(victim.start)
+        else:
+            victim.signal(signal.SIGCONT)
+        await self.usable()
+        return detected, longest_gap(arrivals[BEFORE - 1 :])
+
+    async def move(self, length: int) -> tuple[float, float]:
+        """Seconds of the pause, and the median gap between tokens of that stream."""
+        moved = self.dispatcher.recovery.moves["moved"]
+        task, arrivals, leaving = await self.stream(length, 250)
+        self.dispatcher.tell(leaving.address, drain=True)
+        await task
+        assert self.dispatcher.recovery.moves["moved"] == moved + 1, "the stream did not move"
+        self.dispatcher.tell(leaving.address, drain=False)
+        await self.usable()
+        gaps = sorted(b - a for a, b in itertools.pairwise(arrivals[1:]))
+        return longest_gap(arrivals[BEFORE - 1 :]), gaps[len(gaps) // 2]
+
+
+def longest_gap(arrivals: list[float]) -> float:
+    """Of a stream."""
+    return max(b - a for a, b in itertools.pairwise(arrivals))
+
+
+async def measure(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Every fault, taking turns."""
+    running = asyncio.create_task(bench.dispatcher.run())
+    await bench.dispatcher.wait_usable()
+    await bench.usable()
+    for _ in range(3):  # every pair of workers has met, and every connection is there
+        for length in (500, 4000):
+            await bench.move(length)
+    taken: dict[str, dict[str, list[float]]] = {}
+    for _ in range(rounds):
+        for name, number in (("kill", signal.SIGKILL), ("freeze", signal.SIGSTOP)):
+            detected, stall = await bench.fault(number)
+            each = taken.setdefault(name, {"detect_ms": [], "stall_ms": []})
+            each["detect_ms"].append(1000 * detected)
+            each["stall_ms"].append(1000 * stall)
+        for length in (500, 4000):
+            pause, gap = await bench.move(length)
+            each = taken.setdefault(f"move-{length}", {"pause_ms": [], "gap_ms": []})
+            each["pause_ms"].append(1000 * pause)
+            each["gap_ms"].append(1000 * gap)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return taken
+
+
+def main() -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    workers: list[Worker] = []
+    with TemporaryDirectory() as scratch:
+        folder = llama_long(Path(scratch))
+        common = ["--model", str(folder), "--num-threads", "1", "--log-level", "error"]
+        try:
+            workers.append(Worker("prefill_worker", common))
+            workers += [Worker("decode_worker", common) for _ in range(2)]
+            bench = Bench(folder, workers[0], workers[1:], random.Random(args.seed))
+            taken = asyncio.run(measure(bench, args.rounds))
+        finally:
+            for worker in workers:
+                worker.process.kill()
+    figures = {
+        name: {what: spread(values) | {"p99": sorted(values)[-1 - len(values) // 100]} for what, values in each.items()}
+        for name, each in taken.items()
+    }
+    for name, each in figures.items():
+        print(f"{name:<10}", "  ".join(f"{what} p50 {v['p50']:.1f} p99 {v['p99']:.1f}" for what, v in each.items()))
+    workload = {"model": "llama_long", "prefill": 1, "decode": 2, "rounds": args.rounds}
+    print(record("recovery", workload=workload, figures=figures, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()

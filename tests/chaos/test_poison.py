@@ -1,0 +1,66 @@
+"""A request that kills every worker it touches is refused after two; its neighbours go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos.net import why_not
+from chaos.theatre import Theatre, theatre
+from stack import BLOCK_BYTES, answer, generation, prompt, until
+
+from common.contract.errors import Cause
+from common.contract.messages import Role
+from gateway.generation import GenerationFailed
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+POISON = 377
+LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=[Role.DECODE, Role.PREFILL])
+def stage(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Theatre]:
+    size = ("--kv-cache-bytes", str(256 * BLOCK_BYTES))
+    folder, scratch = checkpoint("llama"), tmp_path_factory.mktemp("poison")
+    with theatre(folder, scratch, "nixl", options=size, poison={request.param: POISON}) as made:
+        yield made
+
+
+async def test_a_poisonous_request_is_refused_and_its_neighbours_go_on(stage: Theatre) -> None:
+    deaths: list[str] = []
+
+    async def supervise() -> None:
+        """Start again who dies, as a cluster would."""
+        while True:
+            for actor in stage.actors:
+                if actor.process.popen.poll() is not None:
+                    deaths.append(actor.address)
+                    actor.start()
+                    await asyncio.to_thread(actor.ready)
+            await asyncio.sleep(0.05)
+
+    async with stage.dispatcher(patience_s=60.0) as (dispatcher, registry):
+        works = [generation(prompt(seed, 60 + seed), **LONG) for seed in range(6)]
+        expected = [(await answer(dispatcher, work)).tokens for work in works]
+        neighbours = [asyncio.create_task(answer(dispatcher, work)) for work in works]
+        await until(lambda: sum(w.in_flight for w in registry.workers.values()) >= 6, "nobody is served")
+        poisonous = asyncio.create_task(answer(dispatcher, generation([POISON, *prompt(99, 80)], **LONG)))
+        supervisor = asyncio.create_task(supervise())
+        with pytest.raises(GenerationFailed) as refused:
+            await asyncio.wait_for(poisonous, 120)
+        assert refused.value.cause is Cause.POISON
+        found = await asyncio.wait_for(asyncio.gather(*neighbours), 120)
+        assert [each.tokens for each in found] == expected
+        await until(lambda: all(w.usable for w in registry.workers.values()), "a worker does not come back", 60)
+        supervisor.cancel()
+        with suppress(asyncio.CancelledError):
+            await supervisor
+        assert len(deaths) == 2, "it went round the pool"
+    stage.workers().wait_for_baseline()
