@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.runtime.clock import monotonic
 from common.runtime.config import DecodeSettings
+from common.runtime.curve import CurveKeys
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 
 
@@ -26,7 +27,8 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
         device="cuda" if cache.device.type == "cuda" else "cpu",
         device_id=cache.device.index or 0,
     )
-    make_transport = transport_maker(settings.transport, region, host.me, settings.host)
+    keys = CurveKeys.load(settings.curve_keys)
+    make_transport = transport_maker(settings.transport, region, host.me, settings.host, keys)
     worker = DecodeWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker

@@ -14,6 +14,7 @@ from common.contract.ids import new_incarnation
 from common.runtime.checkpoint import config_hash, read_config, resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import GatewaySettings, load
+from common.runtime.curve import CurveKeys
 from common.runtime.lifecycle import (
     Announcer,
     configure_logging,
@@ -82,6 +83,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
         local_prefill_tokens=settings.local_prefill_tokens,
         prefix_index_blocks=settings.prefix_index_blocks,
         patience_s=settings.patience_s,
+        keys=CurveKeys.load(settings.curve_keys),
     )
     api_settings = _api_settings(settings, folder)
     metrics = GatewayMetrics(api_settings.model_name)

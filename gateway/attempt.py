@@ -299,7 +299,7 @@ class Attempt:
         """Whether the attempt goes on without this worker. Without a prefill worker, once the first tokens are here, or
         sure to come: a decode worker speaks only after it has settled."""
         if part is self.decode:
-            return all(choice.index in self.cut for choice in self.unfinished)
+            return False
         return self.decode_has_spoken or all(
             choice.next_position > len(self.token_ids) for choice in self.choices.values()
         )

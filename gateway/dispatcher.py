@@ -35,6 +35,7 @@ from common.contract.messages import (
 )
 from common.runtime.channel import ControlClient
 from common.runtime.clock import Clock, Pulse
+from common.runtime.curve import CurveKeys
 from gateway.attempt import Attempt, Deliver, Part, Place, Send
 from gateway.flow import Acquitted, Action, Done, Fail, Flow, FlowState, Left, Want
 from gateway.generation import Delta, Generation, GenerationFailed, Readiness
@@ -85,6 +86,7 @@ class Dispatcher(Collector):
         local_prefill_tokens: int = 0,
         prefix_index_blocks: int = 0,
         patience_s: float = 10.0,
+        keys: CurveKeys | None = None,
     ) -> None:
         """A prompt of which a decode worker has at most `local_prefill_tokens` to compute is computed there; 0 has no
         such prompt, since the last token is never cached. `prefix_index_blocks` bounds what is remembered of the
@@ -95,6 +97,7 @@ class Dispatcher(Collector):
         self._clock = clock
         self._pulse = pulse
         self._patience_s = patience_s
+        self._keys = keys
         self._placement = Placement(registry, local_prefill_tokens)
         self._index = PrefixIndex(prefix_index_blocks) if prefix_index_blocks else None
         self._context = zmq.asyncio.Context()
@@ -133,7 +136,7 @@ class Dispatcher(Collector):
         tasks = []
         try:
             for address in self._registry.workers:
-                link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse)
+                link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse, self._keys)
                 self._links[address] = link
                 tasks.append(asyncio.create_task(link.run()))
             await asyncio.wait([self._misfit, *tasks], return_when=asyncio.FIRST_COMPLETED)

@@ -37,6 +37,7 @@ from common.contract.messages import (
 )
 from common.runtime.clock import Clock
 from common.runtime.config import WorkerSettings
+from common.runtime.curve import CurveKeys
 from common.runtime.probes import counter, gauge
 from kv_transfer.mover import Mover
 from kv_transfer.regions import Region
@@ -92,7 +93,9 @@ class Intake:
         self._block_bytes = region.block_bytes
         self._events = events
         self._clock = clock
-        self._links = SourceLinks(me, role, fingerprint, self, clock, settings.pulse)
+        self._links = SourceLinks(
+            me, role, fingerprint, self, clock, settings.pulse, CurveKeys.load(settings.curve_keys)
+        )
         self._pulls: dict[RequestId, tuple[Pull, Fits | None]] = {}
         """Pulls that have neither settled nor been given up."""
         self._quarantine: dict[Pull, float] = {}

@@ -15,6 +15,7 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Hello, HelloRefused, Message, Role, Welcome
 from common.runtime.channel import ControlClient, LinkState
 from common.runtime.clock import Clock, Pulse
+from common.runtime.curve import CurveKeys
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class SourceLinks:
         events: SourceEvents,
         clock: Clock,
         pulse: Pulse,
+        keys: CurveKeys | None = None,
     ) -> None:
         self._me = me
         self._role = role
@@ -56,6 +58,7 @@ class SourceLinks:
         self._events = events
         self._clock = clock
         self._pulse = pulse
+        self._keys = keys
         self._context = zmq.asyncio.Context()
         self._links: dict[str, tuple[ControlClient, asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -63,7 +66,7 @@ class SourceLinks:
     def need(self, address: str) -> Incarnation | None:
         """Make sure that a link to `address` exists; the incarnation at its other end, if it is open already."""
         if address not in self._links:
-            link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse)
+            link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse, self._keys)
             task = asyncio.create_task(link.run())
             task.add_done_callback(self._watch)
             self._links[address] = (link, task)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.contract.ids import Incarnation
+from common.runtime.curve import CurveKeys
 from kv_transfer.regions import Region
 from kv_transfer.transport import Transport
 
 
-def transport_maker(name: str, region: Region, me: Incarnation, host: str) -> Callable[[], Transport]:
+def transport_maker(
+    name: str, region: Region, me: Incarnation, host: str, keys: CurveKeys | None = None
+) -> Callable[[], Transport]:
     """A function that makes the transport `name` ("nixl" or "zmq") over `region`, on the thread that will use it.
 
-    `host` is where peers reach this worker; only the ZMQ transport binds it. NIXL is loaded only when it is asked for.
+    `host` is where peers reach this worker; only the ZMQ transport binds it, and only that one is encrypted, by `keys`.
+    NIXL is loaded only when it is asked for.
     """
 
     def make() -> Transport:
@@ -22,6 +26,6 @@ def transport_maker(name: str, region: Region, me: Incarnation, host: str) -> Ca
             return NixlTransport(region, me)
         from kv_transfer.zmq_transport import ZmqTransport
 
-        return ZmqTransport(region, me, host)
+        return ZmqTransport(region, me, host, keys)
 
     return make

@@ -26,6 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
+from common.runtime.curve import CurveKeys
 from kv_transfer.regions import Region
 from kv_transfer.transport import Read, ReadState, pack_metadata, require_pairs, unpack, unpack_metadata
 
@@ -113,7 +114,8 @@ class ZmqTransport:
     name = "zmq"
     serves_by_polling = False
 
-    def __init__(self, region: Region, incarnation: Incarnation, host: str) -> None:
+    def __init__(self, region: Region, incarnation: Incarnation, host: str, keys: CurveKeys | None = None) -> None:
+        self._keys = keys
         if region.device != "cpu":
             raise TransferError("the ZMQ transport moves host memory only")
         self._region = region
@@ -121,7 +123,7 @@ class ZmqTransport:
         self._context = zmq.Context()
         self._sources: dict[Incarnation, _Metadata] = {}
         self._links: dict[Incarnation, _Link] = {}
-        self._server = _Server(self._context, region, host)
+        self._server = _Server(self._context, region, host, keys)
 
     @property
     def num_refused(self) -> int:
@@ -149,7 +151,7 @@ class ZmqTransport:
             raise TransferError(f"transport metadata of {theirs.incarnation}, not of {source}")
         if theirs.block_bytes != self._region.block_bytes:
             raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
-        self._links[source] = _Link(self._context, self._region, theirs)
+        self._links[source] = _Link(self._context, self._region, theirs, self._keys)
         self._sources[source] = theirs
 
     def start_read(self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> Read:
@@ -160,7 +162,7 @@ class ZmqTransport:
         require_pairs(theirs.num_blocks, source_blocks, self._region.num_blocks, sink_blocks)
         self._poll_link(source)  # it may have broken while nothing was read
         if source not in self._links:
-            self._links[source] = _Link(self._context, self._region, theirs)
+            self._links[source] = _Link(self._context, self._region, theirs, self._keys)
         read = Read(source, len(sink_blocks))
         self._links[source].start(read, source_blocks, sink_blocks)
         return read
@@ -212,7 +214,9 @@ class _Piece:
 class _Link:
     """A connection to one source, and what is read through it. Answers come in the order of the requests."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], region: Region, theirs: _Metadata) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], region: Region, theirs: _Metadata, keys: CurveKeys | None
+    ) -> None:
         self._region = region
         self._token = theirs.token
         self._missing_bytes: dict[Read, int] = {}
@@ -231,6 +235,8 @@ class _Link:
             (zmq.MAXMSGSIZE, PIECE_BYTES + MAX_HEADER_BYTES),
         ):
             self._socket.set(option, value)
+        if keys is not None:
+            keys.client(self._socket)
         self._events = self._socket.get_monitor_socket(_LOST)
         self._socket.connect(theirs.endpoint)
 
@@ -314,7 +320,9 @@ class _Link:
 class _Server:
     """The thread that answers sinks: it sleeps in `recv` until one asks."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], region: Region, host: str) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], region: Region, host: str, keys: CurveKeys | None
+    ) -> None:
         self.token = secrets.token_bytes(32)
         self.num_refused = 0
         self._region = region
@@ -326,6 +334,8 @@ class _Server:
             (zmq.SNDHWM, MAX_ANSWERS_QUEUED),
         ):
             self._socket.set(option, value)
+        if keys is not None:
+            keys.server(self._socket)
         try:
             self._socket.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:

@@ -37,6 +37,7 @@ from common.contract.messages import (
     Welcome,
 )
 from common.runtime.clock import Clock, Pulse
+from common.runtime.curve import CurveKeys
 
 log = logging.getLogger(__name__)
 
@@ -107,12 +108,14 @@ class _Session:
 class ControlServer:
     """A worker's ROUTER. `send` never blocks; a peer that does not read is lost, not waited for."""
 
-    def __init__(self, me: Incarnation, clock: Clock, pulse: Pulse) -> None:
+    def __init__(self, me: Incarnation, clock: Clock, pulse: Pulse, keys: CurveKeys | None = None) -> None:
         self._me = me
         self._clock = clock
         self._pulse = pulse
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        if keys is not None:
+            keys.server(self._socket)
         self._sessions: dict[Incarnation, _Session] = {}
         self._unflushed: dict[Incarnation, None] = {}
         """Peers with messages to send, in the order of their first."""
@@ -359,6 +362,7 @@ class ControlClient:
         handler: ClientHandler,
         clock: Clock,
         pulse: Pulse,
+        keys: CurveKeys | None = None,
     ) -> None:
         self.address = address
         self.state = LinkState.GREETING
@@ -388,6 +392,8 @@ class ControlClient:
         self._hellos = 0
         self._hello_wait_s = _HELLO_RETRY_S / 2
         self._socket = context.socket(zmq.DEALER)
+        if keys is not None:
+            keys.client(self._socket)
         self._socket.setsockopt(zmq.IDENTITY, me.encode())
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)

@@ -12,6 +12,7 @@ _ROLES = {
     "gateway": ("gateway.__main__", "one gateway"),
     "prefill": ("prefill_worker.__main__", "one prefill worker"),
     "decode": ("decode_worker.__main__", "one decode worker"),
+    "keys": ("common.runtime.curve", "a file of keys for the control channel"),
 }
 
 

@@ -53,6 +53,9 @@ class ProcessSettings(BaseSettings):
     log_level: LogLevel = Field("info", description="least severe level that is logged")
     heartbeat_interval_s: float = Field(0.25, gt=0, le=60, description="seconds between heartbeats")
     heartbeat_timeout_s: float = Field(1.5, gt=0, le=600, description="seconds of silence after which a peer is lost")
+    curve_keys: str | None = Field(
+        None, description="file of keys (baton keys FILE) that encrypt the control channel; without it, it is open"
+    )
     announce_fd: int | None = Field(None, description="pipe on which to report start-up to a supervisor")
     end_with_parent: int | None = Field(None, description="process id of the parent to end with")
 

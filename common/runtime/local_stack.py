@@ -56,6 +56,7 @@ class LocalStack:
         common = ["--model", settings.model, "--log-level", settings.log_level]
         common += ["--heartbeat-interval-s", str(settings.heartbeat_interval_s)]
         common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
+        common += [] if settings.curve_keys is None else ["--curve-keys", settings.curve_keys]
         for role, index in workers:
             options = ["--num-threads", str(threads), "--kv-cache-bytes", str(settings.kv_cache_bytes)]
             options += ["--dtype", settings.dtype, "--transport", settings.transport, "--device", settings.device]

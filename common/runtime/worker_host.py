@@ -19,6 +19,7 @@ from common.runtime.channel import ControlServer, ServerHandler
 from common.runtime.checkpoint import resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings, load
+from common.runtime.curve import CurveKeys
 from common.runtime.lifecycle import (
     Announcer,
     configure_logging,
@@ -57,7 +58,7 @@ class WorkerHost:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.me: Incarnation = new_incarnation()
-        self.server = ControlServer(self.me, monotonic, settings.pulse)
+        self.server = ControlServer(self.me, monotonic, settings.pulse, CurveKeys.load(settings.curve_keys))
         self._settings = settings
         self._announcer = Announcer(settings.announce_fd)
         self._probes = ProbeServer()

@@ -32,7 +32,7 @@
 #define REPLAYS 1
 #endif
 #ifndef DISTURBANCES
-#define DISTURBANCES 2  /* of all kinds together */
+#define DISTURBANCES 1  /* of all kinds together */
 #endif
 
 #define LAST 2          /* tokens, from which on a decode worker ends the sequence */

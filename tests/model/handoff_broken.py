@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from common.contract.ids import Incarnation, LeaseId, RequestKey
@@ -10,11 +10,11 @@ from common.contract.messages import Settle, Settled, Tokens
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
 from handoff_world import Bounds, Parts
+from handoff_scenarios import only
 from kv_transfer import sink as pulls
-from kv_transfer import source as leases
 from kv_transfer.lease import Lease
 from kv_transfer.sink import Pull, PullState
-from kv_transfer.source import LeaseTable, Send, Unpin
+from kv_transfer.source import LeaseTable, Unpin
 
 # --- what the leases and pulls of a right world go through ---------------------------------------------------------
 
@@ -141,30 +141,12 @@ class NoQuarantine(Pull):
         return [each for each in super().read_done(start, error) if not (gone and isinstance(each, pulls.Release))]
 
 
-class NoOwner(LeaseTable):
-    """Settles whoever asks, superseded sinks too, and does not look at the epoch."""
-
-    def settle(self, message: Settle, sink: Incarnation) -> list[Any]:
-        told = super().settle(message, sink)
-        [send] = [each for each in told if isinstance(each, Send)]
-        yes = Settled(
-            request=message.request, attempt=message.attempt, lease=message.lease, epoch=message.epoch, valid=True
-        )
-        return [Send(send.sink, yes), *told[1:]]
-
-
-def only(kinds: Collection[str], **bounds: Any) -> Bounds:
-    """Bounds with disturbances of these kinds alone."""
-    return Bounds(kinds=frozenset(kinds), **bounds)
-
-
 BROKEN: dict[str, tuple[Parts, Bounds, str]] = {
     "reuse before the epoch ends": (Parts(table=EarlyReuse), only({"deadline"}), "unverified KV"),
     "no settle": (Parts(pull=NoSettle), only({"deadline"}), "unverified KV"),
     "freed during a step": (Parts(pool=NoLimbo), only({"abort"}), "two owners: a step in flight"),
-    "no attempt fence": (Parts(fence=NoFence), only({"replay"}), "."),
+    "no attempt fence": (Parts(fence=NoFence), only({"replay"}), "the request never ends"),
     "settle not idempotent": (Parts(table=ForgetfulSettle), only({"lose"}), "2 attempts where 1 would have done"),
     "no quarantine": (Parts(pull=NoQuarantine), only({"abort"}), "two owners: a read under way"),
-    "a settle of any epoch": (Parts(table=NoOwner), only({"deadline"}), "unverified KV"),
 }
 """What is left out → the parts without it, bounds in which that shows, and what the search finds."""

@@ -66,8 +66,8 @@ class Bounds:
     kinds: frozenset[str] = frozenset(
         {"lose", "repeat", "replay", "silence", "crash", "expire", "abort", "refuse", "fail_read", "deadline", "move"}
     )
-    lossy: frozenset[str] = frozenset({"g>p0", "g>d0", "g>d1", "d0>p0", "d1>p0", "d0>d1", "d1>d0"})
-    """Links, without the lives of their ends, on which messages are lost or repeated."""
+    links: frozenset[str] = frozenset({"g>p0", "g>d0", "g>d1", "d0>p0", "d1>p0", "d0>d1", "d1>d0"})
+    """Links, without the lives of their ends, on which messages are lost or repeated, and sessions end."""
 
 
 FREE = frozenset({"repeat", "replay"})
@@ -144,7 +144,7 @@ class Gateway:
         prefill = prefills[0] if prefills and want.offer is None else None
         self.waiting.remove(want)
         self.num_attempts += 1
-        self.do(self.flow.go(want, decode, prefill, 1.0))
+        self.do(self.flow.go(want, decode, prefill, 1.0, now=0.0))
 
     def usable(self, role: Role) -> list[Place]:
         first = "p" if role is Role.PREFILL else "d"
@@ -166,7 +166,7 @@ class Gateway:
 
     def on_lost(self, address: str, *, crashed: bool) -> None:
         self.places.pop(address, None)
-        self.do(self.flow.worker_lost(address, "lost", crashed=crashed))
+        self.do(self.flow.worker_lost(address, "lost", crashed_at=0.0 if crashed else None))
 
     def on_open(self, address: str, worker: Incarnation) -> None:
         self.places[address] = worker
@@ -278,8 +278,9 @@ class World:
         for name, link in self.links.items():
             if link.client_died or link.worker_died:
                 continue
-            if without_lives(name) in self.bounds.lossy:
-                events += self.on_wire(name, link)
+            if without_lives(name) not in self.bounds.links:
+                continue
+            events += self.on_wire(name, link)
             if link.known and link.session:
                 events += [("silence", name, UP), ("silence", name, DOWN)]
         for address, worker in self.workers.items():
@@ -504,7 +505,7 @@ class World:
         gateway = self.gateway
         for attempt, choice in gateway.flow.movable(address):
             refuge = next(place for place in gateway.usable(Role.DECODE) if place.address != address)
-            gateway.do(gateway.flow.move(attempt, choice, refuge, 1.0))
+            gateway.do(gateway.flow.move(attempt, choice, refuge, 1.0, now=0.0))
 
     # --- what must hold ----------------------------------------------------------------------------------------------
 

@@ -17,21 +17,21 @@ HERE = Path(__file__).parent
 HINT = "SPIN is not installed: the Promela models were not verified. To install it: apt-get install spin gcc"
 BREAKAGES = {
     "handoff.pml": {
-        "EARLY_REUSE": "blocks are reused before the epoch ends",
-        "NO_SETTLE": "what was read is admitted without a settle",
-        "NO_LIMBO": "blocks are freed during a step that names them",
-        "NO_FENCE": "workers let old attempts in",
-        "NOT_IDEMPOTENT": "a settle is answered `valid` only once",
-        "NO_QUARANTINE": "blocks are released under an unfinished read",
+        "EARLY_REUSE": ("verified", "blocks are reused before the epoch ends"),
+        "NO_SETTLE": ("verified", "what was read is admitted without a settle"),
+        "NO_LIMBO": ("one_owner", "blocks are freed during a step that names them"),
+        "NO_FENCE": ("terminates", "workers let old attempts in"),
+        "NOT_IDEMPOTENT": ("no_waste", "a settle is answered `valid` only once"),
+        "NO_QUARANTINE": ("one_owner", "blocks are released under an unfinished read"),
     },
     "migration.pml": {
-        "NO_DRAIN": "the sequence is cut while a step is in flight",
-        "NO_CUT": "the old worker goes on after the cut",
-        "NO_SETTLE": "what was read is admitted without a settle",
-        "EARLY_REUSE": "blocks are reused before the epoch ends",
+        "NO_DRAIN": ("verified", "the sequence is cut while a step is in flight"),
+        "NO_CUT": ("one_generates", "the old worker goes on after the cut"),
+        "NO_SETTLE": ("verified", "what was read is admitted without a settle"),
+        "EARLY_REUSE": ("verified", "blocks are reused before the epoch ends"),
     },
 }
-"""Model → what can be left out of it, and what that means."""
+"""Model → what can be left out of it, the property that it then loses, and what it means."""
 _SECONDS = 300
 
 
@@ -43,8 +43,8 @@ def main() -> int:
     fine = True
     for model, breakages in BREAKAGES.items():
         fine &= right(model)
-        for flag, meaning in breakages.items():
-            fine &= broken(model, flag, meaning)
+        for flag, (name, meaning) in breakages.items():
+            fine &= broken(model, flag, name, meaning)
     print("every property holds, and every breakage is caught" if fine else "NOT as it must be, see above")
     return 0 if fine else 1
 
@@ -66,17 +66,13 @@ def right(model: str) -> bool:
     return fine
 
 
-def broken(model: str, flag: str, meaning: str) -> bool:
-    """Whether the model with one rule less loses a property."""
+def broken(model: str, flag: str, name: str, meaning: str) -> bool:
+    """Whether the model with one rule less loses this property."""
     with tempfile.TemporaryDirectory() as folder:
         build(folder, model, [f"-D{flag}"])
-        for name in properties(model):
-            errors, told = verify(folder, name)
-            if errors:
-                print(f"{model} with {flag} ({meaning}): caught by {name} ({told})", flush=True)
-                return True
-    print(f"{model} with {flag} ({meaning}): NOT CAUGHT", flush=True)
-    return False
+        errors, told = verify(folder, name)
+    print(f"{model} with {flag} ({meaning}): {'caught by' if errors else 'NOT caught by'} {name} ({told})", flush=True)
+    return errors > 0
 
 
 def build(folder: str, model: str, flags: list[str]) -> None:

@@ -642,6 +642,7 @@ async def test_a_restart_under_the_same_address_is_a_loss_and_then_another_worke
     assert client.link.traffic.sessions_lost == 1
     assert client.events[0] == client.events[-1] == "open"
     assert new.received == [], "a message to the old life reached the new one"
+    assert not speaks or client.crashes == [True]
 
 
 async def test_a_silent_worker_is_lost_after_the_timeout_and_not_before(net: Net) -> None:
@@ -656,7 +657,7 @@ async def test_a_silent_worker_is_lost_after_the_timeout_and_not_before(net: Net
     client.link.send(abort(1))
     later = await raw.up_to_hello(client.link._hellos + 1)
     assert not any(isinstance(message, Abort) for message in later)
-    assert client.link.traffic.sessions_lost == 1
+    assert (client.link.traffic.sessions_lost, client.crashes) == (1, [False])
 
 
 async def test_a_silent_client_is_lost_after_the_timeout_and_a_talking_one_is_not(net: Net) -> None:
@@ -696,7 +697,7 @@ async def test_a_worker_that_leaves_says_goodbye(net: Net) -> None:
     client = await net.client(worker.address).opened()
     await worker.stop()
     await client.events.until(lambda: client.num_lost > 0)
-    assert client.events == ["open", "lost: said goodbye"]
+    assert (client.events, client.crashes) == (["open", "lost: said goodbye"], [False])
 
 
 async def test_a_goodbye_is_not_counted_as_a_loss(net: Net) -> None:

@@ -125,6 +125,13 @@ async def test_a_source_that_goes_is_lost_and_found_at_the_next_need(net: Net) -
     assert net.links.need(net.address) == net.source.incarnation
 
 
+async def test_a_source_that_dies_is_lost_without_any_timeout(net: Net) -> None:
+    await net.opened()
+    net.source.close()
+    assert await net.events.next() == ("lost", net.address, net.source.incarnation, Cause.WORKER_LOST)
+    assert net.now == 100.0
+
+
 async def test_a_source_that_never_answers_is_lost(net: Net) -> None:
     assert net.links.need(net.address) is None
     await net.source.expect(Hello)
