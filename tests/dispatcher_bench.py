@@ -112,7 +112,7 @@ class Bench:
         *,
         opened: bool = True,
         clock: Callable[[], float] = monotonic,
-        **options: int,
+        **options: Any,
     ) -> None:
         self.clock = clock
         self.registry = Registry(prefill, decode, "c")

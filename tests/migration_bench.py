@@ -347,7 +347,7 @@ class Site:
         region = SimpleNamespace(block_bytes=64, crc32=None)
         with (
             patch.object(intake, "Mover", lambda region, make, on_read, on_died: Reads(self, on_read)),
-            patch.object(intake, "SourceLinks", lambda me, role, print, events, clock, pulse: Links(self, events)),
+            patch.object(intake, "SourceLinks", lambda me, role, fingerprint, events, *_: Links(self, events)),
         ):
             self.worker = DecodeWorker(
                 DecodeSettings(**decided),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from handoff_scenarios import only
+from handoff_world import Bounds, Parts
+
 from common.contract.ids import Incarnation, LeaseId, RequestKey
 from common.contract.messages import Settle, Settled, Tokens
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
-from handoff_world import Bounds, Parts
-from handoff_scenarios import only
 from kv_transfer import sink as pulls
 from kv_transfer.lease import Lease
 from kv_transfer.sink import Pull, PullState

@@ -22,6 +22,7 @@ from types import MethodType
 from typing import Any
 
 import pytest
+from handoff_world import Bounds, Event, Parts, World, draw_id
 
 from common.contract import messages
 from common.contract.sampling import SamplingParams
@@ -29,7 +30,6 @@ from common.engine.block_pool import BlockPool
 from gateway import flow
 from gateway.attempt import Place
 from gateway.generation import Generation
-from handoff_world import Bounds, Event, Parts, World, draw_id
 from kv_transfer import source
 
 # --- states ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from handoff_links import DOWN, UP, Answer, Hi, Link, twice
+from handoff_workers import DEADLINE, NUM_BLOCKS, TTL_S, DecodeShell, PrefillShell, token
+
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import (
@@ -28,8 +31,6 @@ from gateway import flow as flows
 from gateway.attempt import Deliver, Place, Send
 from gateway.flow import Flow, FlowState, Want
 from gateway.generation import Generation
-from handoff_links import DOWN, UP, Answer, Hi, Link, twice
-from handoff_workers import DEADLINE, NUM_BLOCKS, TTL_S, DecodeShell, PrefillShell, token
 from kv_transfer.sink import Pull
 from kv_transfer.source import LeaseTable
 
@@ -176,7 +177,7 @@ class Gateway:
 class World:
     """Everything. `apply` makes an event happen; `check` holds between any two."""
 
-    def __init__(self, bounds: Bounds, parts: Parts = Parts()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, bounds: Bounds, parts: Parts = Parts()) -> None:
         self.bounds = bounds
         self.parts = parts
         self.left = bounds.disturbances
@@ -526,8 +527,8 @@ class World:
         for worker in self.workers.values():
             worker.check_idle()
             table, pool = worker.table, worker.pool
-            held = f"{len(table)} leases, {table.num_parked} parked attaches, {table.num_readers} readers"
-            assert not (len(table) or table.num_parked or table.num_readers), f"leak: {worker.address} has {held}"
+            held = (len(table), table.num_parked, table.num_readers)
+            assert held == (0, 0, 0), f"leak: {worker.address} has {held} leases, parked attaches and readers"
             assert pool.num_free == pool.num_blocks, f"leak: {worker.address} has lost blocks"
         num_attempts = gateway.num_attempts
         if not gateway.excused:

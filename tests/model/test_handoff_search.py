@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 
 import pytest
-
 from handoff_broken import BROKEN, LEASE_STEPS, PULL_STEPS, WATCHED
 from handoff_scenarios import SMALL, only
 from handoff_search import Violation, counted_ids, digest, dump, load, search
 from handoff_world import Bounds, World
+
 from kv_transfer import sink
 
 

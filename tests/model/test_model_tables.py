@@ -8,6 +8,7 @@ from pathlib import Path
 from handoff_broken import LEASE_STEPS, WATCHED
 from handoff_scenarios import only
 from handoff_search import search
+
 from kv_transfer import sink
 
 MODEL = (Path(__file__).parent / "handoff.pml").read_text()

@@ -110,12 +110,9 @@ def test_tokens_come_from_the_old_one_up_to_the_cut_and_from_the_new_one_after_i
     run.on(D, tokens(START + 2, 3))
     assert run.text() == [1, 2, 3], "it runs while its blocks are read"
     old = run.attempts[0]
-    from_old: list[Message] = {
-        "nothing": [tokens(START + 3, 4), cut(START + 4), moved()],
-        "moved": [tokens(START + 3, 4), cut(START + 4)],
-        "cut and moved": [tokens(START + 3, 4)],
-        "the last token, cut and moved": [],
-    }[late]
+    from_old: list[Message] = [tokens(START + 3, 4), cut(START + 4), moved()]
+    num_late = {"nothing": 0, "moved": 1, "cut and moved": 2, "the last token, cut and moved": 3}[late]
+    from_old = from_old[: 3 - num_late]
     run.on(D, *from_old, attempt=old)
     frame = tokens(START + 2, 3, 4, 5)
     run.on(D2, frame)
