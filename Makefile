@@ -8,7 +8,7 @@ PORT ?= 8000
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: serve test chaos check format clean
+.PHONY: serve test chaos model check format clean
 
 serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
@@ -18,6 +18,11 @@ test: $(STAMP)
 
 chaos: $(STAMP)
 	SOAK_REQUESTS=500 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
+
+# The protocol, exhaustively, with more going wrong at once than in `make test`; and, where it is installed, SPIN.
+model: $(STAMP)
+	$(BIN)/python tests/model/handoff_scenarios.py
+	$(BIN)/python tests/model/run_spin.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .

@@ -201,9 +201,7 @@ class Flow:
             for attempt, part in self.parts_at(address)
             if part is attempt.decode and attempt.decode_has_spoken
             for choice in attempt.unfinished
-            if choice.index not in attempt.cut
-            and self._source(attempt, choice) is None
-            and not self._is_moving(choice, attempt)
+            if self._source(attempt, choice) is None and not self._is_moving(choice, attempt)
         ]
 
     def on_message(self, attempt: Attempt, part: Part, message: Message) -> list[Action]:

@@ -62,6 +62,7 @@ class Bounds:
     first_ends: bool = False
     """Whether a prefill worker's token may be the last one. If not, the decode worker generates at least one."""
     attempts: int = 8
+    """At the request; if they are used up, it may fail. The flow gives up sooner, and may not."""
     disturbances: int = 1
     """Of all kinds together."""
     kinds: frozenset[str] = frozenset(

@@ -2,14 +2,15 @@
  *
  * The old worker generates tokens, one a step; a step writes the KV of the token before. The new worker attaches; when
  * the step in flight has ended the old one stops, tells the gateway where (the cut), and offers its blocks under a
- * lease. The new one reads, settles, and goes on at the cut. A worker crashes, the lease expires, messages wait, one
- * between the workers is lost: then a new attempt begins from what the client has (here: the model ends it at once).
+ * lease. The new one reads, settles, and goes on at the cut. A worker crashes, the lease expires, a message between the
+ * workers is lost, a read fails, the client leaves. Where the sequence is then nobody's, a new attempt would begin from
+ * what the client has; here, the request ends.
  *
  * The KV of the sequence is its number of tokens that have KV; 0 is that of nobody knows whom.
  */
 
 #ifndef DISTURBANCES
-#define DISTURBANCES 2
+#define DISTURBANCES 3
 #endif
 #define START 1         /* tokens that the client has in the beginning */
 #define LAST 5          /* tokens, with which the sequence ends */
@@ -188,6 +189,7 @@ end:
        if
        :: pull == ABANDONED -> n_held = false; to_old(M_DETACH, 0)
        :: pull == PULLING && !o_alive -> abandon()
+       :: pull == PULLING && o_alive && budget -> budget--; abandon()      /* the read fails */
        :: pull == PULLING && o_alive ->
           n_kv = o_kv; pull = SETTLING; to_old(M_SETTLE, 0);
 #ifdef NO_SETTLE
@@ -298,6 +300,7 @@ end:
   :: atomic { !o_alive && !g_over && (new_failed || !n_alive) -> end_all() }
   :: atomic { !n_alive && !g_over && (g_cut || old_failed) -> end_all() }
   :: atomic { g_cut && new_failed && !g_over -> end_all() }
+  :: atomic { budget && !g_over -> budget--; end_all() }      /* the client leaves */
   od
 }
 

@@ -9,9 +9,9 @@ import re
 
 import pytest
 from handoff_broken import BROKEN, LEASE_STEPS, PULL_STEPS, WATCHED
-from handoff_scenarios import SMALL, only
+from handoff_scenarios import SMALL, TWO, only
 from handoff_search import Violation, counted_ids, digest, dump, load, search
-from handoff_world import Bounds, World
+from handoff_world import Bounds, Event, World
 
 from kv_transfer import sink
 
@@ -40,6 +40,32 @@ def test_the_search_goes_through_every_step_of_a_pull() -> None:
     table = {(a.value, b.value) for a, after in sink._TRANSITIONS.items() for b in after}
     assert table == PULL_STEPS
     assert {before for before, _ in LEASE_STEPS} == {"open", "growing", "complete"}
+
+
+def play(world: World, events: list[Event]) -> None:
+    """Let these happen, one after the other."""
+    for event in events:
+        (World.disturb if event in world.disturbances() else World.apply)(world, event)
+
+
+@pytest.mark.xfail(strict=True, reason="an attach that comes after such an end is told that the lease is lost")
+def test_a_first_token_that_ends_the_request_needs_one_attempt() -> None:
+    search(only("", output_tokens=1, first_ends=True))
+
+
+@pytest.mark.xfail(strict=True, reason="the new worker refuses as invalid what has no token yet, and that is final")
+def test_a_move_before_the_first_token_does_not_end_the_request_with_its_worker() -> None:
+    """Frames of the old worker come after lost ones, so that it counts as running; then it is gone."""
+    with counted_ids():
+        world = World(only("lose move crash", disturbances=3, **TWO))
+        world.begin()
+        ahead: list[Event] = [("deliver", "g>p0", "up"), ("deliver", "g>d0", "up"), ("end_step", "p0")]
+        ahead += [("deliver", "d0.1>p0", "up"), *[("deliver", "d0.1>p0", "down")] * 2, ("end_read", "d0", 0)]
+        ahead += [("deliver", "d0.1>p0", "up"), ("deliver", "d0.1>p0", "down"), *[("end_step", "d0")] * 2]
+        play(world, [*ahead, ("lose", "g>d0", "down"), ("deliver", "g>d0", "down"), ("move", "d0")])
+        play(world, [("crash", "d0"), ("client_notices", "g>d0"), ("deliver", "g>d1", "up")])
+        play(world, [("deliver", "g>d1", "down")])
+        assert world.gateway.flow.running, world.gateway.flow.story
 
 
 def test_equal_worlds_are_one_state_and_copies_are_equal() -> None:
