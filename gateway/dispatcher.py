@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.kv_layout import Fingerprint
 from common.contract.messages import (
     MAX_OPEN_REQUESTS,
     Abort,
@@ -33,7 +34,7 @@ from common.contract.messages import (
     Tokens,
     Welcome,
 )
-from common.runtime.channel import ControlClient
+from common.runtime.channel import RECONNECT_S, ControlClient
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
 from gateway.attempt import Attempt, Deliver, Part, Place, Send
@@ -49,8 +50,6 @@ log = logging.getLogger(__name__)
 
 _BUDGET_GRACE_S = 1.0
 """The workers' own deadlines come first, since they can name the state; after this the gateway gives up by itself."""
-_CRASH_SHOWS_S = 0.4
-"""Time from the end of a process until the channel is sure of it: what it was sent meanwhile has never been there."""
 _DEGRADED = "degraded: no prefill worker is usable, and decode workers compute the prompts"
 
 
@@ -63,6 +62,8 @@ class _Client:
     """Monotonic seconds at which its budget ends."""
     trail: Trail | None
     """Of the first choice; None where nothing is remembered."""
+    fingerprint: Fingerprint | None = None
+    """Of the workers that it began on: it goes on only with the same model."""
     decoded_at: Place | None = None
     """The last decode worker that brought tokens of the first choice."""
     failed_at: dict[int, float] = field(default_factory=dict)
@@ -121,8 +122,8 @@ class Dispatcher(Collector):
         self.recovery = RecoveryMetrics()
         self._degraded = False
         """Whether a request has met the present lack of prefill workers."""
-        self._decode_seen_at = clock()
-        """When a decode worker was last known to be usable."""
+        self._decode_seen_at: dict[Fingerprint, float] = {}
+        """When a decode worker was last known to be usable, by what they serve."""
 
     # --- the loops -----------------------------------------------------------------------------------------------
 
@@ -338,7 +339,7 @@ class Dispatcher(Collector):
             self._do(client, client.flow.without_offer(want))
             return
         trail = client.trail if want.choices[0].index == 0 else None
-        route = self._placement.choose(want, {} if trail is None else trail.cached())
+        route = self._placement.choose(want, {} if trail is None else trail.cached(), client.fingerprint)
         if route is not None:
             del self._waiting[want]
             self._go(client, want, route)
@@ -349,7 +350,8 @@ class Dispatcher(Collector):
         if client is None:
             return
         self._note_usable()
-        left_s = max(since, self._decode_seen_at) + self._patience_s - self._clock()
+        seen_at = [at for fits, at in self._decode_seen_at.items() if client.fingerprint in (None, fits)]
+        left_s = max(since, *seen_at, since) + self._patience_s - self._clock()
         if left_s > 0:
             asyncio.get_running_loop().call_later(left_s, self._out_of_patience, want, since)
             return
@@ -373,6 +375,8 @@ class Dispatcher(Collector):
         elif prefix is not None:
             self.num_prefix_hints += 1
         self._note_degradation()
+        if client.fingerprint is None and route.decode.welcome is not None:
+            client.fingerprint = route.decode.welcome.fingerprint
         budget_s = max(0.001, client.deadline - self._clock())
         self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix, now=self._clock()))
         if want.suspect and flow.attempts:
@@ -388,8 +392,9 @@ class Dispatcher(Collector):
 
     def _note_usable(self) -> None:
         """Called before anything is learnt of a worker that may make it unusable."""
-        if self._registry.usable(Role.DECODE):
-            self._decode_seen_at = self._clock()
+        for worker in self._registry.usable(Role.DECODE):
+            assert worker.welcome is not None
+            self._decode_seen_at[worker.welcome.fingerprint] = self._clock()
 
     def _note_degradation(self) -> None:
         degraded = Role.PREFILL in self._registry.missing()
@@ -403,7 +408,7 @@ class Dispatcher(Collector):
         """A decode worker drains: let others pull its running sequences, as far as they have room."""
         for client in list(self._open_clients):
             for attempt, choice in client.flow.movable(address):
-                refuge = self._placement.refuge(address, choice.next_position)
+                refuge = self._placement.refuge(address, choice.next_position, client.fingerprint)
                 if refuge is None:
                     continue  # there may be room for a shorter one
                 now = self._clock()
@@ -459,14 +464,31 @@ class Dispatcher(Collector):
             elif self._waiting:
                 self._look_again()
         elif isinstance(message, RequestMessage):
-            client = self._clients.get(message.request)
-            found = None if client is None else client.flow.find(message.key, link.address)
-            if client is None or found is None:
-                self.num_stale_messages += 1
-                return
-            self._on_part(client, *found, message)
+            self._on_request(link.address, message)
+
+    def _on_request(self, address: str, message: RequestMessage) -> None:
+        client = self._clients.get(message.request)
+        found = None if client is None else client.flow.find(message.key, address)
+        if client is None or found is None:
+            self.num_stale_messages += 1
+            return
+        self._on_part(client, *found, message)
+
+    def _is_early(self, attempt: Attempt, message: RequestMessage) -> bool:
+        """Whether a decode worker reports its source lost before this gateway is sure of it."""
+        source = attempt.moving or attempt.prefill
+        return (
+            isinstance(message, Failed)
+            and message.cause is Cause.WORKER_LOST
+            and source is not None
+            and self._links[source.place.address].broken
+        )
 
     def _on_part(self, client: _Client, attempt: Attempt, part: Part, message: RequestMessage) -> None:
+        if self._is_early(attempt, message):
+            # The gateway's own verdict on that worker comes first: it may have crashed, and then there are suspects.
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._on_request, part.place.address, message)
+            return
         if isinstance(message, Tokens) and part.role is Role.DECODE:
             if message.choice == 0:
                 client.decoded_at = part.place
@@ -486,7 +508,8 @@ class Dispatcher(Collector):
         self._lose(link.address, why, crashed=crashed)
 
     def _lose(self, address: str, why: str, *, crashed: bool) -> None:
-        crashed_at = self._clock() - _CRASH_SHOWS_S if crashed else None
+        # The channel was not sure of it before now: what the worker was sent meanwhile has never been there.
+        crashed_at = self._clock() - RECONNECT_S if crashed else None
         for client in list(self._open_clients):
             self._do(client, client.flow.worker_lost(address, why, crashed_at=crashed_at))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Role
 from gateway.attempt import Attempt, Place
 from gateway.flow import Want
@@ -41,9 +42,9 @@ class Placement:
         place = want.offer.place
         return self._registry.workers[place.address].incarnation == place.incarnation
 
-    def choose(self, want: Want, cached: Mapping[Place, int]) -> Route | None:
-        """Workers for these choices; None if they have to wait."""
-        caution = Caution(avoid=want.avoid, on_trial=frozenset(self._trials), suspect=want.suspect)
+    def choose(self, want: Want, cached: Mapping[Place, int], fits: Fingerprint | None = None) -> Route | None:
+        """Workers for these choices, of this fingerprint if they have begun; None if they have to wait."""
+        caution = Caution(avoid=want.avoid, on_trial=frozenset(self._trials), suspect=want.suspect, fits=fits)
         if want.offer is None:
             return choose(self._registry, want.num_tokens, cached, self._local_prefill_tokens, caution)
         if want.suspect and want.offer.place in self._trials:
@@ -51,11 +52,13 @@ class Placement:
         decode = caution.decode(self._registry.usable(Role.DECODE))
         return Rebind(least_loaded_decode(decode)) if decode else None
 
-    def refuge(self, address: str, num_tokens: int) -> WorkerView | None:
+    def refuge(self, address: str, num_tokens: int, fits: Fingerprint | None = None) -> WorkerView | None:
         """A decode worker, other than the one at `address`, that probably has room for a sequence that has to leave."""
         others = [
             worker
-            for worker in Caution(on_trial=frozenset(self._trials)).decode(self._registry.usable(Role.DECODE))
+            for worker in Caution(on_trial=frozenset(self._trials), fits=fits).decode(
+                self._registry.usable(Role.DECODE)
+            )
             if worker.address != address and worker.has_room(num_tokens)
         ]
         return least_loaded_decode(others) if others else None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from common.contract.kv_layout import Fingerprint
 from common.contract.messages import PrefixHint, Role
 from gateway.attempt import Place
 from gateway.registry import Registry, WorkerView
@@ -64,9 +65,12 @@ class Caution:
     """Those with a request that is suspected of having crashed a worker: nobody else should be beside it."""
     suspect: bool = False
     """Whether the request is one itself: then it goes only where no other one is."""
+    fits: Fingerprint | None = None
+    """What the request has begun with: it goes on only with the same."""
 
     def decode(self, workers: list[WorkerView]) -> list[WorkerView]:
         """Decode workers to choose from; none if the request had better wait."""
+        workers = self._fitting(workers)
         apart = [worker for worker in workers if worker.place not in self.on_trial]
         candidates = apart if self.suspect else apart or workers
         return [worker for worker in candidates if worker.place not in self.avoid] or candidates
@@ -74,11 +78,14 @@ class Caution:
     def prefill(self, workers: list[WorkerView]) -> list[WorkerView] | None:
         """Prefill workers to choose from; decode workers can do without, so those that have failed are not asked. None
         if the request had better wait."""
-        candidates = [worker for worker in workers if worker.place not in self.avoid]
+        candidates = [worker for worker in self._fitting(workers) if worker.place not in self.avoid]
         apart = [worker for worker in candidates if worker.place not in self.on_trial]
         if self.suspect and candidates and not apart:
             return None
         return apart or candidates
+
+    def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
+        return [w for w in workers if self.fits is None or (w.welcome and w.welcome.fingerprint == self.fits)]
 
 
 NO_CAUTION: Final = Caution()

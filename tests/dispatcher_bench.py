@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,10 +44,10 @@ def role_of(address: str) -> Role:
     return Role.PREFILL if address.startswith("p") else Role.DECODE
 
 
-def welcome(role: Role, open_requests: Iterable[RequestKey] = ()) -> Welcome:
+def welcome(role: Role, open_requests: Iterable[RequestKey] = (), weights_hash: str = "w") -> Welcome:
     return Welcome(
         role=role,
-        fingerprint=FINGERPRINT,
+        fingerprint=replace(FINGERPRINT, weights_hash=weights_hash),
         max_sequence_tokens=50,
         transport="zmq",
         transport_metadata=b"",
@@ -75,6 +76,7 @@ class Link:
         self.address = address
         self.worker: Incarnation = new_incarnation()
         self.sent: list[Message] = []
+        self.broken = False
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -125,11 +127,11 @@ class Bench:
 
     # --- workers -------------------------------------------------------------------------------------------------
 
-    def open(self, address: str, *open_requests: RequestKey, restarted: bool = False) -> None:
+    def open(self, address: str, *open_requests: RequestKey, restarted: bool = False, weights_hash: str = "w") -> None:
         """A session opens; the worker still holds some requests."""
         if restarted:
             self.links[address].worker = new_incarnation()
-        self.dispatcher.on_open(self.link(address), welcome(role_of(address), open_requests))
+        self.dispatcher.on_open(self.link(address), welcome(role_of(address), open_requests, weights_hash))
 
     def lose(self, address: str, why: str = "silent", *, crashed: bool = False) -> None:
         """The session is over; a process that has crashed has done so half a second ago."""

@@ -54,7 +54,7 @@ _HELLO_RETRY_MAX_S = 1.0
 """Hellos are repeated ever more slowly: an answer counts only until the next one is said."""
 _DEAF_SHARE = 0.7
 """Of the timeout: missing echoes show a cut in one direction before the worker ends the session."""
-_RECONNECT_S = 0.4
+RECONNECT_S = 0.4
 """Time in which a worker must answer again after its connection has broken: a process that has died never does."""
 
 
@@ -455,10 +455,16 @@ class ControlClient:
         while True:
             await recv_monitor_message(self._monitor)
             if self.state is LinkState.OPEN and not self._disconnected:
-                self._disconnected = True
+                self._disconnected = self._resyncing = True
                 self._breaks += 1
-                self._resync(self.worker)
-                asyncio.get_running_loop().call_later(_RECONNECT_S, self._judge_connection, self._breaks)
+                self._hello_wait_s = _HELLO_RETRY_S / 2
+                self._greet()
+                asyncio.get_running_loop().call_later(RECONNECT_S, self._judge_connection, self._breaks)
+
+    @property
+    def broken(self) -> bool:
+        """Whether its connection has broken, and it is not known yet whether the worker has crashed."""
+        return self._disconnected
 
     def _judge_connection(self, breaks: int) -> None:
         if self._disconnected and self.state is LinkState.OPEN and breaks == self._breaks:

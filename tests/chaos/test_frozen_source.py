@@ -71,7 +71,7 @@ async def test_a_source_that_wakes_up_late_changes_no_block(stage: Theatre) -> N
         assert most > 0 or stage.transport != "nixl-tcp", "nothing was in quarantine"
         again = await answer(dispatcher, generation(prompt(1, 5 * CHUNK), **sampling))
         assert again.reasons == ["length"]
-    # UCX may abort a process that finds its reader gone in the middle of a send over TCP (docs/log.md): it has died then.
+    # UCX may abort a process that finds its reader gone in the middle of a send over TCP (docs/log.md).
     assert popen.returncode in (None, -signal.SIGABRT)
     stage.revive()
     stage.workers().wait_for_baseline()

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.net import why_not
-from chaos.theatre import Theatre, theatre
 from stack import BLOCK_BYTES, answer, generation, prompt, until
 
+from chaos.net import why_not
+from chaos.theatre import Theatre, theatre
 from common.contract.errors import Cause
 from common.contract.messages import Role
 from gateway.generation import GenerationFailed

@@ -143,11 +143,11 @@ class NoQuarantine(Pull):
 
 
 BROKEN: dict[str, tuple[Parts, Bounds, str]] = {
-    "reuse before the epoch ends": (Parts(table=EarlyReuse), only({"deadline"}), "unverified KV"),
-    "no settle": (Parts(pull=NoSettle), only({"deadline"}), "unverified KV"),
-    "freed during a step": (Parts(pool=NoLimbo), only({"abort"}), "two owners: a step in flight"),
-    "no attempt fence": (Parts(fence=NoFence), only({"replay"}), "the request never ends"),
-    "settle not idempotent": (Parts(table=ForgetfulSettle), only({"lose"}), "2 attempts where 1 would have done"),
-    "no quarantine": (Parts(pull=NoQuarantine), only({"abort"}), "two owners: a read under way"),
+    "reuse before the epoch ends": (Parts(table=EarlyReuse), only("deadline"), "unverified KV"),
+    "no settle": (Parts(pull=NoSettle), only("deadline"), "unverified KV"),
+    "freed during a step": (Parts(pool=NoLimbo), only("abort"), "two owners: a step in flight"),
+    "no attempt fence": (Parts(fence=NoFence), only("replay"), "the request never ends"),
+    "settle not idempotent": (Parts(table=ForgetfulSettle), only("lose"), "2 attempts where 1 would have done"),
+    "no quarantine": (Parts(pull=NoQuarantine), only("abort"), "two owners: a read under way"),
 }
 """What is left out → the parts without it, bounds in which that shows, and what the search finds."""

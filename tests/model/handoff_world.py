@@ -182,6 +182,8 @@ class World:
         self.bounds = bounds
         self.parts = parts
         self.left = bounds.disturbances
+        self.crashed = False
+        """Whether a worker has: one with which two have crashed may be refused as poison."""
         self.num_drawn = 0
         """Ids drawn so far."""
         self.allowed = 1
@@ -286,7 +288,8 @@ class World:
             if link.known and link.session:
                 events += [("silence", name, UP), ("silence", name, DOWN)]
         for address, worker in self.workers.items():
-            events.append(("crash", address))
+            if not self.crashed:
+                events.append(("crash", address))
             if any(lease.complete and lease.sink is None for lease in worker.table._leases.values()):
                 events.append(("expire", address))
             if isinstance(worker, DecodeShell):
@@ -473,6 +476,7 @@ class World:
 
     def on_crash(self, address: str) -> None:
         """The process dies, and another one is started."""
+        self.crashed = True
         old = self.workers[address]
         life = int(old.me.partition(".")[2]) + 1
         self.workers[address] = type(old)(self, address, life)  # type: ignore[arg-type]

@@ -43,8 +43,8 @@ from common.contract.messages import (
     Tokens,
 )
 from common.contract.sampling import SamplingParams
+from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Pulse
-from gateway import dispatcher
 from gateway.dispatcher import Dispatcher
 from gateway.generation import Delta, Generation, GenerationFailed
 from gateway.registry import Registry
@@ -53,7 +53,7 @@ ADDRESSES = (P, P2, D, D2, D3)
 CAUSES = (Cause.CAPACITY, Cause.TRANSFER, Cause.LEASE_LOST, Cause.WORKER_LOST, Cause.INTERNAL, Cause.SUPERSEDED)
 """What a worker may give as its reason."""
 BUDGET_S = 1000.0
-CRASH_SHOWS_S = dispatcher._CRASH_SHOWS_S
+CRASH_SHOWS_S = RECONNECT_S
 
 Choose = Callable[[Sequence[Any]], Any]
 

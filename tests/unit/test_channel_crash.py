@@ -282,7 +282,7 @@ async def test_a_worker_that_says_goodbye_has_not_crashed(net: Net) -> None:
     client = await net.client(worker.port)
     await worker.stop()
     assert await client.lost() == ("said goodbye", False)
-    await asyncio.sleep(2 * channel._RECONNECT_S)  # whatever its connection's end leads to, has been
+    await asyncio.sleep(2 * channel.RECONNECT_S)  # whatever its connection's end leads to, has been
     assert len(client.losses) == 1
     assert client.link.traffic.sessions_lost == 0
 
@@ -297,7 +297,7 @@ async def test_a_connection_that_comes_back_is_no_loss(net: Net) -> None:
     await client.changes.until(lambda: client.resyncs == 1)
     await worker.changes.until(lambda: bool(worker.received))
     assert worker.received == [Abort(request=RequestId("r"), attempt=7)], "it waits for the new connection"
-    await asyncio.sleep(2 * channel._RECONNECT_S)
+    await asyncio.sleep(2 * channel.RECONNECT_S)
     await client.hears(3)
     assert (client.losses, client.opened, proxy.num_connections) == ([], [worker.me], 2)
     assert client.resyncs == 1, "the counts went wrong when the session was opened again"
@@ -305,7 +305,7 @@ async def test_a_connection_that_comes_back_is_no_loss(net: Net) -> None:
 
 async def test_each_break_is_judged_by_itself(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of an earlier one, which was mended, must not run out on the next."""
-    monkeypatch.setattr(channel, "_RECONNECT_S", 3600.0)
+    monkeypatch.setattr(channel, "RECONNECT_S", 3600.0)
     worker = net.worker()
     proxy, port = await net.proxy(worker)
     client = await net.client(port)
@@ -331,7 +331,7 @@ async def test_a_client_that_never_had_a_session_has_no_crash_to_tell(net: Net) 
         while not proxy.num_connections:
             await asyncio.sleep(0.01)
     proxy.break_connections()
-    await asyncio.sleep(2 * channel._RECONNECT_S)
+    await asyncio.sleep(2 * channel.RECONNECT_S)
     assert client.losses == []
     proxy.deaf = False
     proxy.break_connections()  # what was lost on the connection that there is does not come again

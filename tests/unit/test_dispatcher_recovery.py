@@ -344,6 +344,48 @@ async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any) -> None:
     assert await text(task) == [10, 11]
 
 
+async def test_the_gateway_s_own_verdict_on_a_source_comes_before_a_report(make: Any, time: Time) -> None:
+    """A decode worker may notice sooner; but whether there are suspects is for the gateway to find out."""
+    bench = make(prefill=(P, P2))
+    key, _ = await bench.request()
+    bench.links[P].broken = True
+    bench.fail(D, key, Cause.WORKER_LOST)
+    assert bench.newest(key)[0] == key, "not yet"
+    bench.lose(P, crashed=True)
+    await settle()
+    assert set(bench.newest(key)[1]) == {P2, D}
+    assert bench.counted("trials_total") == 1
+    await time.advance(1.0)
+    assert bench.newest(key)[0].attempt == 2, "the report is stale by now"
+
+
+async def test_a_source_that_is_there_after_all_is_another_matter(make: Any, time: Time) -> None:
+    bench = make(prefill=(P, P2))
+    key, _ = await bench.request()
+    bench.links[P].broken = True
+    bench.fail(D, key, Cause.WORKER_LOST)
+    bench.links[P].broken = False
+    await time.advance(1.0)
+    assert set(bench.newest(key)[1]) == {P2, D}
+    assert bench.counted("trials_total") == 0
+
+
+async def test_a_request_goes_on_only_with_the_same_model(make: Any, time: Time) -> None:
+    bench = make(prefill=(), decode=(D, D2), patience_s=PATIENCE_S)
+    bench.lose(D2)
+    key, task = await bench.request()
+    bench.tokens(D, key, 0, 10)
+    bench.lose(D)
+    bench.open(D2, weights_hash="other")
+    await time.advance(1.0)
+    assert bench.newest(key)[0] == key, "other weights would say something else"
+    other, new = await bench.request()
+    assert set(bench.work[other]) == {D2}, "who begins now begins there"
+    await time.advance(PATIENCE_S)
+    assert await failure(task) is Cause.WORKER_LOST
+    new.cancel()
+
+
 async def test_silence_makes_nobody_wait_for_a_trial(make: Any) -> None:
     bench = make(prefill=(), decode=(D, D2))
     bench.lose(D2)
