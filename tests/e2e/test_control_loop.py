@@ -14,7 +14,7 @@ import pytest
 from stack import gateway_of
 
 from common.contract.errors import Cause
-from common.contract.ids import new_incarnation, new_request_id
+from common.contract.ids import Incarnation, RequestKey, new_incarnation, new_request_id
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import (
     Abort,
@@ -99,6 +99,12 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
         await server.close()
 
 
+def decode_from(request: dict[str, Any], address: str, incarnation: str) -> Decode:
+    """For the offer that a Prefill of the same key makes there."""
+    key = RequestKey(request["request"], request["attempt"])
+    return Decode(**request, source=Source(address=address, incarnation=Incarnation(incarnation)), offered=key)
+
+
 def work(length: int, max_tokens: int) -> dict[str, Any]:
     return {
         "request": new_request_id(),
@@ -133,7 +139,7 @@ async def test_heartbeats_and_aborts_are_answered_while_a_step_runs(
         held.gate.clear()
         request = work(100, 50)
         p_link.send(Prefill(**request))
-        d_link.send(Decode(**request, source=Source(address=prefill_at, incarnation=prefill_me)))
+        d_link.send(decode_from(request, prefill_at, prefill_me))
         assert await asyncio.to_thread(held.in_step.wait, 20), "the step never began"
         steps = (await gateway.until(Heartbeat)).steps
         assert (await gateway.until(Heartbeat, 3)).steps == steps, "the engine was not held"
@@ -171,7 +177,7 @@ async def test_blocks_cross_while_the_prompt_is_still_computed(checkpoint: Calla
         held.num_free_steps = 2
         held.gate.clear()
         p_link.send(Prefill(**request))
-        d_link.send(Decode(**request, source=Source(address=prefill_at, incarnation=prefill_me)))
+        d_link.send(decode_from(request, prefill_at, prefill_me))
         assert await asyncio.to_thread(held.in_step.wait, 20), "the third step never began"
         await eventually(lambda: num_blocks_read() == 2 * 64 / 16)
         assert held.in_step.is_set()
@@ -219,7 +225,7 @@ async def test_an_offer_that_nobody_attaches_to_expires_and_says_so(checkpoint: 
         await gateway.until(Tokens)
         assert prefill.ready()[1]["leases"] == 1
         failed = await gateway.until(Failed)
-        assert failed.cause is Cause.DEADLINE
+        assert failed.cause is Cause.LEASE_LOST
         assert "waiting for a decode worker" in failed.message
         assert prefill.ready()[1]["blocks_used"] == prefill.ready()[1]["requests"] == 0
 
@@ -231,10 +237,10 @@ async def test_a_decode_whose_prefill_never_comes_fails_within_the_bound(checkpo
         )
         decode, _, decode_at, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
         gateway, link = await stack.enter_async_context(gateway_of(decode_at))
-        link.send(Decode(**work(40, 5), source=Source(address=prefill_at, incarnation=prefill_me)))
+        link.send(decode_from(work(40, 5), prefill_at, prefill_me))
         await eventually(lambda: prefill.ready()[1]["parked"] == 1)
         failed = await gateway.until(Failed)
-        assert failed.cause is Cause.DEADLINE
+        assert failed.cause is Cause.LEASE_LOST
         assert prefill.ready()[1]["parked"] == decode.ready()[1]["requests"] == 0
 
 
@@ -243,7 +249,7 @@ async def test_a_source_that_has_restarted_is_another_worker(checkpoint: Callabl
         _, _, prefill_at, _ = await stack.enter_async_context(worker(Role.PREFILL, checkpoint("llama")))
         decode, _, decode_at, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
         gateway, link = await stack.enter_async_context(gateway_of(decode_at))
-        link.send(Decode(**work(40, 5), source=Source(address=prefill_at, incarnation=new_incarnation())))
+        link.send(decode_from(work(40, 5), prefill_at, new_incarnation()))
         failed = await gateway.until(Failed)
         assert failed.cause is Cause.WORKER_LOST
         assert decode.ready()[1]["requests"] == 0
@@ -258,6 +264,6 @@ async def test_a_token_beyond_the_vocabulary_harms_nobody(role: Role, checkpoint
         if role is Role.PREFILL:
             link.send(Prefill(**request))
         else:
-            link.send(Decode(**request, source=Source(address=address, incarnation=me)))
+            link.send(decode_from(request, address, me))
         assert (await gateway.until(Failed)).cause is Cause.INVALID
         assert tested.ready()[1]["requests"] == 0

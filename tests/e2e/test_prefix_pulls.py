@@ -14,7 +14,7 @@ from stack import BLOCK_BYTES, BLOCK_SIZE, Process, Workers, answer, avoided, ga
 from transport_source import SourceProcess
 
 from common.contract.block_hashes import block_hashes
-from common.contract.ids import Incarnation, LeaseId, new_request_id
+from common.contract.ids import Incarnation, LeaseId, RequestKey, new_request_id
 from common.contract.messages import (
     AttachPrefix,
     BlocksReady,
@@ -318,7 +318,8 @@ async def test_a_holder_that_fails_in_the_middle_of_a_read_costs_time_but_no_req
         source.freeze()
         hint = PrefixHint(source=Source(address=holder.address, incarnation=holder.incarnation), num_tokens=192)
         p_link.send(Prefill(**work, prefix=hint))
-        d_link.send(Decode(**work, source=Source(address=p_link.address, incarnation=p_link.worker)))
+        key = RequestKey(work["request"], work["attempt"])
+        d_link.send(Decode(**work, source=Source(address=p_link.address, incarnation=p_link.worker), offered=key))
         finished = asyncio.create_task(d_gateway.until(Finished))
         attach = await holder.lend()
         assert attach.block_hashes == tuple(block_hashes(ids, BLOCK_SIZE))

@@ -26,6 +26,7 @@ SMALL = {
     "a message is lost": only("lose"),
     "a message comes twice, or again later": only("repeat replay"),
     "the client leaves": only("abort"),
+    "there is no room at first, and the client leaves": only("abort", busy=True),
     "the request's time is up": only("deadline"),
     "a lease without a sink expires": only("expire", decode_workers=2),
     "a worker refuses": only("refuse", decode_workers=2),
@@ -48,7 +49,8 @@ LARGER = {
     "a move, and the end of the time": only("move deadline", disturbances=2, **TWO),
     "a move, and a lost message": only("move lose repeat", disturbances=2, links=MOVING, **TWO),
     "a move, and a failed read": only("move fail_read", disturbances=2, **TWO),
-    "a move, and a crash": only("move crash", disturbances=2, **TWO),
+    "a move, and then a crash": only("move crash", disturbances=2, first="move", **TWO),
+    "a move, and then the end of a session": only("move silence", disturbances=2, first="move", links=MOVING, **TWO),
 }
 
 

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from handoff_decode import DecodeShell
 from handoff_links import DOWN, UP, Answer, Hi, Link, twice
-from handoff_workers import DEADLINE, NUM_BLOCKS, TTL_S, DecodeShell, PrefillShell, token
+from handoff_prefill import PrefillShell
+from handoff_workers import DEADLINE, NUM_BLOCKS, TTL_S, token
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
@@ -58,6 +60,8 @@ class Bounds:
     """Of each worker."""
     chunks: int = 1
     """Steps in which a prompt is computed: 1, or one for each block."""
+    busy: bool = False
+    """Whether decode workers have no room until others have left."""
     output_tokens: int = 2
     first_ends: bool = False
     """Whether a prefill worker's token may be the last one. If not, the decode worker generates at least one."""
@@ -68,6 +72,8 @@ class Bounds:
     kinds: frozenset[str] = frozenset(
         {"lose", "repeat", "replay", "silence", "crash", "expire", "abort", "refuse", "fail_read", "deadline", "move"}
     )
+    first: str | None = None
+    """The kind of the first one; None for any."""
     links: frozenset[str] = frozenset({"g>p0", "g>d0", "g>d1", "d0>p0", "d1>p0", "d0>d1", "d1>d0"})
     """Links, without the lives of their ends, on which messages are lost or repeated, and sessions end."""
 
@@ -252,6 +258,8 @@ class World:
             if worker.step is not None:
                 events.append(("end_step", address))
             if isinstance(worker, DecodeShell):
+                if worker.others:
+                    events.append(("make_room", address))
                 for index, read in enumerate(worker.reads):
                     readable = self.readable(worker, read.pull.source)
                     events.append(("end_read" if readable else "read_fails", address, index))
@@ -299,7 +307,8 @@ class World:
         if self.gateway.flow.running:
             events.append(("abort",))
             events += [("move", a) for a, w in self.workers.items() if isinstance(w, DecodeShell) and self.can_move(a)]
-        return [event for event in events if event[0] in self.bounds.kinds]
+        first = self.bounds.first if self.left == self.bounds.disturbances else None
+        return [event for event in events if event[0] in self.bounds.kinds and first in (None, event[0])]
 
     def on_wire(self, name: str, link: Link) -> list[Event]:
         events: list[Event] = []
@@ -435,6 +444,12 @@ class World:
 
     def on_end_step(self, address: str) -> None:
         self.workers[address].end_step()
+
+    def on_make_room(self, address: str) -> None:
+        """A sequence that has nothing to do with this one ends."""
+        worker: Any = self.workers[address]
+        blocks, worker.others = worker.others, []
+        worker.release(blocks)
 
     def on_end_read(self, address: str, index: int) -> None:
         sink: Any = self.workers[address]
