@@ -195,13 +195,17 @@ class Flow:
         return self._begin(moving, where, budget_s, None)
 
     def movable(self, address: str) -> list[tuple[Attempt, Choice]]:
-        """Running sequences of the decode worker at `address` that nobody pulls yet."""
+        """Running sequences of the decode worker at `address`, of which the client has something, and that nobody pulls
+        yet."""
+        prompt_len = len(self.generation.token_ids)
         return [
             (attempt, choice)
             for attempt, part in self.parts_at(address)
             if part is attempt.decode and attempt.decode_has_spoken
             for choice in attempt.unfinished
-            if self._source(attempt, choice) is None and not self._is_moving(choice, attempt)
+            if choice.next_position > prompt_len
+            and self._source(attempt, choice) is None
+            and not self._is_moving(choice, attempt)
         ]
 
     def on_message(self, attempt: Attempt, part: Part, message: Message) -> list[Action]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestKey
@@ -60,6 +60,10 @@ class Lease:
             epoch=self.epoch,
             first_tokens=self.first_tokens,
         )
+
+    def last_words(self) -> tuple[BlocksReady, PrefillDone]:
+        """To who attaches when the first tokens have ended everything: an offer of nothing, and these tokens."""
+        return replace(self.offer(self.num_ready), start=0), self.done()
 
 
 def verdict(asked: Settle, *, valid: bool) -> Settled:

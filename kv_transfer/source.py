@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_lease_id
@@ -94,6 +94,8 @@ class LeaseTable:
         self._parked: OrderedDict[RequestId, _Parked] = OrderedDict()
         self._expected: dict[RequestId, tuple[int, float]] = {}
         """Requests that wait for their blocks → attempt, and until when."""
+        self._finished: OrderedDict[RequestId, Lease] = OrderedDict()
+        """Requests that their first tokens have ended, for who attaches late: there is nothing to read, and no loss."""
         self._ended: OrderedDict[RequestId, int] = OrderedDict()
         """Requests → the newest attempt whose offer has ended: nobody can attach to it any more."""
         self._settled: OrderedDict[LeaseId, tuple[RequestKey, int, Incarnation]] = OrderedDict()
@@ -214,6 +216,9 @@ class LeaseTable:
         if lease.sink is not None:
             actions.append(Send(lease.sink, lease.done()))
         if all(tokens.finish_reason is not None for tokens in first_tokens):
+            self._finished[request] = lease
+            while len(self._finished) > MAX_TOMBSTONES:
+                self._finished.popitem(last=False)
             actions.append(self._end(lease))
         return actions
 
@@ -235,6 +240,9 @@ class LeaseTable:
             if offered <= self._ended.get(message.request, 0):
                 if self.has_settled(message.key, sink):
                     return []  # its Settle follows
+                finished = self._finished.get(message.request)
+                if finished is not None and finished.opened_attempt == offered:
+                    return [Send(sink, replace(each, attempt=message.attempt)) for each in finished.last_words()]
                 return [Send(sink, withdrawn(message.key, Cause.LEASE_LOST, "this offer has ended"))]
             return self._park(message.key, offered, sink, now)
         if message.attempt < lease.key.attempt or offered < lease.opened_attempt:

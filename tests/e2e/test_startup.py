@@ -100,7 +100,7 @@ def test_a_gateway_beside_workers_of_another_model_ends_with_both_values(
 async def test_workers_with_other_weights_are_refused_with_both_values(
     main_pool: Workers, pools: dict[str, Workers], tmp_path: Path
 ) -> None:
-    """Same configuration, other weights: the gateway ends at start, and a decode worker is refused by its source, and does without."""
+    """Same configuration, other weights: the gateway ends at start, and a decode worker does without its source."""
     workers = main_pool
     other = Workers.start(make_checkpoint("llama", tmp_path / "other", seed=8), prefill=0)
     pools["other weights"] = other

@@ -20,9 +20,11 @@ from common.contract.messages import (
     PrefillDone,
     Settle,
     Settled,
+    Source,
     Tokens,
 )
 from kv_transfer import source
+from kv_transfer.sink import GaveUp, Pull
 from kv_transfer.source import Action, Dropped, LeaseTable, Return, Send, Unpin
 
 R1, R2 = RequestId("r1"), RequestId("r2")
@@ -584,7 +586,7 @@ def test_a_complete_offer_that_was_left_is_taken_by_a_newer_attempt(table: Lease
     assert verdict(table.settle(settle(offer, attempt=3), D2))
 
 
-@pytest.mark.parametrize("end", ["settled", "withdrawn", "expired", "reclaimed", "ended by the first token"])
+@pytest.mark.parametrize("end", ["settled", "withdrawn", "expired", "reclaimed"])
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_an_offer_that_has_ended_is_refused_at_once(table: LeaseTable, end: str, attempt: int) -> None:
     """Nobody is kept waiting for what cannot come."""
@@ -596,13 +598,9 @@ def test_an_offer_that_has_ended_is_refused_at_once(table: LeaseTable, end: str,
     elif end == "expired":
         completed(table, sink=None)
         table.expire(TTL_S)
-    elif end == "reclaimed":
+    else:
         completed(table, sink=None)
         table.reclaim(1, 0.0)
-    else:
-        opened(table)
-        table.blocks_ready(R1, 3, now=0.0)
-        table.complete(R1, [first_token("stop")])
     assert withdrawals(table.attach(attach(attempt, offered=1), D2, 50.0)) == [(D2, attempt, Cause.LEASE_LOST)]
     assert (table.num_parked, table.num_readers - (end in ("withdrawn", "ended by the first token"))) == (0, 0)
 
@@ -949,3 +947,23 @@ def test_a_request_with_a_lease_is_lent_nothing(table: LeaseTable) -> None:
     opened(table)
     with pytest.raises(AssertionError, match="open 3 blocks"):
         table.lend(key(), BLOCKS, D1, 30.0, 0.0)
+
+
+def test_who_attaches_when_the_first_token_has_ended_the_request_is_told_so() -> None:
+    """There is nothing to read, and nothing is lost: the sink lets go without a word to the gateway."""
+    table = LeaseTable(unattached_ttl_s=30.0)
+    opened(table, sink=None)
+    table.blocks_ready(R1, len(BLOCKS), now=0.0)
+    [unpin] = table.complete(R1, [first_token("stop")])
+    assert isinstance(unpin, Unpin)
+    [(to, offer), (_, done)] = sent(table.attach(attach(2, offered=1), D1, 1.0))
+    assert to == D1
+    assert (offer.attempt, offer.start, offer.block_ids, offer.num_blocks) == (2, 0, (), len(BLOCKS))
+    assert (done.attempt, done.lease, done.first_tokens[0].finish_reason) == (2, offer.lease, "stop")
+    assert table.num_readers == len(table) == table.num_parked == 0
+    pull = Pull(key(2), Source(address="p:1", incarnation=Incarnation("p")), offered=1)
+    pull.attach()
+    pull.blocks_ready(offer)
+    assert [action for action in pull.prefill_done(done) if isinstance(action, GaveUp)] == [
+        GaveUp(None, "the first token ended the request")
+    ]
