@@ -321,7 +321,7 @@ class _Server:
     """The thread that answers sinks: it sleeps in `recv` until one asks."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], region: Region, host: str, keys: CurveKeys | None
+        self, context: zmq.Context[zmq.Socket[bytes]], region: Region, host: str, keys: CurveKeys | None = None
     ) -> None:
         self.token = secrets.token_bytes(32)
         self.num_refused = 0

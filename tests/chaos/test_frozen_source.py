@@ -22,7 +22,9 @@ BOUND_S = 5.0
 """Until quarantine is empty again: the timeout of the heartbeats, and the replacement of an agent."""
 
 
-@pytest.fixture(scope="module", params=["nixl-tcp", "nixl", "zmq"])
+@pytest.fixture(
+    scope="module", params=["nixl-tcp", *(pytest.param(w, marks=pytest.mark.chaos) for w in ("nixl", "zmq"))]
+)
 def stage(
     request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Theatre]:
@@ -35,7 +37,8 @@ async def test_a_source_that_wakes_up_late_changes_no_block(stage: Theatre) -> N
     source, sink, frozen = stage.p1, stage.d1, Freeze()
     async with stage.dispatcher(patience_s=20.0) as (dispatcher, registry):
         sampling: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
-        await answer(dispatcher, generation(prompt(9, 40), **sampling))  # every link is there
+        with avoided(registry, stage.p2.process, stage.d2.process):
+            await answer(dispatcher, generation(prompt(9, 40), **sampling))  # the two know each other
         sink.close("read")
         with avoided(registry, stage.p2.process, stage.d2.process):
             task = asyncio.create_task(answer(dispatcher, generation(prompt(1, 5 * CHUNK), **sampling)))

@@ -23,7 +23,7 @@ POISON = 377
 LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=[Role.DECODE, Role.PREFILL])
+@pytest.fixture(scope="module", params=[Role.DECODE, pytest.param(Role.PREFILL, marks=pytest.mark.chaos)])
 def stage(
     request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Theatre]:

@@ -352,6 +352,9 @@ async def test_a_chat_without_a_length_fits_into_small_workers_and_open_requests
             assert response.status == 200, answer
             assert answer["usage"]["total_tokens"] < 2000
             body["max_tokens"] = 200
+            async with asyncio.timeout(20):
+                while stack.leftovers():  # the first answer may not be acknowledged yet
+                    await asyncio.sleep(0.005)
             asking = asyncio.create_task(session.post("/v1/chat/completions", json=body))
             async with asyncio.timeout(20):
                 while not stack.leftovers():
