@@ -117,8 +117,6 @@ class Broken:
     message: str
     blame: Part | None
     """Whose worker is better avoided."""
-    lost: bool = False
-    """Whether the session with the worker is over."""
 
 
 Action = Send | Deliver | Broken
@@ -239,7 +237,7 @@ class Attempt:
         if self._can_miss(part):
             return []
         message = f"the {part.role} worker at {part.place.address} was lost: {why}"
-        return [Broken(part, Cause.WORKER_LOST, message, blame=part, lost=True)]
+        return [Broken(part, Cause.WORKER_LOST, message, blame=part)]
 
     def acknowledge(self) -> Send:
         """Every choice is complete. Had the first tokens ended them all, the decode worker still waits in vain."""
