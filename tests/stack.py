@@ -236,7 +236,7 @@ class Workers:
 
     @contextmanager
     def gateway(self, *options: str) -> Iterator[Process]:
-        """A gateway process in front of the workers, which must end cleanly."""
+        """A gateway process in front of the workers, which must end cleanly, if it is not killed."""
         places = [",".join(p.facts["control"] for p in pool) for pool in (self.prefill, self.decode)]
         workers = ["--prefill-workers", places[0], "--decode-workers", places[1]]
         gateway = Process("gateway", ["--model", str(self.folder), "--port", "0", *workers, *options])
@@ -246,7 +246,7 @@ class Workers:
         finally:
             gateway.signal()
             code = gateway.wait()
-        assert code == 0, gateway.log
+        assert code == (-signal.SIGKILL if gateway.killed else 0), gateway.log
 
     def signal(self) -> None:
         """Ask every process to end."""

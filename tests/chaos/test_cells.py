@@ -9,22 +9,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
-from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, answer, avoided, generation, prompt, until
+from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, Process, Workers, answer, avoided, generation, prompt, until
 
+from chaos.client import Outcome, ask
 from chaos.net import why_not
-from chaos.theatre import CHUNK, FAULTS, Actor, Theatre, theatre
+from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, theatre
 from common.contract.messages import Role
 from gateway.dispatcher import Dispatcher
-from gateway.registry import Registry
 
 STATES = ("queued", "mid-chunk", "offered", "pulling", "settling", "running", "finishing")
 IN_SHORT = {"freeze": STATES, "kill": ("mid-chunk", "pulling", "settling", "running")}
 """What is in `make test`: these, and every fault while a sequence runs."""
+GATEWAYS_IN_SHORT = (("kill", "pulling"), ("freeze", "running"))
 NUM_BLOCKS = 64
 PROMPT = prompt(1, 5 * CHUNK + 7)
 FILLER = prompt(2, 8 * CHUNK + 3)
@@ -32,6 +34,7 @@ BIG_FILLER = prompt(3, (NUM_BLOCKS - 20) * BLOCK_SIZE)
 SAMPLING: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 _salts = itertools.count()
+_seeds = itertools.count(1_000_000)
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -65,55 +68,59 @@ def cells() -> list[Any]:
     return made
 
 
-@asynccontextmanager
 async def reached(
-    state: str, stage: Theatre, dispatcher: Dispatcher, registry: Registry
-) -> AsyncIterator[tuple[list[asyncio.Task[Answer]], tuple[Actor, str]]]:
+    state: str, stage: Theatre, ask: Callable[[list[int]], asyncio.Task[Any]]
+) -> tuple[list[asyncio.Task[Any]], tuple[Actor, str]]:
     """A request in this state on P1 and D1: the requests under way, the target first, and the gate that holds it."""
     p1, d1 = stage.p1, stage.d1
-    others: list[asyncio.Task[Answer]] = []
+    others: list[asyncio.Task[Any]] = []
+    match state:
+        case "queued":
+            p1.close("step")
+            others = [ask(FILLER)]
+            await until(lambda: p1.waiting("step") == 1, "the filler is not computed")
+            held, gate = (lambda: p1.state()["waiting"] == 1), (p1, "step")
+        case "mid-chunk":
+            p1.close("step", skip=2)
+            held, gate = (lambda: p1.waiting("step") == 1 and p1.state()["running"] == 1), (p1, "step")
+        case "offered":
+            d1.close("step", skip=2)
+            others = [ask(BIG_FILLER)]
+            await until(lambda: d1.waiting("step") == 1, "the filler does not run")
+            held, gate = (lambda: d1.state()["waiting"] == 1 and p1.state()["leases"] == 1), (d1, "step")
+        case "pulling":
+            d1.close("read")
+            held, gate = (lambda: d1.waiting("read") > 0 and d1.state()["pulling"] == 1), (d1, "read")
+        case "settling":
+            p1.close("Settled")
+            held, gate = (lambda: p1.waiting("Settled") == 1), (p1, "Settled")
+        case "running":
+            d1.close("step", skip=6)
+            held, gate = (lambda: d1.waiting("step") == 1 and d1.state()["running"] == 1), (d1, "step")
+        case _:
+            d1.close("LastTokens")
+            held, gate = (lambda: d1.waiting("LastTokens") == 1), (d1, "LastTokens")
+    tasks = [ask(PROMPT), *others]
+    await until(held, f"{state} was not reached")
+    return tasks, gate
 
-    def ask(token_ids: list[int], **sampling: Any) -> asyncio.Task[Answer]:
-        # Under a salt of its own, so that nothing of it is cached.
-        work = generation(token_ids, cache_salt=str(next(_salts)), **(SAMPLING | sampling))
-        return asyncio.create_task(answer(dispatcher, work))
 
-    with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):  # with the fillers, D1 is busy too
-        in_a_row = 0
-        while in_a_row < 3:  # what is left of the last fault between the two shows here: a broken connection, say
-            before = sum(dispatcher.recovery.failovers.values())
-            await ask(FILLER[:40])
-            in_a_row = in_a_row + 1 if sum(dispatcher.recovery.failovers.values()) == before else 0
-        match state:
-            case "queued":
-                p1.close("step")
-                others = [ask(FILLER)]
-                await until(lambda: p1.waiting("step") == 1, "the filler is not computed")
-                held, gate = (lambda: p1.state()["waiting"] == 1), (p1, "step")
-            case "mid-chunk":
-                p1.close("step", skip=2)
-                held, gate = (lambda: p1.waiting("step") == 1 and p1.state()["running"] == 1), (p1, "step")
-            case "offered":
-                d1.close("step", skip=2)
-                others = [ask(BIG_FILLER)]
-                await until(lambda: d1.waiting("step") == 1, "the filler does not run")
-                held = lambda: d1.state()["waiting"] == 1 and p1.state()["leases"] == 1  # noqa: E731
-                gate = (d1, "step")
-            case "pulling":
-                d1.close("read")
-                held, gate = (lambda: d1.waiting("read") > 0 and d1.state()["pulling"] == 1), (d1, "read")
-            case "settling":
-                p1.close("Settled")
-                held, gate = (lambda: p1.waiting("Settled") == 1), (p1, "Settled")
-            case "running":
-                d1.close("step", skip=6)
-                held, gate = (lambda: d1.waiting("step") == 1 and d1.state()["running"] == 1), (d1, "step")
-            case _:
-                d1.close("LastTokens")
-                held, gate = (lambda: d1.waiting("LastTokens") == 1), (d1, "LastTokens")
-        tasks = [ask(PROMPT), *others]
-        await until(held, f"{state} was not reached")
-    yield tasks, gate
+def asker(dispatcher: Dispatcher) -> Callable[[list[int]], asyncio.Task[Answer]]:
+    """Asks, each time under a salt of its own, so that nothing of it is cached."""
+
+    def ask(token_ids: list[int]) -> asyncio.Task[Answer]:
+        return asyncio.create_task(answer(dispatcher, generation(token_ids, cache_salt=str(next(_salts)), **SAMPLING)))
+
+    return ask
+
+
+async def settled(dispatcher: Dispatcher) -> None:
+    """Wait until nothing is left of the last fault: a broken connection between workers, say, shows in a request."""
+    in_a_row = 0
+    while in_a_row < 3:
+        before = sum(dispatcher.recovery.failovers.values())
+        await asker(dispatcher)(FILLER[:40])
+        in_a_row = in_a_row + 1 if sum(dispatcher.recovery.failovers.values()) == before else 0
 
 
 @pytest.mark.parametrize(("fault", "state", "role"), cells())
@@ -124,10 +131,12 @@ async def test_the_stream_goes_on(
     async with stage.dispatcher(patience_s=20.0) as (dispatcher, registry):
         if not references:
             for name, token_ids in (("target", PROMPT), ("filler", FILLER), ("big", BIG_FILLER)):
-                references[name] = (await answer(dispatcher, generation(token_ids, **SAMPLING))).tokens
+                references[name] = (await asker(dispatcher)(token_ids)).tokens
         victim = stage.p1 if role is Role.PREFILL else stage.d1
         incarnation = registry.workers[victim.address].incarnation
-        async with reached(state, stage, dispatcher, registry) as (tasks, (holder, gate)):
+        with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):  # with the fillers, D1 is busy too
+            await settled(dispatcher)
+            tasks, (holder, gate) = await reached(state, stage, asker(dispatcher))
             happening = FAULTS[fault]()
             happening.begin(victim)
             try:
@@ -150,4 +159,74 @@ async def test_the_stream_goes_on(
             holder.open(gate)  # it wakes, and goes on where it was
         stage.revive()
         await until(lambda: all(w.usable for w in registry.workers.values()), "a worker does not come back")
+    stage.workers().wait_for_baseline()
+
+
+class GatewayClient:
+    """Asks a gateway process, each time for a prompt of its own, so that nothing of it is cached."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+        self.bodies: dict[asyncio.Task[Outcome], dict[str, Any]] = {}
+
+    def __call__(self, token_ids: list[int]) -> asyncio.Task[Outcome]:
+        body = {"prompt": prompt(next(_seeds), len(token_ids)), "temperature": 0.0, "logprobs": 0, **SAMPLING}
+        task = self.ask({**body, "stream": True, "stream_options": {"include_usage": True}})
+        self.bodies[task] = body
+        return task
+
+    def ask(self, body: dict[str, Any]) -> asyncio.Task[Outcome]:
+        return asyncio.create_task(ask(self._session, self._url, body))
+
+
+@asynccontextmanager
+async def another_gateway(stage: Theatre) -> AsyncIterator[tuple[Process, GatewayClient]]:
+    """A gateway process that knows of P1 and D1 only, and its client."""
+    with Workers(stage.folder, [stage.p1.process], [stage.d1.process]).gateway(*PULSE) as gateway:
+        async with aiohttp.ClientSession() as session:
+            yield gateway, GatewayClient(session, gateway.fact("url"))
+
+
+def gateway_cells() -> list[Any]:
+    return [
+        pytest.param(fault, state, marks=() if (fault, state) in GATEWAYS_IN_SHORT else pytest.mark.chaos)
+        for fault in ("kill", "freeze")
+        for state in STATES
+    ]
+
+
+@pytest.mark.parametrize(("fault", "state"), gateway_cells())
+async def test_a_gateway_is_gone_and_another_one_does_not_notice(stage: Theatre, fault: str, state: str) -> None:
+    """What it had is free; the request of the other one, at the same gate, goes on. A frozen one wakes, and goes on."""
+    stage.revive()
+    p1, d1 = stage.p1, stage.d1
+
+    def at_most_one_each() -> bool:
+        return all(actor.state()["requests"] + actor.state().get("unacknowledged", 0) <= 1 for actor in (p1, d1))
+
+    async with another_gateway(stage) as (gateway, client), stage.dispatcher() as (dispatcher, registry):
+        with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):
+            await settled(dispatcher)
+            expected = await asker(dispatcher)(PROMPT)
+            tasks, (holder, gate) = await reached(state, stage, client)
+            neighbour = asker(dispatcher)(PROMPT)
+            await until(lambda: d1.state()["requests"] + d1.state()["unacknowledged"] > len(tasks), "it never came")
+        assert not at_most_one_each()
+        with gateway.frozen() if fault == "freeze" else nullcontext(gateway.kill()):
+            await until(at_most_one_each, "what the gateway had open is open still")
+            holder.open(gate)
+            async with asyncio.timeout(60):
+                assert (await neighbour).tokens == expected.tokens
+            await asyncio.to_thread(stage.workers().wait_for_baseline)
+        if fault == "freeze":
+            async with asyncio.timeout(60):
+                answers = await asyncio.gather(*tasks)
+                undisturbed = [await client.ask(client.bodies[task]) for task in tasks]
+            assert [each.error for each in answers] == [""] * len(tasks)
+            assert [each.tokens for each in answers] == [each.tokens for each in undisturbed]
+            assert [each.usage for each in answers] == [each.usage for each in undisturbed]
+        else:
+            broken = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(each, aiohttp.ClientError) for each in broken), broken
     stage.workers().wait_for_baseline()

@@ -14,6 +14,10 @@ from common.contract.errors import Cause
 from gateway.generation import GenerationFailed
 
 Pool = Callable[..., Workers]
+SMALL_DECODE = {
+    "decode_options": ("--kv-cache-bytes", str(20 * BLOCK_BYTES)),
+    "prefill_options": ("--chunk-size", "32"),
+}
 
 
 async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_every_transport(
@@ -119,11 +123,7 @@ async def test_aborts_at_random_moments_return_every_block(over: Callable[[str],
 
 
 async def test_a_decode_worker_without_room_lets_requests_wait_and_every_one_finishes(pool: Pool) -> None:
-    workers = pool(
-        "small-decode",
-        decode_options=("--kv-cache-bytes", str(20 * BLOCK_BYTES)),
-        prefill_options=("--chunk-size", "32"),
-    )
+    workers = pool("small-decode", **SMALL_DECODE)
     assert workers.decode[0].get("/ready")["blocks_total"] == 20
     works = [generation(prompt(seed, 100), max_tokens=40, ignore_eos=True) for seed in range(12)]
     async with workers.dispatcher() as dispatcher:
@@ -141,6 +141,31 @@ async def test_a_decode_worker_without_room_lets_requests_wait_and_every_one_fin
             await answer(dispatcher, generation(prompt(2, 200), max_tokens=100, budget_s=0.05))
         assert late.value.cause is Cause.DEADLINE
         await blocker
+
+
+async def test_gateways_share_workers_that_have_no_room_for_all(pool: Pool) -> None:
+    """Each knows nothing of the others: room, order and ends are the workers' business. One leaves in the middle."""
+    workers = pool("small-decode", **SMALL_DECODE)
+    works = [
+        generation(prompt(700 + index, 20 + 9 * index), max_tokens=30, ignore_eos=True, n=1 + index % 2, **sampling)
+        for index in range(9)
+        for sampling in ({}, {"temperature": 1.0, "seed": index})
+    ]
+    async with workers.dispatcher() as first, workers.dispatcher() as second:
+        async with workers.dispatcher() as leaving:
+            alone = [await answer(first, work) for work in works]
+            gateways = (first, second, leaving)
+            crowd = [asyncio.create_task(answer(gateways[i % 3], work)) for i, work in enumerate(works)]
+            await until(lambda: any(task.done() for task in crowd), "nothing ends")
+            orphans = crowd[2::3]
+            assert not all(task.done() for task in orphans)
+        for task in orphans:
+            task.cancel()
+        for expected, task in zip(alone, crowd, strict=True):
+            if task not in orphans:
+                assert (await task).tokens == expected.tokens
+        again = [asyncio.create_task(answer(gateway, works[0])) for gateway in (first, second)]
+        assert [each.tokens for each in await asyncio.gather(*again)] == [alone[0].tokens] * 2
 
 
 async def test_a_prefill_worker_without_room_lets_prompts_wait(pool: Pool) -> None:
