@@ -99,15 +99,9 @@ class Departures:
                 self._lender.withdraw(message.request, Cause.LEASE_LOST, "the sequence does not run any more")
                 continue
             request = generation.request
-            num_tokens = generation.sequence.num_tokens
             blocks = self._scheduler.leave(generation)
             self._cut[message.key] = generation
-            self._send(
-                request.gateway,
-                Cut(
-                    request=request.key.request, attempt=request.key.attempt, choice=message.choice, position=num_tokens
-                ),
-            )
+            self._tell_cut(generation)
             self._lender.open(message.key, blocks, request.deadline)
             self._lender.blocks_ready(
                 message.request, len(blocks), self._checksum(blocks) if self._checksum is not None else ()
@@ -123,11 +117,26 @@ class Departures:
         if settled:
             generation.moved = True
             self.num_moved += 1
-            request, attempt = generation.request.key
-            self._send(
-                generation.request.gateway, Moved(request=request, attempt=attempt, choice=generation.sequence.choice)
-            )
+            self._tell_moved(generation)
         return generation.request
+
+    def tell_again(self, generation: Generation) -> None:
+        """The gateway has lost messages: whether a sequence has stopped here may be among them."""
+        if generation.moved:
+            self._tell_moved(generation)
+        elif generation in self._cut.values():
+            self._tell_cut(generation)
+
+    def _tell_cut(self, generation: Generation) -> None:
+        request, sequence = generation.request, generation.sequence
+        request_id, attempt = request.key
+        cut = Cut(request=request_id, attempt=attempt, choice=sequence.choice, position=sequence.num_tokens)
+        self._send(request.gateway, cut)
+
+    def _tell_moved(self, generation: Generation) -> None:
+        request_id, attempt = generation.request.key
+        moved = Moved(request=request_id, attempt=attempt, choice=generation.sequence.choice)
+        self._send(generation.request.gateway, moved)
 
     def forget(self, request: DecodeRequest) -> None:
         """The request is over here: nobody can pull from it any more."""

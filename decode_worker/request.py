@@ -132,6 +132,12 @@ class DecodeRequest:
         """Whether every choice has ended, or moved away."""
         return bool(self.generations) and all(g.finish_reason is not None or g.moved for g in self.generations)
 
+    @property
+    def num_new(self) -> int:
+        """Tokens beyond those that the request came with, of the choice that has got the fewest."""
+        going_on = [g.sequence.num_tokens for g in self.generations if g.finish_reason is None]
+        return min(going_on, default=0) - len(self.work.token_ids)
+
 
 @dataclass(slots=True, eq=False)
 class LocalPrompt:

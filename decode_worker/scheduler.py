@@ -16,7 +16,7 @@ Life cycle of a request here:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ from common.engine.costs import Costs
 from common.engine.fair_queue import FairQueue
 from common.engine.lazy_heap import LazyHeap
 from common.engine.sequence import Sequence
+from common.engine.trials import Trials
 from decode_worker.admission import Admission, Newcomer, rank_of
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
@@ -69,6 +70,7 @@ class DecodeScheduler:
         self._recomputing: dict[Generation, LocalPrompt] = {}
         self._chunks: ChunkQueue[LocalPrompt] = ChunkQueue(ageing_s=policy.ageing_s)
         self._batch = RunningBatch(policy.max_num_seqs, policy.block_size, policy.ageing_s)
+        self.trials = Trials()
         self._preempted: LazyHeap[Generation] = LazyHeap()
         self._newest_prompts: LazyHeap[LocalPrompt] = LazyHeap()
         """What is computed here, the newest of the lowest tier first."""
@@ -165,6 +167,8 @@ class DecodeScheduler:
         allowance_s = 0.0 if request.pull is not None else len(work.token_ids) * self._costs.prefill_s_per_token
         deadline = request.arrived + self._policy.ttft_target_s(work.tier) + allowance_s
         self._waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
+        if work.suspect:
+            self.trials.add(request.key)
         self._look_again = True
 
     def reserve(self, now: float) -> list[Reservation]:
@@ -213,7 +217,8 @@ class DecodeScheduler:
         for copy in step.copies:
             self._pool.release(copy)
         if self._policy.prefill_priority and len(self._chunks):
-            step.chunks = self._chunks.schedule(self._policy.token_budget, self._policy.token_budget, now)
+            budget = self._policy.token_budget
+            step.chunks = self._chunks.schedule(budget, budget, now, self._permitted((), now))
             return step
         joined = self._join(now)
         self._relieve(step, now)
@@ -221,11 +226,14 @@ class DecodeScheduler:
         step.decodes = (
             [g for g in self._batch.running() if g not in sitting_out] if sitting_out else self._batch.running()
         )
+        permitted = self._permitted(step.decodes, now)
+        if permitted is not None:
+            step.decodes = [generation for generation in step.decodes if permitted(generation)]
         self._swap_in(step, joined)
         if len(self._chunks):
             left = max(0, self._policy.token_budget - len(step.decodes))
             budget = min(left, self._policy.prefill_tokens) if step.decodes else left
-            step.chunks = self._chunks.schedule(budget, budget, now)
+            step.chunks = self._chunks.schedule(budget, budget, now, permitted)
         return step
 
     def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
@@ -289,6 +297,7 @@ class DecodeScheduler:
         If its client wanted that (a stop string, say), its length so far is what is learnt from it.
         """
         self._waiting.discard(request)
+        self.trials.discard(request.key)
         if request in self._reserved or request in self._prompts:
             self._reserved.pop(request, None)
             prompt = self._prompts.pop(request, None)
@@ -510,6 +519,13 @@ class DecodeScheduler:
         self._waiting.advance(self._batch.step)
         self._admission.look_again(self._batch.step)
         return joined
+
+    def _permitted(self, decodes: Seq[Generation], now: float) -> Callable[[Generation | LocalPrompt], bool] | None:
+        """Whom the step may have; None where there are no suspects. Who is left out stays as it is."""
+        if not self.trials:
+            return None
+        chosen = self.trials.choose({each.request.key for each in (*decodes, *self._chunks)}, now)
+        return lambda each: each.request.key in chosen
 
     def _swap_in(self, step: Step, joined: Seq[Generation]) -> None:
         """Bring back what those that have joined left in host memory, unless they were preempted at once."""

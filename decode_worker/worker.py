@@ -30,6 +30,7 @@ from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
     Abort,
     Ack,
+    Alone,
     Attach,
     AttachPrefix,
     AttachSequence,
@@ -55,6 +56,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.prompt import first_tokens
 from common.engine.sequence import finish_reason
+from common.engine.trials import NOTICE_S, TRIAL_TOKENS
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import DecodeSettings
@@ -170,10 +172,21 @@ class DecodeWorker:
                 if not (self._scheduler.num_running and self._pool.num_free):
                     await self._wake.wait()
                 continue
+            await self._tell_who_is_alone()
             outcomes = await self._engine.step(step.slices(), step.copies, step.swap_outs, step.swap_ins)
             self._block_steps += self._pool.num_used
             self._pool.step_finished(number)
             self._after_step(step, outcomes)
+
+    async def _tell_who_is_alone(self) -> None:
+        """Before a step that may be this worker's last."""
+        news = self._scheduler.trials.news()
+        for key, alone in news:
+            request = self._requests.get(key.request)
+            if request is not None and request.key == key:
+                self._server.send(request.gateway, Alone(request=key.request, attempt=key.attempt, alone=alone))
+        if news:
+            await asyncio.sleep(NOTICE_S)
 
     async def _tick_loop(self) -> None:
         while True:
@@ -310,8 +323,10 @@ class DecodeWorker:
         if request is None or request.gateway != gateway or request.work.attempt != message.attempt:
             return
         for generation in request.generations:
-            if generation.sequence.choice == message.choice and message.position < generation.sequence.num_tokens:
-                self._server.send(gateway, generation.tokens(message.position))
+            if generation.sequence.choice == message.choice:
+                if message.position < generation.sequence.num_tokens:
+                    self._server.send(gateway, generation.tokens(message.position))
+                self._departures.tell_again(generation)
         if request.finished:
             self._server.send(gateway, Finished(request=request.work.request, attempt=request.work.attempt))
 
@@ -359,8 +374,18 @@ class DecodeWorker:
         request = self._requests.get(pull.key.request)
         if request is not None and request.pull is pull:
             self._drop(request)
-            if cause is not None:
+            if pull.ended_with:
+                self._relay_end(request, pull.ended_with)
+            elif cause is not None:
                 self._refuse(request.gateway, request.key, cause, message)
+
+    def _relay_end(self, request: DecodeRequest, first_tokens: Sequence[Tokens]) -> None:
+        """The first tokens are all there is. The source has said so, but perhaps to an attempt that was over."""
+        request_id, attempt = request.key
+        for tokens in first_tokens:
+            self._server.send(request.gateway, replace(tokens, request=request_id, attempt=attempt))
+        self._count("finished")
+        self._server.send(request.gateway, Finished(request=request_id, attempt=attempt))
 
     # --- events from the lender (`kv_transfer.lender.LenderEvents`) ----------------------------------------------
 
@@ -465,6 +490,8 @@ class DecodeWorker:
         generation.append(outcome.token_id, outcome.logprobs, reason)
         self._generation_tokens += 1
         self._send_tokens(generation)
+        if generation.request.work.suspect and generation.request.num_new >= TRIAL_TOKENS:
+            self._scheduler.trials.discard(generation.request.key)
         if reason is not None:
             self._scheduler.remove(generation)
             self._finish_if_ended(generation.request)
@@ -569,7 +596,7 @@ class DecodeWorker:
             number=number,
             sent=sent,
             steps=self._engine.num_steps,
-            running=self._scheduler.num_running,
+            running=self._scheduler.num_running + self._scheduler.num_computing,
             waiting=sum(not request.generations for request in self._requests.values()),
             waiting_tokens=self._scheduler.num_uncomputed,
             blocks_used=min(self._scheduler.num_expected, self._pool.num_blocks),

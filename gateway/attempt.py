@@ -24,6 +24,7 @@ from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import (
     Abort,
     Ack,
+    Alone,
     Cancelled,
     Cut,
     Decode,
@@ -65,6 +66,8 @@ class Part:
     """Tokens of its prompt, whoever computes them."""
     over: bool = False
     """Whether the worker has nothing (more) to do for it."""
+    alone: bool = False
+    """Whether it is alone in the worker's steps: should the worker crash now, this is why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +84,7 @@ class Choice:
     """Of those, the ones that a worker has called its own fault."""
     num_crashes: int = 0
     """Workers that have crashed with it since it was last above suspicion."""
+    num_crashes_in_all: int = 0
     innocent_at: int = 0
     """Where it will be above suspicion."""
     avoid: set[Place] = field(default_factory=set)
@@ -158,8 +162,8 @@ class Attempt:
         self.begun_at = now
         self.decode_has_spoken = False
         """Whether any of the tokens came from the decode worker: it holds the KV of all that came before them."""
-        self.on_trial = False
-        """Whether a choice of it is suspected of having crashed a worker."""
+        self.suspect = any(choice.num_crashes for choice in choices)
+        """Whether a choice of it may have crashed a worker."""
         self.over = False
         self.num_duplicates = 0
         self.num_gaps = 0
@@ -196,6 +200,7 @@ class Attempt:
             "tier": generation.tier,
             "tenant": generation.tenant,
             "cache_salt": generation.cache_salt,
+            "suspect": self.suspect,
         }
         source = self.moving or self.prefill
         if source is None:
@@ -214,6 +219,8 @@ class Attempt:
                 return [Broken(part, cause, text, self._to_blame(part, cause))]
             case Finished() if part is self.decode:
                 return self._ask_for_missing(again=False)
+            case Alone(alone=alone):
+                part.alone = alone
             case Cancelled():
                 return [self._fault(part, "cancelled what was not aborted")]
             case Cut(choice=index) | Moved(choice=index):

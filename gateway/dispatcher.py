@@ -19,6 +19,7 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.messages import (
     MAX_OPEN_REQUESTS,
     Abort,
+    Alone,
     Decode,
     Drain,
     Failed,
@@ -38,9 +39,9 @@ from common.runtime.channel import RECONNECT_S, ControlClient
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
 from gateway.attempt import Attempt, Deliver, Part, Place, Send
-from gateway.flow import Acquitted, Action, Done, Fail, Flow, FlowState, Left, Want
+from gateway.flow import Action, Done, Fail, Flow, FlowState, Left, Want
 from gateway.generation import Delta, Generation, GenerationFailed, Readiness
-from gateway.placement import TRIAL_S, Placement, Route
+from gateway.placement import Placement, Route
 from gateway.prefix_index import PrefixIndex, Trail
 from gateway.recovery_metrics import RecoveryMetrics
 from gateway.registry import Registry
@@ -122,8 +123,6 @@ class Dispatcher(Collector):
         self.recovery = RecoveryMetrics()
         self._degraded = False
         """Whether a request has met the present lack of prefill workers."""
-        self._decode_seen_at: dict[Fingerprint, float] = {}
-        """When a decode worker was last known to be usable, by what they serve."""
 
     # --- the loops -----------------------------------------------------------------------------------------------
 
@@ -290,9 +289,6 @@ class Dispatcher(Collector):
                     self._want(client, action)
                 case Left(part):
                     self._registry.left(part.place.address, part.place.incarnation, part.num_tokens)
-                case Acquitted(attempt):
-                    self._placement.acquitted(attempt)
-                    self._look_again()
                 case Done() | Fail():
                     client.queue.put_nowait(action)
 
@@ -323,8 +319,7 @@ class Dispatcher(Collector):
         self._waiting[want] = client
         self._place(want)
         if want in self._waiting:
-            now = self._clock()
-            asyncio.get_running_loop().call_later(self._patience_s, self._out_of_patience, want, now)
+            asyncio.get_running_loop().call_later(self._patience_s, self._out_of_patience, want)
 
     def _place(self, want: Want) -> None:
         """Begin an attempt if there are workers for it; inert when nobody waits any more."""
@@ -344,26 +339,12 @@ class Dispatcher(Collector):
             del self._waiting[want]
             self._go(client, want, route)
 
-    def _out_of_patience(self, want: Want, since: float) -> None:
-        """Choices have waited long: they go on only if a worker was there, and kept for another suspect."""
+    def _out_of_patience(self, want: Want) -> None:
+        """Choices have waited long for a decode worker."""
         client = self._waiting.get(want)
-        if client is None:
-            return
-        self._note_usable()
-        seen_at = [at for fits, at in self._decode_seen_at.items() if client.fingerprint in (None, fits)]
-        left_s = max(since, *seen_at, since) + self._patience_s - self._clock()
-        if left_s > 0:
-            asyncio.get_running_loop().call_later(left_s, self._out_of_patience, want, since)
-            return
-        message = f"no decode worker has been usable for {self._patience_s:.1f} s; before: {client.flow.story[-1]}"
-        self._do(client, client.flow.fail(Cause.WORKER_LOST, message))
-
-    def _end_trial(self, attempt: Attempt) -> None:
-        """A worker has been kept long enough for one suspect."""
-        if attempt.on_trial:
-            attempt.on_trial = False
-            self._placement.acquitted(attempt)
-            self._look_again()
+        if client is not None:
+            why = f"no decode worker has been usable for {self._patience_s:.1f} s; before: {client.flow.story[-1]}"
+            self._do(client, client.flow.fail(Cause.WORKER_LOST, why))
 
     def _go(self, client: _Client, want: Want, route: Route) -> None:
         flow = client.flow
@@ -379,22 +360,12 @@ class Dispatcher(Collector):
             client.fingerprint = route.decode.welcome.fingerprint
         budget_s = max(0.001, client.deadline - self._clock())
         self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix, now=self._clock()))
-        if want.suspect and flow.attempts:
-            self.recovery.num_trials += 1
-            self._placement.tried(flow.attempts[-1])
-            asyncio.get_running_loop().call_later(TRIAL_S, self._end_trial, flow.attempts[-1])
         log.info("request %s: %s", want.key.request, flow.story[-1])
 
     def _look_again(self) -> None:
         """Something has changed: whoever waits may find workers now."""
         for want in list(self._waiting):
             self._place(want)
-
-    def _note_usable(self) -> None:
-        """Called before anything is learnt of a worker that may make it unusable."""
-        for worker in self._registry.usable(Role.DECODE):
-            assert worker.welcome is not None
-            self._decode_seen_at[worker.welcome.fingerprint] = self._clock()
 
     def _note_degradation(self) -> None:
         degraded = Role.PREFILL in self._registry.missing()
@@ -455,7 +426,6 @@ class Dispatcher(Collector):
     def on_message(self, link: ControlClient, message: Message) -> None:
         """A message from a worker."""
         if isinstance(message, Heartbeat):
-            self._note_usable()
             if self._registry.heartbeat(link.address, message, self._clock()):
                 log.error("the engine of %s makes no progress: what it has goes elsewhere", link.address)
                 self._lose(link.address, "its engine makes no progress", crashed=False)
@@ -497,13 +467,14 @@ class Dispatcher(Collector):
                 self.recovery.pause.observe(self._clock() - client.delivered_at.get(message.choice, self._clock()))
         elif isinstance(message, Tokens) and not part.over and client.trail is not None:
             client.trail.prompt_computed(part.place)
+        elif isinstance(message, Alone):
+            self.recovery.num_trials += message.alone
         elif isinstance(message, Failed) and attempt.moving is not None and not attempt.decode_has_spoken:
             self.recovery.moves["stayed"] += 1
         self._do(client, client.flow.on_message(attempt, part, message))
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         """A worker's session is over."""
-        self._note_usable()
         self._registry.lost(link.address)
         self._lose(link.address, why, crashed=crashed)
 
@@ -515,6 +486,5 @@ class Dispatcher(Collector):
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """A worker refuses this gateway."""
-        self._note_usable()
         log.error("%s refuses this gateway: %s", link.address, refused.message)
         self._registry.workers[link.address].refused = refused.message

@@ -11,8 +11,9 @@ Life cycle of a request in the gateway:
     5. Every choice has its finish reason: done. Or an attempt fails for good, or too often, or the time runs out:
        failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
 
-A request that was on a worker when that crashed is a suspect until it has got past the place where it was: it runs
-apart from other suspects (`Want.suspect`), and if that worker crashes too, it is refused. The requests beside it go on.
+A request that was on a worker when that crashed is a suspect until it has got past the place where it was. The next
+worker computes its first steps apart from everything else (`common.engine.trials`), and says so (`Alone`): if it
+crashes then, the request is refused. The requests that wait there meanwhile go on.
 
 Pure state: events in, actions out.
 """
@@ -25,7 +26,7 @@ from enum import StrEnum
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey, new_request_id
-from common.contract.messages import Cut, Message, Moved, PrefixHint, Role
+from common.contract.messages import Alone, Cut, Message, Moved, PrefixHint, Role
 from gateway.attempt import Action as AttemptAction
 from gateway.attempt import Attempt, Broken, Choice, Deliver, Part, Place, Send, abort
 from gateway.generation import Generation
@@ -36,6 +37,8 @@ MAX_BUGS = 2
 """Of those, what a worker calls its own fault."""
 TRIAL_TOKENS = 4
 """Tokens beyond the place of a crash with which a suspect is above suspicion."""
+MAX_CRASHES = 8
+"""Workers that may crash with a choice in all, for one that kills later than in its first steps; one more fails it."""
 FIRST_DELAY_S = 0.05
 """Of the second attempt in a row that follows a failure; each further one waits twice as long."""
 _FINAL = frozenset({Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE})
@@ -61,7 +64,6 @@ class Want:
     """Workers that have just failed them."""
     offer: Part | None = None
     """A prefill worker's part, whose offer still stands."""
-    suspect: bool = False
     delay_s: float = 0.0
 
     @property
@@ -78,13 +80,6 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Acquitted:
-    """An attempt is on trial no more."""
-
-    attempt: Attempt
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
     """Terminal: every choice is complete."""
 
@@ -97,7 +92,7 @@ class Fail:
     message: str
 
 
-Action = Send | Deliver | Want | Left | Acquitted | Done | Fail
+Action = Send | Deliver | Want | Left | Done | Fail
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +166,6 @@ class Flow:
         """Workers are chosen: an attempt begins. With neither `prefill` nor an offer, `decode` computes the prompt."""
         self.wants.remove(want)
         attempt = Attempt(want.key, self.generation, want.choices, decode, prefill=prefill, offer=want.offer, now=now)
-        attempt.on_trial = want.suspect
         if prefill is not None:
             where = f"prefill at {prefill.address}, decode at {decode.address}"
         elif want.offer is not None:
@@ -213,8 +207,9 @@ class Flow:
         if not self.running:
             return []
         actions: list[Action] = []
-        if part.role is Role.PREFILL and not part.over:
+        if part.role is Role.PREFILL and not part.over and not isinstance(message, Alone):
             part.over = True  # whatever it says, its prompt is computed, or never will be
+            part.alone = False
             actions.append(Left(part))
         actions += self._do(attempt, attempt.on_message(part, message))
         if isinstance(message, Cut | Moved) and self.running and attempt in self.attempts:
@@ -270,11 +265,8 @@ class Flow:
         if choice.ended or choice.next_position >= choice.innocent_at:
             choice.num_crashes = 0
         actions: list[Action] = []
-        if attempt.on_trial and not any(each.num_crashes for each in attempt.choices.values()):
-            attempt.on_trial = False
-            actions.append(Acquitted(attempt))
         if all(each.ended for each in self.choices):
-            return [*actions, *self._end(FlowState.DONE, "done"), Done()]
+            return [*self._end(FlowState.DONE, "done"), Done()]
         for other in self.attempts:
             if attempt.moving is other.decode:
                 other.moved.add(choice.index)
@@ -302,17 +294,22 @@ class Flow:
 
     def _last_straw(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, *, crashed: bool) -> Fail | None:
         """Count the failure for the choices that it concerns; whether it is one too many."""
+        proven = crashed and broken.part.alone and any(choice.num_crashes for choice in wanting)
         for choice in wanting:
             choice.num_failures += 1
             choice.num_bugs += broken.cause is Cause.INTERNAL
             if broken.blame is not None:
                 choice.avoid.add(broken.blame.place)
-            if crashed:
+        for choice in attempt.unfinished if crashed else ():
+            if choice in wanting or self._source(attempt, choice) is None:  # it was there, though another may have it
                 choice.num_crashes += 1
+                choice.num_crashes_in_all += 1
                 choice.innocent_at = choice.next_position + TRIAL_TOKENS
-        if crashed and attempt.on_trial:
-            message = "two workers have crashed with this request, the second one while it was on trial"
+        if proven:
+            message = "two workers have crashed with this request, the second one while it computed nothing else"
             return Fail(Cause.POISON, f"{message}: {broken.message}")
+        if any(choice.num_crashes_in_all > MAX_CRASHES for choice in wanting):
+            return Fail(Cause.POISON, f"{MAX_CRASHES + 1} workers have crashed with this request: {broken.message}")
         exhausted = any(choice.num_failures > MAX_FAILURES or choice.num_bugs > MAX_BUGS for choice in wanting)
         return Fail(broken.cause, broken.message) if exhausted or broken.cause in _FINAL else None
 
@@ -336,7 +333,6 @@ class Flow:
             tuple(choices),
             frozenset(place for choice in choices for place in choice.avoid),
             offer,
-            suspect=any(choice.num_crashes for choice in choices),
             delay_s=FIRST_DELAY_S * 2 ** (num_failures - 2) if num_failures >= 2 else 0.0,
         )
         self.wants.append(want)
@@ -406,9 +402,6 @@ class Flow:
             if part is not keep and not part.over:
                 part.over = True
                 actions.append(Left(part))
-        if attempt.on_trial:
-            attempt.on_trial = False
-            actions.append(Acquitted(attempt))
         return actions
 
     def _end(self, state: FlowState, why: str) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Who gets which workers, and who waits for some: the shell's state between a flow's `Want` and its attempt. Pure."""
+"""Which workers a flow's `Want` gets: the shell's decisions between it and its attempt. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Role
-from gateway.attempt import Attempt, Place
+from gateway.attempt import Place
 from gateway.flow import Want
 from gateway.registry import Registry, WorkerView
 from gateway.router import Caution, Handoff, Local, choose, least_loaded_decode
-
-TRIAL_S = 5.0
-"""Longest that a worker is kept for one suspect. After that the next one may be tried there; should the worker crash
-then, that says nothing of either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +24,11 @@ Route = Handoff | Local | Rebind
 
 
 class Placement:
-    """Chooses workers, and keeps suspects apart from each other."""
+    """Chooses workers for what flows want."""
 
     def __init__(self, registry: Registry, local_prefill_tokens: int) -> None:
         self._registry = registry
         self._local_prefill_tokens = local_prefill_tokens
-        self._trials: dict[Place, Attempt] = {}
-        """Workers with a suspect."""
 
     def stands(self, want: Want) -> bool:
         """Whether the worker whose offer is to be taken over is still there."""
@@ -44,11 +38,9 @@ class Placement:
 
     def choose(self, want: Want, cached: Mapping[Place, int], fits: Fingerprint | None = None) -> Route | None:
         """Workers for these choices, of this fingerprint if they have begun; None if they have to wait."""
-        caution = Caution(avoid=want.avoid, on_trial=frozenset(self._trials), suspect=want.suspect, fits=fits)
+        caution = Caution(avoid=want.avoid, fits=fits)
         if want.offer is None:
             return choose(self._registry, want.num_tokens, cached, self._local_prefill_tokens, caution)
-        if want.suspect and want.offer.place in self._trials:
-            return None
         decode = caution.decode(self._registry.usable(Role.DECODE))
         return Rebind(least_loaded_decode(decode)) if decode else None
 
@@ -56,18 +48,7 @@ class Placement:
         """A decode worker, other than the one at `address`, that probably has room for a sequence that has to leave."""
         others = [
             worker
-            for worker in Caution(on_trial=frozenset(self._trials), fits=fits).decode(
-                self._registry.usable(Role.DECODE)
-            )
+            for worker in Caution(fits=fits).decode(self._registry.usable(Role.DECODE))
             if worker.address != address and worker.has_room(num_tokens)
         ]
         return least_loaded_decode(others) if others else None
-
-    def tried(self, attempt: Attempt) -> None:
-        """A suspect's attempt begins: no other one goes where it is."""
-        for part in attempt.parts:
-            self._trials[part.place] = attempt
-
-    def acquitted(self, attempt: Attempt) -> None:
-        """It is over, or above suspicion."""
-        self._trials = {place: suspect for place, suspect in self._trials.items() if suspect is not attempt}

@@ -26,7 +26,7 @@ class RecoveryMetrics:
     moves: Counter[str] = field(default_factory=Counter)
     """Running sequences that were to leave a draining worker, by how that ended: moved, stayed."""
     num_trials: int = 0
-    """Attempts by suspects."""
+    """Times that a suspect was alone on a worker."""
     resume: Histogram = field(
         default_factory=lambda: _histogram(
             "baton_gateway_resume_seconds", "From the failure of an attempt to the stream's next token."
@@ -53,6 +53,6 @@ class RecoveryMetrics:
         for end in ("moved", "stayed"):
             moves.add_metric([end], self.moves[end])
         yield moves
-        yield CounterMetricFamily("baton_gateway_trials", "Attempts by requests under suspicion.", self.num_trials)
+        yield CounterMetricFamily("baton_gateway_trials", "Times that a suspect had steps of its own.", self.num_trials)
         yield from self.resume.collect()
         yield from self.pause.collect()

@@ -5,7 +5,7 @@ little of it is left to compute   the same: a handoff would cost more than it sa
 no prefill worker is usable       the same, since the request is served all the same        no_prefill_worker
 otherwise                         a prefill and a decode worker, each the least loaded
 
-Workers that have just failed the request are avoided, and so are those with a request on trial (`gateway.flow`).
+Workers that have just failed the request are avoided.
 """
 
 from __future__ import annotations
@@ -61,28 +61,17 @@ class Caution:
 
     avoid: frozenset[Place] = frozenset()
     """Those that have just failed the request."""
-    on_trial: frozenset[Place] = frozenset()
-    """Those with a request that is suspected of having crashed a worker: nobody else should be beside it."""
-    suspect: bool = False
-    """Whether the request is one itself: then it goes only where no other one is."""
     fits: Fingerprint | None = None
     """What the request has begun with: it goes on only with the same."""
 
     def decode(self, workers: list[WorkerView]) -> list[WorkerView]:
-        """Decode workers to choose from; none if the request had better wait."""
+        """Decode workers to choose from: if all of them have failed, any."""
         workers = self._fitting(workers)
-        apart = [worker for worker in workers if worker.place not in self.on_trial]
-        candidates = apart if self.suspect else apart or workers
-        return [worker for worker in candidates if worker.place not in self.avoid] or candidates
+        return [worker for worker in workers if worker.place not in self.avoid] or workers
 
-    def prefill(self, workers: list[WorkerView]) -> list[WorkerView] | None:
-        """Prefill workers to choose from; decode workers can do without, so those that have failed are not asked. None
-        if the request had better wait."""
-        candidates = [worker for worker in self._fitting(workers) if worker.place not in self.avoid]
-        apart = [worker for worker in candidates if worker.place not in self.on_trial]
-        if self.suspect and candidates and not apart:
-            return None
-        return apart or candidates
+    def prefill(self, workers: list[WorkerView]) -> list[WorkerView]:
+        """Prefill workers to choose from; decode workers can do without, so those that have failed are not asked."""
+        return [worker for worker in self._fitting(workers) if worker.place not in self.avoid]
 
     def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
         return [w for w in workers if self.fits is None or (w.welcome and w.welcome.fingerprint == self.fits)]
@@ -104,7 +93,7 @@ def choose(
     which a decode worker would compute at most `local_prefill_tokens` is short.
     """
     prefill, decode = caution.prefill(registry.usable(Role.PREFILL)), caution.decode(registry.usable(Role.DECODE))
-    if not decode or prefill is None:
+    if not decode:
         return None
     fewest = min(worker.in_flight for worker in decode)
     free = [worker for worker in decode if worker.in_flight <= _CROWDED_FACTOR * fewest + _CROWDED_REQUESTS]

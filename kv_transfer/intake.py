@@ -65,7 +65,7 @@ class IntakeEvents(Protocol):
 
     def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
         """The pull is over, by `abandon` too. `cause` is as it was given there; None also when the first tokens ended
-        the request: nobody needs to be told."""
+        the request (`Pull.ended_with`)."""
 
 
 class Intake:

@@ -111,7 +111,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """The pull is abandoned. `cause` is None when the first tokens ended the request: nobody needs to be told."""
+    """The pull is abandoned. `cause` is None when the first tokens ended the request (`Pull.ended_with`)."""
 
     cause: Cause | None
     message: str
@@ -158,6 +158,8 @@ class Pull:
         """Reads under way: first block of the sequence → one past the last."""
         self._first_tokens: tuple[Tokens, ...] | None = self._no_first_tokens()
         """None until they are known."""
+        self.ended_with: tuple[Tokens, ...] = ()
+        """The first tokens, if they ended every choice."""
         self._attached = False
 
     @property
@@ -245,6 +247,7 @@ class Pull:
         if self._lease != (message.lease, message.epoch):
             return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
         if all(tokens.finish_reason is not None for tokens in message.first_tokens):
+            self.ended_with = message.first_tokens
             return self.abandon(None, "the first token ended the request")
         self._first_tokens = message.first_tokens
         if max(len(self._offered), self._num_requested) < (self.num_blocks or 0):

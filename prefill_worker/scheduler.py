@@ -28,6 +28,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.chunked_prefill import Chunk, ChunkQueue, Urgency
 from common.engine.fair_queue import FairQueue
 from common.engine.lazy_heap import LazyHeap
+from common.engine.trials import Trials
 from prefill_worker.room import Backlog, Horizon, TierHoldings
 
 LOOK_AHEAD = 16
@@ -123,6 +124,7 @@ class PrefillScheduler:
         self._backlog_running = Backlog()
         self._num_uncomputed = 0
         self._num_admitted = 0
+        self.trials = Trials()
         self.num_prefix_queried = 0
         """Tokens of admitted prompts."""
         self.num_prefix_hit = 0
@@ -184,6 +186,8 @@ class PrefillScheduler:
         chain.extend(request.token_ids, len(request.token_ids))
         request.block_hashes = chain.hashes
         self._requests[request.key.request] = request
+        if request.work.suspect:
+            self.trials.add(request.key)
         self._deadlines.add(request, request.deadline)
         self._enqueue(request)
 
@@ -227,7 +231,11 @@ class PrefillScheduler:
 
     def schedule(self, now: float) -> list[Chunk[PrefillRequest]]:
         """The next step: chunks of running prompts, in order, within the budget."""
-        return self._chunks.schedule(self._token_budget, self._chunk_size, now)
+        only = None
+        if self.trials:
+            chosen = self.trials.choose({request.key for request in self._chunks}, now)
+            only = lambda request: request.key in chosen  # noqa: E731
+        return self._chunks.schedule(self._token_budget, self._chunk_size, now, only)
 
     def step_done(self, chunks: Sequence[Chunk[PrefillRequest]]) -> list[Chunk[PrefillRequest]]:
         """Account for a finished step; returns its chunks of requests that are still here.
@@ -303,6 +311,7 @@ class PrefillScheduler:
 
     def _forget(self, request: PrefillRequest) -> None:
         del self._requests[request.key.request]
+        self.trials.discard(request.key)
         if request in self._waiting:
             self._waiting.discard(request)
             self._backlog_waiting.change(request.tier, request.length, -request.length)

@@ -29,6 +29,7 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
     Abort,
+    Alone,
     Attach,
     AttachPrefix,
     Cancelled,
@@ -52,6 +53,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine
 from common.engine.prompt import first_tokens, prompt_slice
+from common.engine.trials import NOTICE_S
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import PrefillSettings
@@ -159,10 +161,21 @@ class PrefillWorker:
             step = self._pool.step_started()
             slices = [prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table) for c in chunks]
             tables = [tuple(chunk.prompt.block_table) for chunk in chunks]
+            await self._tell_who_is_alone()
             outcomes = await self._engine.step(slices)
             checksums = await self._checksums(chunks, tables)
             self._pool.step_finished(step)
             self._after_step(chunks, outcomes, checksums)
+
+    async def _tell_who_is_alone(self) -> None:
+        """Before a step that may be this worker's last."""
+        news = self._scheduler.trials.news()
+        for key, alone in news:
+            owner = self._owners.get(key.request)
+            if owner is not None and owner.attempt == key.attempt:
+                self._server.send(owner.gateway, Alone(request=key.request, attempt=key.attempt, alone=alone))
+        if news:
+            await asyncio.sleep(NOTICE_S)
 
     async def _deadline_loop(self) -> None:
         while True:

@@ -29,7 +29,7 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.attempt import Attempt, Deliver, Part, Place, Send
-from gateway.flow import Acquitted, Action, Done, Fail, Flow, FlowState, Left, Want
+from gateway.flow import Action, Done, Fail, Flow, FlowState, Left, Want
 from gateway.generation import Delta, Generation
 
 P, P2, D, D2, D3 = "p:1", "p:2", "d:1", "d:2", "d:3"
@@ -111,7 +111,6 @@ class Run:
             )
         )
         self.seen: list[Seen] = []
-        self.acquitted: list[Attempt] = []
         self.goodbyes: dict[Part, list[Message]] = {}
         """What every part that was given was told in the end."""
         self.last: dict[str, tuple[Attempt, Part]] = {}
@@ -142,8 +141,6 @@ class Run:
                 case Left(part):
                     assert part in self.goodbyes
                     self._left[part] += 1
-                case Acquitted(attempt):
-                    self.acquitted.append(attempt)
                 case _:
                     seen.append(action)
         self.seen += seen

@@ -152,7 +152,7 @@ class Heartbeat(Message):
     steps: Count
     """Engine steps finished since start."""
     running: Count
-    """Sequences in the running batch."""
+    """Sequences that the engine works on: the running batch, and prompts that are being computed."""
     waiting: Count
     """Requests accepted but not yet running (queued, pulling)."""
     waiting_tokens: Count
@@ -202,6 +202,8 @@ class _Work(RequestMessage):
     """Whose request it is: tenants of one tier share a worker evenly."""
     cache_salt: Name = ""
     """Requests share cached prefixes only under the same salt."""
+    suspect: Flag = False
+    """Whether it may have crashed a worker: its first steps are its own, and `Alone` says when."""
 
     def __post_init__(self) -> None:
         if self.prompt_len > len(self.token_ids):
@@ -319,6 +321,13 @@ class Failed(RequestMessage):
 
     cause: Cause
     message: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone(RequestMessage):
+    """Whether, from here on, the engine's steps are this suspect's alone."""
+
+    alone: Flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,6 +455,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Tokens,
     Finished,
     Failed,
+    Alone,
     Cut,
     Moved,
     Cancelled,

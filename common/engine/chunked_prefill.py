@@ -11,7 +11,7 @@ Pure state: no clock, no I/O.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
@@ -125,11 +125,17 @@ class ChunkQueue(Generic[P]):
         """Those of the tier of `rank` and of the lower ones, the most urgent first."""
         return (self._prompts[self._order[index]] for index in range(bisect_left(self._order, (rank,)), len(self)))
 
-    def schedule(self, token_budget: int, chunk_size: int, now: float) -> list[Chunk[P]]:
-        """The next step: chunks of at most `chunk_size`, at most `token_budget` tokens in all, by urgency."""
+    def schedule(
+        self, token_budget: int, chunk_size: int, now: float, only: Callable[[P], bool] | None = None
+    ) -> list[Chunk[P]]:
+        """The next step: chunks of at most `chunk_size`, at most `token_budget` tokens in all, by urgency; of the
+        prompts that `only` names, if it is given."""
         sizes: dict[P, int] = {}
-        left = self._fill_shares(sizes, token_budget, chunk_size, now)
-        self._fill(sizes, self, left, chunk_size)
+        if only is None:
+            left = self._fill_shares(sizes, token_budget, chunk_size, now)
+            self._fill(sizes, self, left, chunk_size)
+        else:
+            self._fill(sizes, filter(only, self), token_budget, chunk_size)
         chunks = []
         for prompt in sorted(sizes, key=lambda prompt: prompt.urgency):
             chunk = Chunk(prompt, prompt.num_computed, prompt.num_computed + sizes[prompt])

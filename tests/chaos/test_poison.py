@@ -46,11 +46,15 @@ async def test_a_poisonous_request_is_refused_and_its_neighbours_go_on(stage: Th
                     await asyncio.to_thread(actor.ready)
             await asyncio.sleep(0.05)
 
-    async with stage.dispatcher(patience_s=60.0) as (dispatcher, registry):
-        works = [generation(prompt(seed, 60 + seed), **LONG) for seed in range(6)]
+    async with (
+        stage.dispatcher(patience_s=60.0) as (dispatcher, registry),
+        stage.dispatcher(patience_s=60.0) as (another, _),
+    ):
+        works = [generation(prompt(seed, 60 + seed), **LONG) for seed in range(8)]
         expected = [(await answer(dispatcher, work)).tokens for work in works]
-        neighbours = [asyncio.create_task(answer(dispatcher, work)) for work in works]
-        await until(lambda: sum(w.in_flight for w in registry.workers.values()) >= 6, "nobody is served")
+        gateways = (dispatcher, another)
+        neighbours = [asyncio.create_task(answer(gateways[i % 2], work)) for i, work in enumerate(works)]
+        await until(lambda: sum(w.in_flight for w in registry.workers.values()) >= 4, "nobody is served")
         poisonous = asyncio.create_task(answer(dispatcher, generation([POISON, *prompt(99, 80)], **LONG)))
         supervisor = asyncio.create_task(supervise())
         with pytest.raises(GenerationFailed) as refused:

@@ -33,7 +33,7 @@ CONCURRENCY = 8
 NEAR_TIE = 1e-5
 """A difference is excused, and counted, where a logit or a probability that far off would have made it."""
 KILL_SPACING_S = 4.0
-"""Between two kills: a request that is on trial when its worker is killed, too, is refused, and rightly so."""
+"""Between two kills: a request whose worker is killed, too, while it computes nothing else is refused, and rightly."""
 
 
 def body(draw: random.Random, index: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from common.contract.ids import Incarnation, RequestKey, new_incarnation, new_re
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import (
     Abort,
+    Alone,
     Cancelled,
     Decode,
     Failed,
     Finished,
     Heartbeat,
+    Message,
     Prefill,
     Role,
     Source,
@@ -158,6 +161,20 @@ async def test_heartbeats_and_aborts_are_answered_while_a_step_runs(
         assert sum(isinstance(message, Cancelled) for message in gateway.heard) == 1
 
 
+async def test_an_engine_that_hangs_in_a_prompt_shows(checkpoint: Callable[[str], Path]) -> None:
+    """The gateway judges workers that have work, and do no step; a prompt is work on a decode worker, too."""
+    async with AsyncExitStack() as stack:
+        _, held, address, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
+        gateway, link = await stack.enter_async_context(gateway_of(address))
+        assert (await gateway.until(Heartbeat)).running == 0
+        held.gate.clear()
+        link.send(Decode(**work(40, 5), source=None))
+        assert await asyncio.to_thread(held.in_step.wait, 20)
+        assert (await gateway.until(Heartbeat, 2)).running == 1
+        held.gate.set()
+        await gateway.until(Finished)
+
+
 async def test_blocks_cross_while_the_prompt_is_still_computed(checkpoint: Callable[[str], Path]) -> None:
     """The third of four chunks is held: by then the decode worker has read the blocks of the first two."""
     async with AsyncExitStack() as stack:
@@ -267,3 +284,62 @@ async def test_a_token_beyond_the_vocabulary_harms_nobody(role: Role, checkpoint
             link.send(decode_from(request, address, me))
         assert (await gateway.until(Failed)).cause is Cause.INVALID
         assert tested.ready()[1]["requests"] == 0
+
+
+async def test_suspects_have_steps_of_their_own_and_their_gateways_know(checkpoint: Callable[[str], Path]) -> None:
+    """Two gateways, a suspect each, and a third request that stands still meanwhile."""
+    async with AsyncExitStack() as stack:
+        decode, held, address, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
+        links = [await stack.enter_async_context(gateway_of(address)) for _ in range(3)]
+        works = [work(40, 12) | {"suspect": suspect, "source": None} for suspect in (False, True, True)]
+
+        def heard(index: int, kind: type[Message]) -> list[Any]:
+            return [message for message in links[index][0].heard if isinstance(message, kind)]
+
+        links[0][1].send(Decode(**works[0]))
+        await links[0][0].until(Tokens, 3)
+        held.gate.clear()
+        assert await asyncio.to_thread(held.in_step.wait, 20)
+        for (_, link), suspect in zip(links[1:], works[1:], strict=True):
+            link.send(Decode(**suspect))
+        await eventually(lambda: decode.ready()[1]["requests"] == 3)
+        num_before = sum(len(tokens.token_ids) for tokens in heard(0, Tokens))
+        held.in_step.clear()
+        held.num_free_steps = 0
+        held.gate.set()
+        held.gate.clear()  # the step of the first one is over, and the first suspect's is held
+        await eventually(lambda: bool(heard(1, Alone)))
+        assert [message.alone for message in heard(1, Alone)] == [True], "it is told before the step is over"
+        assert not heard(2, Alone)
+        held.gate.set()
+        for index in range(3):
+            await eventually(lambda index=index: bool(heard(index, Finished)))  # type: ignore[misc]
+        assert [message.alone for message in heard(1, Alone)] == [message.alone for message in heard(2, Alone)]
+        assert [message.alone for message in heard(2, Alone)] == [True, False]
+        assert heard(0, Alone) == []
+        texts = [[token for tokens in heard(index, Tokens) for token in tokens.token_ids] for index in range(3)]
+        assert texts == [texts[0]] * 3
+        assert 0 < num_before < len(texts[0])
+
+
+async def test_who_attaches_after_the_first_token_has_ended_the_request_tells_the_gateway(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """It heard nothing of the prefill worker, perhaps: its first decode worker was lost, and with it the attempt."""
+    async with AsyncExitStack() as stack:
+        prefill, _, prefill_at, prefill_me = await stack.enter_async_context(worker(Role.PREFILL, checkpoint("llama")))
+        decode, _, decode_at, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
+        p_gateway, p_link = await stack.enter_async_context(gateway_of(prefill_at))
+        d_gateway, d_link = await stack.enter_async_context(gateway_of(decode_at))
+        request = work(40, 1)
+        p_link.send(Prefill(**request))
+        first = await p_gateway.until(Tokens)
+        d_link.send(decode_from(request | {"attempt": 1}, prefill_at, prefill_me))
+        again = replace(decode_from(request, prefill_at, prefill_me), attempt=2)
+        d_link.send(again)
+        await d_gateway.until(Finished)
+        told = [message for message in d_gateway.heard if isinstance(message, Tokens) and message.attempt == 2]
+        assert told == [replace(first, attempt=2)]
+        assert first.finish_reason == "length"
+        await eventually(lambda: all(w.ready()[1]["blocks_used"] == 0 for w in (prefill, decode)))
+        assert decode.ready()[1]["requests"] == 0

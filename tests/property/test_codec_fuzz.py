@@ -20,6 +20,7 @@ from common.contract.messages import (
     MESSAGES,
     Abort,
     Ack,
+    Alone,
     Attach,
     AttachPrefix,
     AttachSequence,
@@ -151,6 +152,7 @@ def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -
         tier=draw(st.sampled_from(Tier)),
         tenant=draw(names),
         cache_salt=draw(names),
+        suspect=draw(st.booleans()),
         **{name: draw(strategy) for name, strategy in more.items()},
     )
 
@@ -207,6 +209,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Cancelled: st.builds(Cancelled, **about),
     Cut: st.builds(Cut, **about, choice=choices, position=counts),
     Moved: st.builds(Moved, **about, choice=choices),
+    Alone: st.builds(Alone, **about, alone=st.booleans()),
     Attach: st.builds(Attach, **about, offered=attempts),
     AttachSequence: st.builds(AttachSequence, **about, sequence=keys, choice=choices, position=st.integers(1, 2**62)),
     AttachPrefix: st.builds(AttachPrefix, **about, block_hashes=block_hashes),

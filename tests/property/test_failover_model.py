@@ -29,6 +29,7 @@ from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnat
 from common.contract.messages import (
     Abort,
     Ack,
+    Alone,
     Cancelled,
     Cut,
     Decode,
@@ -43,6 +44,7 @@ from common.contract.messages import (
     Tokens,
 )
 from common.contract.sampling import SamplingParams
+from common.engine.trials import TRIAL_TOKENS, Trials
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Pulse
 from gateway.dispatcher import Dispatcher
@@ -130,6 +132,9 @@ class Process:
         self.draining = False
         self.jobs: dict[RequestId, Job] = {}
         self.newest: dict[RequestId, int] = {}
+        self.trials = Trials()
+        self.notice: Message | None = None
+        """What it has said last of who is alone: that has left before a step of theirs begins."""
         self.inbox: deque[Message | Greeting] = deque()
         self.outbox: deque[Message | Greeting] = deque()
 
@@ -177,6 +182,8 @@ class Process:
             self.fail(work.key, Cause.CAPACITY)
         else:
             self.jobs[work.request] = Job(ask, work)
+            if work.suspect:
+                self.trials.add(work.key)
 
     def send_again(self, message: Resend) -> None:
         job = self.jobs.get(message.request)
@@ -212,13 +219,39 @@ class Process:
     # --- work ----------------------------------------------------------------------------------------------------
 
     def step(self, job: Job) -> None:
-        """Something is done for a request."""
+        """Something is done for a request, unless the engine is somebody else's now."""
+        if self.computes(job) and not self.may_compute(job):
+            return
         if self.role is Role.PREFILL:
             self.prefill(job)
         elif not job.running:
             self.pull(job)
         elif not job.finished:
             self.decode(job)
+
+    def computes(self, job: Job) -> bool:
+        """Whether its next step is the engine's."""
+        if self.role is Role.PREFILL:
+            return not job.running
+        if not job.running:
+            return isinstance(job.work, Decode) and job.work.source is None
+        return any(job.going_on(choice) for choice in job.work.choices)
+
+    def may_compute(self, job: Job) -> bool:
+        jobs = {each.work.key: each for each in self.jobs.values()}
+        for key in [key for key in self.trials.suspects() if key not in jobs or self.cleared(jobs[key])]:
+            self.trials.discard(key)
+        chosen = self.trials.choose({key for key, each in jobs.items() if self.computes(each)}, self.world.time.now)
+        for (request, attempt), alone in self.trials.news():
+            self.notice = Alone(request=request, attempt=attempt, alone=alone)
+            self.say(self.notice)
+        return job.work.key in chosen
+
+    def cleared(self, job: Job) -> bool:
+        if self.role is Role.PREFILL:
+            return job.running
+        going_on = [job.generated[choice] for choice in job.work.choices if job.going_on(choice)]
+        return job.running and min(going_on, default=0) - job.start >= TRIAL_TOKENS
 
     def crashes_with(self, job: Job) -> bool:
         if job.ask.poison:
@@ -470,6 +503,8 @@ class World:
         process.jobs.clear()
         process.inbox.clear()
         for _ in range(self.choose(range(len(process.outbox) + 1))):
+            if process.outbox[-1] is process.notice:
+                break
             process.outbox.pop()  # what has not left
 
     def drain(self, process: Process, *, draining: bool) -> None:
@@ -504,6 +539,8 @@ class World:
 
     def notice(self, wire: Wire) -> None:
         process = self.processes[wire.address]
+        while not process.alive and not process.cut_off and process.outbox:
+            self.deliver(wire)  # what has left is here long before its end is certain
         wire.open = False
         wire.num_hellos += 1
         process.inbox.clear()
@@ -627,7 +664,6 @@ class World:
         assert not self.gateway._open_clients
         assert not self.gateway._clients
         assert not self.gateway._waiting
-        assert not self.gateway._placement._trials
         for process in self.processes.values():
             assert not process.jobs, (process.address, [job.work.key for job in process.jobs.values()])
         recovery = self.gateway.recovery

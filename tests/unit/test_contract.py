@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.contract.errors import FingerprintMismatchError, OperatorError
 from common.contract.ids import HANDLE, RequestKey, new_incarnation, new_lease_id, new_request_id
-from common.contract.kv_layout import DTYPE_BYTES, Fingerprint, KVLayout
+from common.contract.kv_layout import DTYPE_BYTES, PROTOCOL_VERSION, Fingerprint, KVLayout
 from common.contract.sampling import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 from common.contract.tiers import Tier
 
@@ -61,8 +61,8 @@ def test_equal_fingerprints_pass() -> None:
     [
         (dataclasses.replace(FINGERPRINT, config_hash="tea"), "config_hash", "c0ffee", "tea"),
         (dataclasses.replace(FINGERPRINT, weights_hash="mate"), "weights_hash", "decaf", "mate"),
-        (dataclasses.replace(FINGERPRINT, protocol_version=99), "protocol_version", "3", "99"),
-        (dataclasses.replace(FINGERPRINT, protocol_version=1), "protocol_version", "3", "1"),
+        (dataclasses.replace(FINGERPRINT, protocol_version=99), "protocol_version", str(PROTOCOL_VERSION), "99"),
+        (dataclasses.replace(FINGERPRINT, protocol_version=1), "protocol_version", str(PROTOCOL_VERSION), "1"),
         (
             dataclasses.replace(FINGERPRINT, layout=dataclasses.replace(LLAMA_2_7B, block_size=32)),
             "layout.block_size",

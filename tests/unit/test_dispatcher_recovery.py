@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from dispatcher_bench import (
     D2,
-    D3,
     P2,
     PROMPT,
     Bench,
@@ -26,9 +25,8 @@ from dispatcher_bench import (
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import Cut, Decode, Phase, Prefill, Role
-from gateway.flow import FIRST_DELAY_S, TRIAL_TOKENS
+from gateway.flow import FIRST_DELAY_S
 from gateway.generation import GenerationFailed
-from gateway.placement import TRIAL_S
 
 PATIENCE_S = 10.0
 
@@ -89,24 +87,6 @@ async def test_who_waits_in_vain_is_told_after_a_while(make: Any, time: Time) ->
     assert bench.in_flight() == (0, 0, 0, 0)
 
 
-async def test_patience_begins_when_the_last_decode_worker_goes(make: Any, time: Time) -> None:
-    """A suspect waits for another one's end first; that worker's crash is no reason to be out of patience with it."""
-    bench = make(prefill=())
-    keys = [await bench.request() for _ in range(2)]
-    for key, _ in keys:
-        bench.tokens(D, key, 0, 10)
-    bench.lose(D, crashed=True)
-    bench.open(D, restarted=True)
-    (_, tried), (_, waiting) = keys
-    await time.advance(TRIAL_S - 0.1)
-    bench.lose(D, crashed=True)
-    assert await failure(tried) is Cause.POISON
-    await time.advance(PATIENCE_S - 0.1)
-    assert not waiting.done()
-    await time.advance(0.2)
-    assert await failure(waiting) is Cause.WORKER_LOST
-
-
 async def test_a_request_that_waits_goes_on_as_long_as_its_time_lasts(make: Any, time: Time) -> None:
     bench = make()
     _, task = await bench.request(budget_s=5)
@@ -165,31 +145,24 @@ async def test_a_worker_that_serves_again_is_found_by_its_heartbeat(make: Any) -
     assert bench.newest(key)[0].attempt == 2
 
 
-async def test_who_has_ended_waits_for_nothing(make: Any) -> None:
-    """One choice fails for good while another waits: its client may take its time to hear of it."""
-    bench = make(prefill=(), decode=(D, D2))
-    key, task = await bench.request(n=2)
-    for choice in range(2):
-        bench.tokens(D, key, 0, 10, choice=choice)
-    bench.lose(D, crashed=True)
-    (tried,) = bench.sent(D2, Decode)
-    bench.fail(D2, tried.key, Cause.INVALID)
-    bench.open(D)
-    bench.say(D2, heartbeat())
-    assert len(bench.work) == 2, "the second suspect's worker is free, but nobody wants it any more"
-    assert await failure(task) is Cause.INVALID
-
-
-async def test_who_leaves_while_another_choice_is_on_trial_waits_for_nothing(make: Any) -> None:
-    bench = make(prefill=(), decode=(D, D2))
-    key, task = await bench.request(n=2)
-    for choice in range(2):
-        bench.tokens(D, key, 0, 10, choice=choice)
-    bench.lose(D, crashed=True)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len(bench.work) == 2
+async def test_who_has_ended_waits_for_nothing(make: Any, time: Time) -> None:
+    """One choice fails for good, or the client leaves, while another waits for a moment."""
+    for end in ("fail", "leave"):
+        bench = make(prefill=(), decode=(D, D2))
+        key, task = await bench.request(n=2)
+        for choice in range(2):
+            bench.tokens(D, key, 0, 10, choice=choice)
+        bench.lose(D)
+        _, first, second = bench.work
+        bench.fail(D2, first, Cause.CAPACITY)
+        if end == "fail":
+            bench.fail(D2, second, Cause.INVALID)
+            assert await failure(task) is Cause.INVALID
+        else:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await time.advance(2 * FIRST_DELAY_S)
+        assert len(bench.work) == 3, "nobody wants it any more"
 
 
 # --- offers that stand -----------------------------------------------------------------------------------------------
@@ -271,62 +244,25 @@ async def test_a_worker_that_is_back_lets_go_of_what_has_ended_since_it_was_gree
 # --- suspects --------------------------------------------------------------------------------------------------------
 
 
-async def test_who_was_on_a_worker_when_it_crashed_is_tried_apart(make: Any) -> None:
-    bench = make(prefill=(), decode=(D, D2, D3))
-    bench.lose(D3)
+async def test_who_was_on_a_worker_when_it_crashed_goes_on_as_a_suspect(make: Any) -> None:
+    bench = make(prefill=(), decode=(D, D2))
     requests = [await bench.request() for _ in range(4)]
     for number, (key, _) in enumerate(requests):
         bench.tokens(D if number % 2 == 0 else D2, key, 0, 10)
     first, other, second, another = (key for key, _ in requests)
     bench.lose(D, crashed=True)
-    assert set(bench.newest(first)[1]) == {D2}
-    assert bench.newest(second)[0] == second, "it waits: the only worker has a suspect"
+    for suspect in (first, second):
+        newest, work = bench.newest(suspect)
+        assert (newest.attempt, set(work), work[D2].suspect) == (2, {D2}, True), "whose turn it is the worker knows"
     assert (bench.newest(other)[0], bench.newest(another)[0]) == (other, another), "these were elsewhere"
-    assert bench.counted("trials_total") == 1
-    bench.open(D3)
-    assert set(bench.newest(second)[1]) == {D3}
+    assert bench.counted("trials_total") == 0
+    bench.alone(D2, bench.newest(first)[0])
+    bench.alone(D2, bench.newest(first)[0], alone=False)
+    bench.alone(D2, bench.newest(second)[0])
     assert bench.counted("trials_total") == 2
-    bench.open(D, restarted=True)
-    key, _ = await bench.request()
-    assert set(bench.work[key]) == {D}, "beside neither of them"
 
 
-async def test_suspects_are_tried_one_after_the_other(make: Any) -> None:
-    bench = make(prefill=())
-    requests = [await bench.request() for _ in range(3)]
-    for key, _ in requests:
-        bench.tokens(D, key, 0, 10)
-    bench.lose(D, crashed=True)
-    bench.open(D, restarted=True)
-    for number, (key, _) in enumerate(requests):
-        newest, _ = bench.newest(key)
-        assert newest.attempt == 2
-        assert all(bench.newest(later)[0].attempt == 1 for later, _ in requests[number + 1 :])
-        bench.tokens(D, newest, 1, *range(11, 10 + TRIAL_TOKENS))
-        assert all(bench.newest(later)[0].attempt == 1 for later, _ in requests[number + 1 :])
-        bench.tokens(D, newest, TRIAL_TOKENS, 99)
-    for key, task in requests:
-        bench.tokens(D, bench.newest(key)[0], TRIAL_TOKENS + 1, 100, reason="stop")
-        assert await text(task) == [10, *range(11, 10 + TRIAL_TOKENS), 99, 100]
-
-
-async def test_a_worker_is_kept_for_one_suspect_only_for_a_while(make: Any, time: Time) -> None:
-    bench = make(prefill=())
-    (first, task), (second, _) = [await bench.request() for _ in range(2)]
-    for key in (first, second):
-        bench.tokens(D, key, 0, 10)
-    bench.lose(D, crashed=True)
-    bench.open(D, restarted=True)
-    await time.advance(TRIAL_S - 0.01)
-    assert bench.newest(second)[0].attempt == 1
-    await time.advance(0.02)
-    assert bench.newest(second)[0].attempt == 2
-    bench.lose(D, crashed=True)
-    await settle()
-    assert not task.done(), "nobody knows which of the two it was"
-
-
-async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any) -> None:
+async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any, time: Time) -> None:
     bench = make(prefill=(), decode=(D, D2))
     bench.lose(D2)
     (poison, refused), (neighbour, task) = [await bench.request() for _ in range(2)]
@@ -335,11 +271,13 @@ async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any) -> None:
     bench.lose(D, crashed=True)
     bench.open(D2)
     assert set(bench.newest(poison)[1]) == {D2}
+    bench.alone(D2, bench.newest(poison)[0])
     bench.lose(D2, crashed=True)
     assert await failure(refused) is Cause.POISON
     bench.open(D, restarted=True)
+    await time.advance(FIRST_DELAY_S)
     key, work = bench.newest(neighbour)
-    assert (set(work), work[D].token_ids) == ({D}, (*PROMPT, 10))
+    assert (set(work), work[D].token_ids) == ({D}, (*PROMPT, 10)), "it waited there for its turn"
     bench.tokens(D, key, 1, 11, reason="stop")
     assert await text(task) == [10, 11]
 
@@ -353,8 +291,8 @@ async def test_the_gateway_s_own_verdict_on_a_source_comes_before_a_report(make:
     assert bench.newest(key)[0] == key, "not yet"
     bench.lose(P, crashed=True)
     await settle()
-    assert set(bench.newest(key)[1]) == {P2, D}
-    assert bench.counted("trials_total") == 1
+    _, work = bench.newest(key)
+    assert (set(work), work[P2].suspect) == ({P2, D}, True)
     await time.advance(1.0)
     assert bench.newest(key)[0].attempt == 2, "the report is stale by now"
 
@@ -366,8 +304,8 @@ async def test_a_source_that_is_there_after_all_is_another_matter(make: Any, tim
     bench.fail(D, key, Cause.WORKER_LOST)
     bench.links[P].broken = False
     await time.advance(1.0)
-    assert set(bench.newest(key)[1]) == {P2, D}
-    assert bench.counted("trials_total") == 0
+    _, work = bench.newest(key)
+    assert (set(work), work[P2].suspect) == ({P2, D}, False)
 
 
 async def test_a_request_goes_on_only_with_the_same_model(make: Any, time: Time) -> None:
@@ -384,16 +322,6 @@ async def test_a_request_goes_on_only_with_the_same_model(make: Any, time: Time)
     await time.advance(PATIENCE_S)
     assert await failure(task) is Cause.WORKER_LOST
     new.cancel()
-
-
-async def test_silence_makes_nobody_wait_for_a_trial(make: Any) -> None:
-    bench = make(prefill=(), decode=(D, D2))
-    bench.lose(D2)
-    requests = [await bench.request() for _ in range(2)]
-    bench.open(D2)
-    bench.lose(D, crashed=False)
-    assert [set(bench.newest(key)[1]) for key, _ in requests] == [{D2}, {D2}]
-    assert bench.counted("trials_total") == 0
 
 
 # --- leaving workers -------------------------------------------------------------------------------------------------

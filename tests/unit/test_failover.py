@@ -10,7 +10,6 @@ from flow_run import (
     ABORT,
     D2,
     D3,
-    FINISHED,
     KEY,
     P2,
     PROMPT,
@@ -27,10 +26,10 @@ from flow_run import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Abort, Ack, Decode, Prefill
+from common.contract.messages import Abort, Ack, Alone, Decode, Prefill
 from gateway import flow as rules
 from gateway.attempt import Deliver
-from gateway.flow import Done, Fail, FlowState
+from gateway.flow import Fail, FlowState
 from gateway.generation import Delta
 
 FINAL = (Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE)
@@ -424,28 +423,42 @@ def crashed_once(*heard: int) -> Run:
     return run
 
 
+def is_suspect(run: Run, decode: str = D3, prefill: str | None = None) -> bool:
+    """Whether the next attempt tells its workers so."""
+    seen = len(run.sent(Decode))
+    run.go(decode, prefill)
+    (work,) = [message for _, message in run.sent(Decode)[seen:]]
+    return work.suspect
+
+
+def alone(*, alone: bool = True) -> Alone:
+    return Alone(request=REQUEST, attempt=1, alone=alone)
+
+
 def test_who_was_on_a_worker_when_it_crashed_is_a_suspect() -> None:
-    assert crashed_once().want.suspect
+    run = crashed_once()
+    run.go(D2, P2)
+    assert [message.suspect for _, message in (*run.sent(Prefill), *run.sent(Decode))] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("address", [P, D])
 def test_silence_makes_nobody_a_suspect(run: Run, address: str) -> None:
     run.lose(address, "silent", crashed=False)
-    assert not run.want.suspect
+    assert not is_suspect(run)
 
 
 def test_who_had_left_a_prefill_worker_when_it_crashed_is_no_suspect(run: Run) -> None:
     run.on(P, tokens(START, 1))
     assert run.lose(P, crashed=True) == []
     run.on(D, failed(Cause.LEASE_LOST))
-    assert not run.want.suspect
+    assert not is_suspect(run)
 
 
 @pytest.mark.parametrize("address", [P2, D2])
-def test_a_suspect_whose_worker_crashes_too_is_refused(address: str) -> None:
+def test_a_suspect_whose_worker_crashes_while_it_is_alone_is_refused(address: str) -> None:
     run = crashed_once()
     run.go(D2, P2)
-    assert run.attempt.on_trial
+    run.on(address, alone())
     run.lose(address, "its process died", crashed=True)
     assert run.failure is Cause.POISON
     (terminal,) = run.terminals
@@ -453,8 +466,38 @@ def test_a_suspect_whose_worker_crashes_too_is_refused(address: str) -> None:
     assert "two workers have crashed" in terminal.message
     assert "its process died" in terminal.message
     assert {each for each, message in run.sent(Abort) if message.attempt == 2} == {P2, D2}
-    assert run.acquitted == run.attempts[1:], "the worker is free for the next suspect"
     run.check_end()
+
+
+@pytest.mark.parametrize("address", [P2, D2])
+def test_a_suspect_whose_worker_crashes_beside_others_is_one_still(address: str) -> None:
+    """It waited for its turn, or it was alone and is so no more: somebody else's steps killed the worker."""
+    run = crashed_once()
+    run.go(D2, P2)
+    if address == D2:
+        run.on(D2, alone(), alone(alone=False))
+    run.on(P2 if address == D2 else D2, alone())
+    run.lose(address, crashed=True)
+    assert not run.terminals
+    assert is_suspect(run)
+
+
+def test_the_first_tokens_end_a_prefill_worker_s_part_in_it() -> None:
+    run = crashed_once()
+    run.go(D2, P2)
+    run.on(P2, alone())
+    assert not run.last[P2][1].over, "it has only begun"
+    run.on(P2, tokens(START + 1, 2))
+    assert run.lose(P2, crashed=True) == []
+    run.on(D2, failed(Cause.LEASE_LOST))
+    assert is_suspect(run), "of the first crash"
+
+
+def test_who_is_alone_and_no_suspect_is_not_convicted(run: Run) -> None:
+    """A worker that says so of itself is mistaken."""
+    run.on(D, alone())
+    run.lose(D, crashed=True)
+    assert not run.terminals
 
 
 @pytest.mark.parametrize("suspect", [False, True])
@@ -464,67 +507,65 @@ def test_what_was_sent_to_a_dead_worker_is_not_what_killed_it(suspect: bool) -> 
     run.now = 5.0
     run.go(D2, P2)
     run.do(run.flow.worker_lost(P2, "its process died", crashed_at=4.9))
-    assert run.want.suspect == suspect
-    run.go(D3, P)
+    assert is_suspect(run, D3, P) == suspect
     run.do(run.flow.worker_lost(D3, "its process died", crashed_at=5.0))
-    assert (run.failure is Cause.POISON) if suspect else run.want.suspect
+    assert is_suspect(run, D2)
 
 
 def test_a_suspect_whose_worker_falls_silent_is_tried_again() -> None:
     run = crashed_once()
     run.go(D2, P2)
+    run.on(D2, alone())
     run.lose(D2, "silent", crashed=False)
-    assert run.want.suspect
+    assert is_suspect(run)
     run.do(run.flow.cancel())
     run.check_end()
 
 
-def test_a_suspect_whose_trial_was_given_up_is_tried_again() -> None:
-    """The worker was kept for it for long enough: others may be beside it now."""
-    run = crashed_once()
-    run.go(D2, P2)
-    run.attempt.on_trial = False
-    run.lose(D2, crashed=True)
-    assert run.want.suspect
-
-
-def test_a_suspect_is_acquitted_some_tokens_past_the_place_of_the_crash() -> None:
+def test_a_suspect_is_cleared_some_tokens_past_the_place_of_the_crash() -> None:
     run = crashed_once(2, 3)
     run.go(D2, P2)
     run.on(P2, tokens(START + 3, 4))
     for number in range(1, rules.TRIAL_TOKENS):
-        assert run.attempt.on_trial
-        assert run.acquitted == []
         run.on(D2, tokens(START + 3 + number, 4 + number))
-    assert run.acquitted == [run.attempt]
-    assert not run.attempt.on_trial
-    run.lose(D2, crashed=True)
-    assert run.want.suspect, "and suspected anew"
-    run.go(D3, P)
-    run.on(D3, tokens(START + 3 + rules.TRIAL_TOKENS, 9, end="stop"))
+    run.lose(D2, crashed=False)
+    assert not is_suspect(run, D3, P)
+    run.on(D3, alone())
+    run.lose(D3, crashed=True)
+    assert not run.terminals
+    assert is_suspect(run, D2, P2), "and suspected anew"
+    run.on(D2, tokens(START + 3 + rules.TRIAL_TOKENS, 9, end="stop"))
     assert run.flow.state is FlowState.DONE
     run.check_end()
 
 
-def test_a_suspect_that_ends_is_acquitted() -> None:
-    run = crashed_once()
-    run.go(D2, P2)
-    assert run.on(D2, tokens(START + 1, 2, end="stop"), FINISHED)[-1] == Done()
-    assert run.acquitted == [run.attempts[1]]
-
-
-def test_tokens_before_the_place_of_the_crash_acquit_nobody() -> None:
+def test_tokens_before_the_place_of_the_crash_clear_nobody() -> None:
     run = Run(num_choices=2)
     run.on(D, *(tokens(START + n, n, choice=choice) for n in range(4) for choice in range(2)))
     run.lose(D, crashed=True)
     for want, address in zip(list(run.flow.wants), (D2, D3), strict=True):
-        assert want.suspect
         run.go(address, want=want)
-    first, second = run.attempts[1:]
     run.on(D2, *(tokens(START + 4 + n, n, choice=0) for n in range(rules.TRIAL_TOKENS)))
-    assert run.acquitted == [first]
-    assert second.on_trial
+    run.on(D2, alone())
+    run.lose(D2, crashed=True)
+    assert not run.terminals
+    run.on(D3, alone())
     run.lose(D3, crashed=True)
+    assert run.failure is Cause.POISON
+    run.check_end()
+
+
+def test_who_crashes_too_many_workers_in_all_is_refused_though_it_was_cleared_each_time() -> None:
+    run = Run(local=True)
+    position = START
+    for number in range(rules.MAX_CRASHES):
+        address = (D, D2)[number % 2]
+        run.on(address, *(tokens(position + n, n) for n in range(rules.TRIAL_TOKENS + 1)))
+        position += rules.TRIAL_TOKENS + 1
+        run.lose(address, crashed=True)
+        assert not run.terminals
+        run.go((D, D2)[(number + 1) % 2])
+    run.lose((D, D2)[rules.MAX_CRASHES % 2], crashed=True)
     assert run.failure is Cause.POISON
     run.check_end()
 
@@ -532,10 +573,9 @@ def test_tokens_before_the_place_of_the_crash_acquit_nobody() -> None:
 def test_a_suspect_takes_over_an_offer_as_a_suspect(run: Run) -> None:
     run.on(P, tokens(START, 1))
     run.lose(D, crashed=True)
-    assert run.want.suspect
     assert run.want.offer is not None
-    run.go(D2)
-    assert run.attempt.on_trial
+    assert is_suspect(run, D2)
+    run.on(D2, alone())
     run.lose(D2, crashed=True)
     assert run.failure is Cause.POISON
     assert {address for address, _ in run.sent(Abort)} == {P, D, D2}

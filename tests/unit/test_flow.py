@@ -97,7 +97,7 @@ def test_a_hint_goes_to_the_prefill_worker() -> None:
 def test_nothing_is_sent_before_workers_are_chosen() -> None:
     run = Run(begin=False)
     assert run.seen == [run.want]
-    assert (run.want.num_tokens, run.want.delay_s, run.want.suspect) == (START, 0, False)
+    assert (run.want.num_tokens, run.want.delay_s) == (START, 0)
     assert (run.want.avoid, run.want.offer) == (frozenset(), None)
 
 

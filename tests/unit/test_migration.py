@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from migration_bench import Gateway, Leg, Site, World, chain
+from migration_bench import GATEWAY, Gateway, Leg, Site, World, chain
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey
@@ -22,6 +22,7 @@ from common.contract.messages import (
     OfferWithdrawn,
     Phase,
     PrefillDone,
+    Resend,
     Resume,
     Settle,
     Settled,
@@ -508,6 +509,25 @@ def test_the_source_says_where_it_has_stopped() -> None:
     world.deliver()
     assert old.moved == {0}
     assert second(world).generation(new.key).sequence.num_tokens == 16
+    finish(world)
+
+
+def test_a_gateway_that_has_lost_messages_is_told_again_where_a_choice_stands() -> None:
+    """Without its Cut it would wait for a sequence that stands still, should the sink then fail."""
+    world = World()
+    old, _ = wanted(world, num_choices=2)
+    site = first(world)
+    end_step(world, site, reads=False)
+    again = Resend(request=old.key.request, attempt=1, choice=0, position=16)
+    site.worker.on_message(GATEWAY, again)
+    assert list(site.to_gateway) == [Cut(request=old.key.request, attempt=1, choice=0, position=16)]
+    site.to_gateway.clear()
+    world.deliver()
+    assert old.moved == {0}
+    assert "cut" not in site.left()
+    site.worker.on_message(GATEWAY, again)
+    assert list(site.to_gateway) == [Moved(request=old.key.request, attempt=1, choice=0)]
+    site.to_gateway.clear()
     finish(world)
 
 

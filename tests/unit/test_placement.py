@@ -1,4 +1,4 @@
-"""Whom a request avoids, and how suspects are kept apart from each other, and from everybody else."""
+"""Whom a request avoids, and where one that has to leave may go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dispatcher_bench import D2, D3, LAYOUT, P2, D, P, heartbeat, role_of, welco
 from flow_run import Run, place
 
 from common.contract.messages import Phase, Role
-from gateway.attempt import Attempt
 from gateway.flow import Want
 from gateway.placement import Placement, Rebind
 from gateway.registry import Registry
@@ -20,7 +19,7 @@ NEAR = [D, D2, D3]
 
 
 class Pool:
-    """Workers that are all usable, and suspects that are on trial at some of them."""
+    """Workers that are all usable."""
 
     def __init__(self, *, prefill: Sequence[str] = (P, P2), decode: Sequence[str] = (D, D2, D3)) -> None:
         self.registry = Registry(tuple(prefill), tuple(decode), "c")
@@ -28,31 +27,20 @@ class Pool:
             self.registry.opened(address, place(address).incarnation, welcome(role_of(address)))
         self.placement = Placement(self.registry, local_prefill_tokens=0)
 
-    def try_at(self, decode: str, prefill: str | None = None) -> Attempt:
-        """A suspect's attempt."""
-        run = Run(begin=False)
-        run.go(decode, prefill)
-        self.placement.tried(run.attempt)
-        return run.attempt
-
-    def choose(
-        self, *, suspect: bool = False, avoid: Sequence[str] = (), offer: bool = False
-    ) -> tuple[str, ...] | None:
+    def choose(self, *, avoid: Sequence[str] = (), offer: bool = False) -> tuple[str, ...] | None:
         """Where a request would go."""
-        match self.placement.choose(self.want(suspect=suspect, avoid=avoid, offer=offer), {}):
+        match self.placement.choose(self.want(avoid=avoid, offer=offer), {}):
             case Handoff(prefill=prefill, decode=decode):
                 return prefill.address, decode.address
             case Local(decode=decode) | Rebind(decode=decode):
                 return (decode.address,)
         return None
 
-    def want(self, *, suspect: bool = False, avoid: Sequence[str] = (), offer: bool = False) -> Want:
+    def want(self, *, avoid: Sequence[str] = (), offer: bool = False) -> Want:
         run = Run()
         run.lose(D)
         part = run.want.offer if offer else None
-        return Want(
-            run.want.key, run.want.choices, frozenset(place(each) for each in avoid), offer=part, suspect=suspect
-        )
+        return Want(run.want.key, run.want.choices, frozenset(place(each) for each in avoid), offer=part)
 
 
 def views(pool: Pool, role: Role) -> list[Any]:
@@ -114,91 +102,6 @@ def test_an_offer_stands_as_long_as_its_worker() -> None:
     assert not pool.placement.stands(want), "another life"
 
 
-# --- suspects --------------------------------------------------------------------------------------------------------
-
-
-def test_suspects_are_kept_apart() -> None:
-    pool = Pool()
-    pool.try_at(D, P2)
-    assert pool.choose(suspect=True) == (P, D2)
-    pool.try_at(D2)
-    assert pool.choose(suspect=True) == (P, D3)
-    assert pool.choose(suspect=True, offer=True) == (D3,)
-    pool.try_at(D3)
-    assert pool.choose(suspect=True) is None
-    assert pool.choose(suspect=True, offer=True) is None
-
-
-def test_a_suspect_waits_for_a_prefill_worker_of_its_own() -> None:
-    pool = Pool()
-    pool.try_at(D, P)
-    assert pool.choose(suspect=True) == (P2, D2)
-    pool.try_at(D2, P2)
-    assert pool.choose(suspect=True) is None, "though a decode worker is free"
-
-
-def test_a_suspect_goes_beside_another_for_no_reason() -> None:
-    pool = Pool(decode=(D,))
-    pool.try_at(D)
-    assert pool.choose(suspect=True) is None
-    assert pool.choose(suspect=True, offer=True) is None
-
-
-def test_a_suspect_waits_with_its_offer_while_another_one_is_where_that_stands() -> None:
-    pool = Pool()
-    attempt = pool.try_at(D, P)
-    assert pool.choose(suspect=True, offer=True) is None
-    assert pool.choose(offer=True) == (D2,), "others mind their own decode worker only"
-    pool.placement.acquitted(attempt)
-    assert pool.choose(suspect=True, offer=True) == (D,)
-
-
-def test_a_suspect_of_which_every_prefill_worker_has_failed_needs_none() -> None:
-    pool = Pool()
-    pool.try_at(D, P)
-    assert pool.choose(suspect=True, avoid=(P, P2)) == (D2,)
-
-
-def test_a_suspect_beside_others_goes_back_where_it_failed_rather_than_to_a_suspect() -> None:
-    pool = Pool(decode=(D, D2))
-    pool.try_at(D)
-    assert pool.choose(suspect=True, avoid=(D2,)) == (P, D2)
-
-
-def test_others_keep_away_from_a_suspect_if_they_can() -> None:
-    pool = Pool()
-    pool.try_at(D, P)
-    assert pool.choose() == (P2, D2)
-    pool.try_at(D2, P2)
-    pool.try_at(D3)
-    assert pool.choose() == (P, D), "better beside a suspect than nowhere"
-    assert pool.choose(offer=True) == (D,)
-
-
-def test_an_acquitted_suspect_gives_its_workers_back() -> None:
-    pool = Pool(prefill=(P,), decode=(D,))
-    attempt = pool.try_at(D, P)
-    assert pool.choose(suspect=True) is None
-    pool.placement.acquitted(attempt)
-    assert pool.choose(suspect=True) == (P, D)
-
-
-def test_an_acquittal_does_not_concern_who_came_after() -> None:
-    pool = Pool(prefill=(P,), decode=(D,))
-    first = pool.try_at(D, P)
-    pool.try_at(D, P)
-    pool.placement.acquitted(first)
-    assert pool.choose(suspect=True) is None
-
-
-def test_another_life_of_a_worker_is_free_of_its_suspect() -> None:
-    pool = Pool(prefill=(P,), decode=(D,))
-    pool.try_at(D)
-    pool.registry.lost(D)
-    pool.registry.opened(D, place(D, 2).incarnation, welcome(Role.DECODE))
-    assert pool.choose(suspect=True) == (P, D)
-
-
 def test_no_caution_changes_nothing() -> None:
     pool = Pool()
     assert Caution().decode(views(pool, Role.DECODE)) == views(pool, Role.DECODE)
@@ -235,13 +138,3 @@ def test_a_refuge_is_another_usable_worker_with_room() -> None:
     assert refuge(pool, D, most) == D2
     pool.registry.lost(D2)
     assert refuge(pool, D, most) is None
-
-
-def test_nobody_takes_refuge_beside_a_suspect_if_it_can() -> None:
-    pool = Pool()
-    for address in NEAR:
-        pool.registry.heartbeat(address, heartbeat(Phase.DRAINING if address == D else Phase.SERVING), 0.0)
-    pool.try_at(D2)
-    assert refuge(pool, D, 10) == D3
-    pool.try_at(D3)
-    assert refuge(pool, D, 10) == D2
