@@ -314,9 +314,11 @@ class LeaseTable:
             actions += self._refuse_parked((request, parked), Cause.LEASE_LOST, "no such prefill arrived")
         for lease in [lease for lease in self._leases.values() if self._expiry(lease) <= now]:
             self.num_expired += 1
-            state = "attached" if lease.sink is not None else "waiting for a decode worker"
-            cause = Cause.DEADLINE if lease.deadline <= now else Cause.LEASE_LOST
-            actions += self._drop(lease, cause, f"the lease expired while {state}")
+            where = "were offered to a decode worker" if lease.sink is not None else "were waiting for a decode worker"
+            late = lease.deadline <= now
+            what = "the request's time ran out" if late else "the lease expired"
+            cause = Cause.DEADLINE if late else Cause.LEASE_LOST
+            actions += self._drop(lease, cause, f"{what} while its blocks {where}")
         return actions
 
     def reclaim(self, num_blocks: int, unattached_before: float) -> list[Action]:

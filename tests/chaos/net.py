@@ -64,6 +64,11 @@ class Host:
         _run("ip", "route", "add", "blackhole", f"{self.address}/32")
         self.cuts.append(("ip", "route", "del", "blackhole", f"{self.address}/32"))
 
+    def cut_from(self, other: Host) -> None:
+        """What it sends to another host is dropped; whatever else is sent arrives."""
+        _run("ip", "-n", self.name, "route", "add", "blackhole", f"{other.address}/32")
+        self.cuts.append(("ip", "-n", self.name, "route", "del", "blackhole", f"{other.address}/32"))
+
     def reset(self) -> int:
         """Every TCP connection of it breaks; new ones can be made. How many there were."""
         listed = subprocess.run([*self.prefix, "ss", "-Htn", "state", "established"], capture_output=True, text=True)

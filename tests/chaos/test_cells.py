@@ -20,12 +20,17 @@ from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, Process, Workers, answer, avo
 from chaos.client import Outcome, ask
 from chaos.net import why_not
 from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, theatre
+from common.contract.errors import Cause
 from common.contract.messages import Role
 from gateway.dispatcher import Dispatcher
+from gateway.generation import GenerationFailed
+from gateway.registry import Registry
 
 STATES = ("queued", "mid-chunk", "offered", "pulling", "settling", "running", "finishing")
 IN_SHORT = {"freeze": STATES, "kill": ("mid-chunk", "pulling", "settling", "running")}
 """What is in `make test`: these, and every fault while a sequence runs."""
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "seed": 5}
+MOVING_IN_SHORT = (("kill", "cut", "source"), ("freeze", "moving", "sink"), ("part", "moving", "source"))
 GATEWAYS_IN_SHORT = (("kill", "pulling"), ("freeze", "running"))
 NUM_BLOCKS = 64
 PROMPT = prompt(1, 5 * CHUNK + 7)
@@ -52,10 +57,24 @@ def stage(
         yield made
 
 
-@pytest.fixture(scope="module")
-def references(stage: Theatre) -> dict[str, Any]:
+class References:
     """Answers of undisturbed workers, once they are known."""
-    return {}
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[list[int]]] = {}
+
+    async def __call__(
+        self, name: str, ask: Callable[[list[int]], asyncio.Task[Answer]], token_ids: list[int]
+    ) -> list[list[int]]:
+        """The tokens that are to come."""
+        if name not in self._known:
+            self._known[name] = (await ask(token_ids)).tokens
+        return self._known[name]
+
+
+@pytest.fixture(scope="module")
+def references(stage: Theatre) -> References:
+    return References()
 
 
 def cells() -> list[Any]:
@@ -105,11 +124,12 @@ async def reached(
     return tasks, gate
 
 
-def asker(dispatcher: Dispatcher) -> Callable[[list[int]], asyncio.Task[Answer]]:
+def asker(dispatcher: Dispatcher, **options: Any) -> Callable[[list[int]], asyncio.Task[Answer]]:
     """Asks, each time under a salt of its own, so that nothing of it is cached."""
 
     def ask(token_ids: list[int]) -> asyncio.Task[Answer]:
-        return asyncio.create_task(answer(dispatcher, generation(token_ids, cache_salt=str(next(_salts)), **SAMPLING)))
+        work = generation(token_ids, cache_salt=str(next(_salts)), **(SAMPLING | options))
+        return asyncio.create_task(answer(dispatcher, work))
 
     return ask
 
@@ -123,42 +143,132 @@ async def settled(dispatcher: Dispatcher) -> None:
         in_a_row = in_a_row + 1 if sum(dispatcher.recovery.failovers.values()) == before else 0
 
 
+@asynccontextmanager
+async def happening(
+    stage: Theatre, registry: Registry, fault: str, victim: Actor, gate: tuple[Actor, str]
+) -> AsyncIterator[None]:
+    """The fault, until the body is done; once gateways have noticed it, who waits at the gate goes on, if it can."""
+    incarnation = registry.workers[victim.address].incarnation
+    befalls = FAULTS[fault]()
+    befalls.begin(victim)
+    try:
+        if befalls.silences:
+            worker = registry.workers[victim.address]
+            await until(lambda: worker.incarnation != incarnation, "the gateway does not notice")
+        holder, name = gate
+        if holder is not victim or fault not in ("kill", "freeze"):
+            holder.open(name)
+        async with asyncio.timeout(60):
+            yield
+    finally:
+        befalls.end(victim)
+    if fault == "freeze":
+        holder.open(name)  # it wakes, and goes on where it was
+
+
+async def recovered(stage: Theatre, dispatcher: Dispatcher, registry: Registry) -> None:
+    """Everything is mended, and everybody serves."""
+    stage.revive()
+    await until(lambda: all(w.incarnation for w in registry.workers.values()), "a worker does not come back")
+    dispatcher.tell(stage.d1.address, drain=False)
+    await until(lambda: all(w.usable for w in registry.workers.values()), "a worker does not serve again")
+
+
 @pytest.mark.parametrize(("fault", "state", "role"), cells())
-async def test_the_stream_goes_on(
-    stage: Theatre, references: dict[str, Any], fault: str, state: str, role: Role
-) -> None:
+async def test_the_stream_goes_on(stage: Theatre, references: References, fault: str, state: str, role: Role) -> None:
     stage.revive()
     async with stage.dispatcher(patience_s=20.0) as (dispatcher, registry):
-        if not references:
-            for name, token_ids in (("target", PROMPT), ("filler", FILLER), ("big", BIG_FILLER)):
-                references[name] = (await asker(dispatcher)(token_ids)).tokens
-        victim = stage.p1 if role is Role.PREFILL else stage.d1
-        incarnation = registry.workers[victim.address].incarnation
+        how = ("greedy", "sampled")[(STATES.index(state) + (role is Role.DECODE)) % 2]
+        ask = asker(dispatcher, **SAMPLED if how == "sampled" else {})
+        expected = [await references(how, ask, PROMPT)]
         with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):  # with the fillers, D1 is busy too
             await settled(dispatcher)
-            tasks, (holder, gate) = await reached(state, stage, asker(dispatcher))
-            happening = FAULTS[fault]()
-            happening.begin(victim)
-            try:
-                if happening.silences:
-                    worker = registry.workers[victim.address]
-                    await until(lambda: worker.incarnation != incarnation, "the gateway does not notice")
-                if holder is not victim or fault not in ("kill", "freeze"):
-                    holder.open(gate)
-                expected = [references["target"]]
-                expected += [references["filler" if state == "queued" else "big"]] * (len(tasks) - 1)
-                async with asyncio.timeout(60):
-                    answers = await asyncio.gather(*tasks)
-                assert [each.tokens for each in answers] == expected
-                assert all(each.reasons == ["length"] for each in answers)
-            finally:
-                happening.end(victim)
-                for task in tasks:
-                    task.cancel()
-        if fault == "freeze":
-            holder.open(gate)  # it wakes, and goes on where it was
-        stage.revive()
-        await until(lambda: all(w.usable for w in registry.workers.values()), "a worker does not come back")
+            tasks, gate = await reached(state, stage, ask)
+            async with happening(stage, registry, fault, stage.p1 if role is Role.PREFILL else stage.d1, gate):
+                answers = await asyncio.gather(*tasks)
+        if len(tasks) > 1:
+            filler = FILLER if state == "queued" else BIG_FILLER
+            expected.append(await references(f"{how} filler of {state}", ask, filler))
+        assert [each.tokens for each in answers] == expected
+        assert all(each.reasons == ["length"] for each in answers)
+        await recovered(stage, dispatcher, registry)
+    stage.workers().wait_for_baseline()
+
+
+def moving_cells() -> list[Any]:
+    made = []
+    for fault in FAULTS:
+        for state in ("moving", "cut"):
+            for who in ("source", "sink"):
+                marks = () if (fault, state, who) in MOVING_IN_SHORT else pytest.mark.chaos
+                made.append(pytest.param(fault, state, who, marks=marks, id=f"{fault}-{state}-{who}"))
+    return made
+
+
+@pytest.mark.parametrize(("fault", "state", "who"), moving_cells())
+async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
+    stage: Theatre, references: References, fault: str, state: str, who: str
+) -> None:
+    """D1 drains; before the cut D2 is about to read ahead, after it D1 is about to say that the sequence is D2's."""
+    stage.revive()
+    d1, d2 = stage.d1, stage.d2
+    async with stage.dispatcher(patience_s=20.0) as (dispatcher, registry):
+        ask = asker(dispatcher, **SAMPLED, max_tokens=500)
+        expected = await references("long", ask, PROMPT)
+
+        async def leaving() -> asyncio.Task[Answer]:
+            """A stream that runs on D1, and has to leave."""
+            with avoided(registry, stage.p2.process, *[d2.process] * 4):
+                task = ask(PROMPT)
+                await until(lambda: d1.state()["running"] == 1, "it does not run")
+            dispatcher.tell(d1.address, drain=True)
+            return task
+
+        await settled(dispatcher)
+        await (await leaving())  # a connection between D1 and D2 that the last fault has broken shows, and is replaced
+        await recovered(stage, dispatcher, registry)
+        gate = (d2, "read") if state == "moving" else (d1, "Settled")
+        gate[0].close(gate[1], skip=0 if state == "moving" else 1)
+        task = await leaving()
+        await until(lambda: gate[0].waiting(gate[1]) > 0, f"{state} was not reached")
+        assert d1.state()["running"] == (1 if state == "moving" else 0)
+        d1.partner, d2.partner = d2, d1
+        try:
+            async with happening(stage, registry, fault, d1 if who == "source" else d2, gate):
+                if who == "sink":
+                    dispatcher.tell(d1.address, drain=False)  # it is the only one that is left
+                answered = await task
+        finally:
+            d1.partner, d2.partner = stage.p1, stage.p2
+            await recovered(stage, dispatcher, registry)
+        assert (answered.tokens, answered.reasons) == (expected, ["length"])
+    stage.workers().wait_for_baseline()
+
+
+DEADLINES = {
+    "queued": "waiting for the prefill worker|decode worker, attaching",
+    "mid-chunk": "computing the prompt|decode worker, offered|offered to a decode worker",
+    "offered": "decode worker, offered|offered to a decode worker",
+    "pulling": "decode worker, pulling|offered to a decode worker",
+    "settling": "decode worker, settling|offered to a decode worker",
+    "running": "decode worker, decoding",
+    "finishing": "ran out at the gateway; last: .*decode at",
+}
+"""State → what the error says."""
+
+
+@pytest.mark.parametrize("state", [pytest.param(state, marks=pytest.mark.chaos) for state in STATES])
+async def test_the_end_of_its_time_names_the_state(stage: Theatre, state: str) -> None:
+    stage.revive()
+    async with stage.dispatcher() as (dispatcher, registry):
+        with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):
+            await settled(dispatcher)
+            tasks, (holder, gate) = await reached(state, stage, asker(dispatcher, budget_s=2.0))
+        with pytest.raises(GenerationFailed, match=DEADLINES[state]) as failed:
+            await tasks[0]
+        assert failed.value.cause is Cause.DEADLINE
+        holder.open(gate)
+        await asyncio.gather(*tasks, return_exceptions=True)
     stage.workers().wait_for_baseline()
 
 

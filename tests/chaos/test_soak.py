@@ -1,4 +1,4 @@
-"""Requests over HTTP, streaming and not, while workers are killed, frozen, cut off, reset and slowed down at random.
+"""Requests over HTTP, streaming and not, while workers are killed, frozen, cut off, reset, slowed down and drained.
 
     make chaos            500 requests on each transport
     make test             a short run on one
@@ -53,9 +53,10 @@ def body(draw: random.Random, index: int) -> dict[str, Any]:
 class Chaos:
     """Faults at random moments. One decode worker, at least, is always left alone."""
 
-    def __init__(self, stage: Theatre, draw: random.Random) -> None:
+    def __init__(self, stage: Theatre, draw: random.Random, admin: str) -> None:
         self.stage = stage
         self.draw = draw
+        self.admin = admin
         self.happened: Counter[str] = Counter()
         self.last_kill = 0.0
         self.busy: set[int] = set()
@@ -74,6 +75,18 @@ class Chaos:
         finally:
             await asyncio.gather(*under_way)
 
+    async def _drain(self, actor: Actor) -> None:
+        """An operator drains a worker, and changes his mind."""
+        try:
+            async with aiohttp.ClientSession(f"{self.admin}/workers/{actor.address}/") as session:
+                async with session.post("drain") as response:
+                    self.happened[f"drain {actor.role.value}"] += response.status == 202
+                await asyncio.sleep(self.draw.uniform(0.3, 4.0))
+                while (await session.post("resume")).status != 202:
+                    await asyncio.sleep(0.1)
+        finally:
+            self.busy.discard(self.stage.actors.index(actor))
+
     def _victim(self) -> int | None:
         free = [index for index in range(4) if index not in self.busy]
         if {2, 3} & self.busy:
@@ -83,7 +96,10 @@ class Chaos:
     async def _happen(self, index: int) -> None:
         self.busy.add(index)
         actor: Actor = self.stage.actors[index]
-        name = self.draw.choice(list(FAULTS))
+        name = self.draw.choice([*FAULTS, "drain"])
+        if name == "drain":
+            await self._drain(actor)
+            return
         if name == "kill" and time.monotonic() - self.last_kill < KILL_SPACING_S:
             name = "freeze"
         fault = FAULTS[name]()
@@ -122,12 +138,12 @@ async def test_nothing_is_lost_and_nothing_is_wrong(
     folder = checkpoint("llama")
     with theatre(folder, tmp_path, transport, options=options) as stage:
         pulse = ("--heartbeat-interval-s", "0.25", "--heartbeat-timeout-s", "1.5", "--patience-s", "30")
-        with stage.workers().gateway(*pulse) as gateway:
+        with stage.workers().gateway(*pulse, "--admin-port", "0") as gateway:
             url = gateway.fact("url")
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
                 expected = await _all(session, url, bodies)
                 assert {outcome.error for outcome in expected} == {""}
-                chaos = Chaos(stage, draw)
+                chaos = Chaos(stage, draw, gateway.fact("admin"))
                 running = asyncio.create_task(chaos.run())
                 began = time.monotonic()
                 found = await _all(session, url, bodies)

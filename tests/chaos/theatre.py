@@ -36,6 +36,8 @@ class Actor:
     env: dict[str, str]
     socket: Path
     process: Process = field(init=False)
+    partner: Actor = field(init=False)
+    """The one of the other role that it works with in the tests."""
     control_port: int = 0
     closed: set[str] = field(default_factory=set)
     """Gates that a test has closed."""
@@ -111,6 +113,8 @@ class Theatre:
         self.transport = transport
         self.actors = list(actors)
         self.p1, self.p2, self.d1, self.d2 = self.actors
+        for one, other in ((self.p1, self.d1), (self.p2, self.d2)):
+            one.partner, other.partner = other, one
 
     def registry(self) -> Registry:
         """What a gateway is told of the workers."""
@@ -252,6 +256,16 @@ class CutIn(Cut):
         actor.host.cut_in()
 
 
+class Part(Cut):
+    """What the worker sends to its partner is dropped; gateways reach both."""
+
+    name = "part"
+    silences = False
+
+    def begin(self, actor: Actor) -> None:
+        actor.host.cut_from(actor.partner.host)
+
+
 class Reset(Fault):
     """Every TCP connection of the worker breaks."""
 
@@ -289,7 +303,7 @@ class Slow(Fault):
 
 
 FAULTS: dict[str, Callable[[], Fault]] = {
-    fault.name: fault for fault in (Kill, Freeze, Cut, CutOut, CutIn, Reset, Slow)
+    fault.name: fault for fault in (Kill, Freeze, Cut, CutOut, CutIn, Part, Reset, Slow)
 }
 
 
