@@ -12,6 +12,7 @@ _ROLES = {
     "gateway": ("gateway.__main__", "one gateway"),
     "prefill": ("prefill_worker.__main__", "one prefill worker"),
     "decode": ("decode_worker.__main__", "one decode worker"),
+    "bench": ("benchmarks.load.cli", "load on any OpenAI-compatible endpoint, and its figures"),
     "keys": ("common.runtime.curve", "a file of keys for the control channel"),
 }
 
@@ -23,7 +24,8 @@ def main() -> None:
         print("usage: baton ROLE [options]\n")
         for role, (_, purpose) in _ROLES.items():
             print(f"  {role:<9}{purpose}")
-        print("\n`baton ROLE --help` lists a role's options; each is also a variable BATON_<OPTION>.")
+        print("\n`baton ROLE --help` lists a role's options; each is also a variable BATON_<OPTION>,")
+        print("of bench BATON_BENCH_<OPTION>.")
         sys.exit(0 if arguments else EXIT_OPERATOR_ERROR)
     role = arguments[0]
     if role not in _ROLES:

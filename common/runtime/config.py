@@ -17,6 +17,8 @@ from common.runtime.checkpoint import DEMO_MODEL
 from common.runtime.clock import Pulse
 
 ENV_PREFIX = "BATON_"
+_BENCH_PREFIX = "BATON_BENCH_"
+"""Variables of `baton bench`, which the roles leave alone."""
 _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)")
 """What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
 
@@ -218,7 +220,10 @@ def _refuse_unknown_variables() -> None:
     unknown = sorted(
         name
         for name in os.environ
-        if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE_VARIABLE.fullmatch(name)
+        if name.startswith(ENV_PREFIX)
+        and name not in known
+        and not name.startswith(_BENCH_PREFIX)
+        and not _SERVICE_VARIABLE.fullmatch(name)
     )
     if unknown:
         raise OperatorError(f"unknown environment variable {', '.join(unknown)}")

@@ -1,0 +1,52 @@
+"""When requests arrive. Times are seconds from the first arrival, which is at 0."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Literal
+
+
+def arrival_times(
+    process: Literal["poisson", "gamma", "constant"], rate: float, count: int, cv: float, random: Random
+) -> list[float]:
+    """`count` arrivals, `rate` a second on average; all at once if that is infinite.
+
+    Gamma gaps have the coefficient of variation `cv`: 1 is Poisson, above it arrivals come in bursts.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    gap: Callable[[], float]
+    match process:
+        case "poisson":
+            gap = lambda: random.expovariate(rate)  # noqa: E731
+        case "gamma":
+            gap = lambda: random.gammavariate(1 / cv**2, cv**2 / rate)  # noqa: E731
+        case "constant":
+            return [index / rate for index in range(count)]
+    return list(itertools.accumulate((gap() for _ in range(count - 1)), initial=0.0))
+
+
+def jittered(times_s: Sequence[float], random: Random) -> list[float]:
+    """Spread each group of equal times evenly over the time until the next group; sorted.
+
+    A trace whose clock ticks every few seconds would otherwise arrive in volleys that nobody has sent. The last group
+    spreads over as much time as the one before it.
+    """
+    ticks = sorted(set(times_s))
+    if len(ticks) == 1:
+        return [0.0] * len(times_s)
+    widths = [later - earlier for earlier, later in itertools.pairwise(ticks)]
+    width = dict(zip(ticks, [*widths, widths[-1]], strict=True))
+    spread = sorted(time_s + random.random() * width[time_s] for time_s in times_s)
+    return [time_s - spread[0] for time_s in spread]
+
+
+def scaled(times_s: Sequence[float], rate: float | None) -> list[float]:
+    """Stretched or compressed so that `rate` arrive in a second on average, in the pattern they have."""
+    if rate is None or len(times_s) < 2 or times_s[-1] == 0:
+        return list(times_s)
+    factor = (len(times_s) - 1) / rate / times_s[-1]
+    return [time_s * factor for time_s in times_s]

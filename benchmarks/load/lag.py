@@ -1,0 +1,43 @@
+"""How late this process is: what it measures is only as good as it is punctual."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from benchmarks.load.client import Clock
+
+_TICK_S = 0.05
+LARGE_LAG_S = 0.010
+
+
+@asynccontextmanager
+async def loop_lag(clock: Clock, samples: list[float]) -> AsyncIterator[None]:
+    """While it is open, append to `samples` by how much each tick of the event loop was late, 20 times a second."""
+    ticking = asyncio.create_task(_tick(clock, samples))
+    try:
+        yield
+    finally:
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+
+
+async def _tick(clock: Clock, samples: list[float]) -> None:
+    while True:
+        due_s = clock() + _TICK_S
+        await asyncio.sleep(_TICK_S)
+        samples.append(max(0.0, clock() - due_s))
+
+
+def lag_warnings(summary: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before believing the figures."""
+    lag = summary["lag"]
+    named = (("requests were sent late", lag["send_s"]), ("the client's event loop was late", lag["loop_s"]))
+    return [
+        f"{what}: by {1000 * spread['p99']:.1f} ms (P99), {1000 * spread['max']:.1f} ms at worst; "
+        "the client is a bottleneck, or its machine is"
+        for what, spread in named
+        if spread is not None and spread["p99"] > LARGE_LAG_S
+    ]

@@ -1,0 +1,177 @@
+"""The file of a run or a sweep: figures, and everything needed to take them again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load.endpoint import Endpoint
+from benchmarks.load.record import Record
+from benchmarks.load.runner import Recording
+from benchmarks.load.settings import LoadSettings
+from benchmarks.load.summary import Targets, summarize
+from common.contract.errors import OperatorError
+
+FORMAT = "baton-bench/1"
+_PACKAGES = ("baton", "aiohttp", "uvloop", "pydantic")
+_SECRET_OPTION = "--api-key"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run."""
+
+    plan_digest: str
+    recording: Recording
+    targets: Targets
+
+    def summary(self) -> dict[str, Any]:
+        """Its figures."""
+        return summarize(self.recording.records, self.targets, self.recording.loop_lag_s)
+
+    def as_json(self, *, with_timeline: bool) -> dict[str, Any]:
+        """For the file."""
+        body: dict[str, Any] = {"plan_sha256": self.plan_digest, "interrupted": self.recording.interrupted}
+        body["summary"] = self.summary()
+        if with_timeline:
+            body["timeline"] = {
+                "loop_lag_s": self.recording.loop_lag_s,
+                "records": [record.as_json() for record in self.recording.records],
+            }
+        return body
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any], targets: Targets) -> Measured:
+        """From the file's timeline. Raises `KeyError`, `TypeError` or `ValueError` for another form."""
+        timeline = body["timeline"]
+        records = [Record.from_json(each) for each in timeline["records"]]
+        recording = Recording(records, [float(each) for each in timeline["loop_lag_s"]], bool(body["interrupted"]))
+        return cls(plan_digest=str(body["plan_sha256"]), recording=recording, targets=targets)
+
+
+def targets_of(settings: LoadSettings) -> Targets:
+    """What goodput is measured against."""
+    return Targets(ttft_s=settings.ttft_target_s, tpot_s=settings.tpot_target_s, itl_s=settings.itl_target_s)
+
+
+def heading(kind: str, settings: LoadSettings, endpoint: Endpoint, argv: Sequence[str], started: str) -> dict[str, Any]:
+    """What a file says besides figures. `started` is wall time, ISO 8601."""
+    machine = {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()}
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "started": started,
+        "command": shlex.join(_without_secret(argv)),
+        "settings": _plain(settings),
+        "endpoint": endpoint.as_json(),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": machine | {"client_cores": sorted(os.sched_getaffinity(0))},
+    }
+
+
+def write(path: Path, body: Mapping[str, Any]) -> None:
+    """Write the file at once, or not at all. Raises `OperatorError`."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n")
+        scratch.replace(path)
+    except OSError as error:
+        raise OperatorError(f"cannot write the results: {error}") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file's content. Raises `OperatorError`."""
+    try:
+        body = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise OperatorError(f"cannot read {path}: {error}") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT or body.get("kind") not in ("run", "sweep"):
+        raise OperatorError(f"{path} is no result of baton bench ({FORMAT})")
+    return body
+
+
+def runs_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A file's run, or the runs of its sweep."""
+    return [body["run"]] if body["kind"] == "run" else [point["run"] for point in body["points"]]
+
+
+def recomputed(body: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The summaries again, from the timelines. Raises `OperatorError` if there is none, or the file says otherwise."""
+    settings = body["settings"]
+    targets = Targets(
+        ttft_s=settings["ttft_target_s"], tpot_s=settings["tpot_target_s"], itl_s=settings["itl_target_s"]
+    )
+    summaries = []
+    for run in runs_of(body):
+        if "timeline" not in run:
+            raise OperatorError(f"{path} has no timeline: it was made without --timeline")
+        try:
+            summary = Measured.from_json(run, targets).summary()
+        except (KeyError, TypeError, ValueError) as error:
+            raise OperatorError(f"the timeline of {path} is not of this form: {error!r}") from error
+        if summary != run["summary"]:
+            raise OperatorError(f"the summary in {path} does not follow from its timeline")
+        summaries.append(summary)
+    return summaries
+
+
+def _plain(settings: LoadSettings) -> dict[str, Any]:
+    """As JSON has it: no secret, and infinity as a word."""
+    fields = settings.model_dump(mode="json", exclude={"api_key"})
+    return fields | {"rate": "inf" if settings.rate is not None and math.isinf(settings.rate) else settings.rate}
+
+
+def _without_secret(argv: Sequence[str]) -> list[str]:
+    shown = []
+    hide = False
+    for part in argv:
+        if part.startswith(f"{_SECRET_OPTION}="):
+            shown.append(f"{_SECRET_OPTION}=***")
+        else:
+            shown.append("***" if hide else part)
+        hide = part == _SECRET_OPTION
+    return shown
+
+
+def _commit() -> str | None:
+    """Of the checkout that this file is in, if it is in one."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!:/benchmarks/results")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

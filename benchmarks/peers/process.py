@@ -1,0 +1,106 @@
+"""Processes of a peer: each in a process group of its own, waited for until it answers, and ended as a group."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+START_S = 300.0
+"""How long a peer may take to answer: it compiles its model when it starts."""
+END_S = 20.0
+"""How long a peer may take to end when it is asked to; after that its group is killed."""
+
+
+class PeerError(Exception):
+    """A peer that did not start."""
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of `url` gives 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def group_members(group: int) -> list[int]:
+    """The processes of a process group that still run; those that have ended and await their parent do not count."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group_id = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(group_id) == group and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def _end_with_parent() -> None:
+    """Get SIGTERM if the thread that started this process ends without having ended it (`PR_SET_PDEATHSIG`)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+@contextmanager
+def running(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `command` in a process group of its own, what it prints going to `log`; end the whole group afterwards.
+
+    To be entered on a thread that outlives the context: the process ends with the thread that started it, so that a
+    measurement that is killed leaves nothing running.
+    """
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+    try:
+        yield process
+    finally:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask a group to end by its leader's id; kill what is left of it after `END_S`."""
+    group = process.pid
+    for what, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+        if not group_members(group):
+            break
+        os.killpg(group, what)
+        deadline = time.monotonic() + patience_s
+        while group_members(group) and time.monotonic() < deadline:
+            process.poll()
+            time.sleep(0.05)
+    process.wait(END_S)
+
+
+def wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Return once `url` gives 200. Raises `PeerError` with the end of the log if the process ends or takes too long."""
+    deadline = time.monotonic() + START_S
+    while not answers(url):
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+            raise PeerError(f"{' '.join(map(str, process.args))}\ndoes not answer at {url}:\n{tail}")  # type: ignore[arg-type]
+        time.sleep(0.2)

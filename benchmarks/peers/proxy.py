@@ -1,0 +1,127 @@
+"""What stands before a prefill/decode pair of vLLM: one request in, two out, the second one's answer untouched.
+
+    python -m benchmarks.peers.proxy --prefill URL --decode URL --port N
+
+1. The prefill instance gets the request with one token to generate, and is told that another will decode it.
+2. Its answer names where the KV lies; the decode instance gets the request as the client sent it, and that name.
+3. What the decode instance sends goes to the client as it comes, byte for byte.
+
+A client that leaves ends the leg that is under way. There is no retry and no bound on requests at a time: the
+measurement's load is the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+import uvloop
+from aiohttp import web
+
+MAX_BODY_BYTES = 64 * 2**20
+_TO_BE_DECODED = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
+    """The request as the prefill instance gets it: one token, not streamed, its KV kept for another."""
+    short = {**body, "max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": _TO_BE_DECODED}
+    short.pop("stream_options", None)
+    if "max_completion_tokens" in short:
+        short["max_completion_tokens"] = 1
+    return short
+
+
+def decode_body(body: dict[str, Any], prefilled: dict[str, Any]) -> dict[str, Any]:
+    """The request as the decode instance gets it: as it came, with the place of its KV."""
+    return {**body, "kv_transfer_params": prefilled["kv_transfer_params"]}
+
+
+class Proxy:
+    """The handlers, and the client session that they share."""
+
+    _session: aiohttp.ClientSession
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self._prefill = prefill
+        self._decode = decode
+
+    async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
+        """Hold the client session while the application runs; no limit on connections or on the length of a stream."""
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**18) as self._session:
+            yield
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Both legs of a completion."""
+        body = json.loads(await request.read())
+        headers = {"X-Request-Id": uuid4().hex}
+        first = self._session.post(self._prefill + request.path, json=prefill_body(body), headers=headers)
+        async with first as answer:
+            if answer.status != 200:
+                return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+            prefilled = await answer.json()
+        second = self._session.post(self._decode + request.path, json=decode_body(body, prefilled), headers=headers)
+        async with second as answer:
+            return await _through(request, answer)
+
+    async def ask_decode(self, request: web.Request) -> web.StreamResponse:
+        """Pass what is no completion to the decode instance."""
+        async with self._session.get(self._decode + request.path) as answer:
+            return await _through(request, answer)
+
+    async def healthy(self, request: web.Request) -> web.Response:
+        """200 if both instances say so."""
+        for url in (self._prefill, self._decode):
+            async with self._session.get(url + "/health") as answer:
+                if answer.status != 200:
+                    return web.Response(status=503)
+        return web.Response()
+
+
+async def _through(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
+    await response.prepare(request)
+    async for piece in answer.content.iter_any():
+        await response.write(piece)
+    await response.write_eof()
+    return response
+
+
+def application(prefill: str, decode: str) -> web.Application:
+    """The proxy's routes."""
+    proxy = Proxy(prefill, decode)
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.cleanup_ctx.append(proxy.lifetime)
+    app.router.add_post("/v1/completions", proxy.generate)
+    app.router.add_post("/v1/chat/completions", proxy.generate)
+    app.router.add_get("/v1/models", proxy.ask_decode)
+    app.router.add_get("/health", proxy.healthy)
+    return app
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefill", required=True, help="base URL of the prefill instance")
+    parser.add_argument("--decode", required=True, help="base URL of the decode instance")
+    parser.add_argument("--port", type=int, required=True)
+    options = parser.parse_args()
+    uvloop.install()
+    app = application(options.prefill, options.decode)
+    web.run_app(app, host="127.0.0.1", port=options.port, handler_cancellation=True, access_log=None, print=None)
+
+
+if __name__ == "__main__":
+    main()
