@@ -85,6 +85,7 @@ class Engine:
             dtype=settings.dtype,
             device=device,
             progress=progress,
+            cpu_kernels=settings.cpu_kernels,
         )
         fingerprint = Fingerprint(
             config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=runner.layout

@@ -15,6 +15,7 @@ import torch
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import KVLayout
+from common.engine import native
 from common.engine.attention import AttentionBackend, ReferenceAttention
 from common.engine.batch import Sample, Sampled, Slice
 from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
@@ -108,11 +109,13 @@ def load_runner(
     dtype: str = "auto",
     device: str = "cpu",
     progress: Progress | None = None,
+    cpu_kernels: bool = True,
 ) -> ModelRunner:
     """Load the checkpoint in `folder` and allocate its KV cache, and `swap_bytes` of host memory for swapped blocks.
 
     `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16", and is also the cache's; `progress` is
-    called with (tensors loaded, tensors to load). Raises `OperatorError` for whatever the operator must change.
+    called with (tensors loaded, tensors to load). `cpu_kernels` lets a CPU use the kernels in C, compiling them if need
+    be. Raises `OperatorError` for whatever the operator must change.
     """
     config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config, folder, dtype)
@@ -124,7 +127,8 @@ def load_runner(
             f"{block_size} tokens of {folder}"
         )
     on = torch.device(device)
-    if on.type == "cpu" and not multiplies_natively(TORCH_DTYPES[dtype]):
+    kernels = native.kernels() if on.type == "cpu" and cpu_kernels else None
+    if on.type == "cpu" and kernels is None and not multiplies_natively(TORCH_DTYPES[dtype]):
         _log.warning("this CPU has no instructions for %s: weights are held, and multiplied, in float32", dtype)
     try:
         cache = KVCache(layout, num_blocks, on)
@@ -133,8 +137,8 @@ def load_runner(
         raise OperatorError(
             f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
         ) from error
-    weights = load_weights(config, folder, dtype, on, progress)
-    attention = CpuAttention() if on.type == "cpu" else ReferenceAttention()
+    weights = load_weights(config, folder, dtype, on, progress, kernels)
+    attention = CpuAttention(kernels=kernels) if on.type == "cpu" else ReferenceAttention()
     return ModelRunner(Decoder(config, weights), cache, swap, attention)
 
 

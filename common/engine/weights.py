@@ -16,6 +16,7 @@ from common.contract.kv_layout import DTYPE_BYTES
 from common.engine.kv_cache import TORCH_DTYPES
 from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
+from common.engine.native import Kernels
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors to load)."""
@@ -52,13 +53,18 @@ class Weights:
 
 
 def load_weights(
-    config: ModelConfig, folder: Path, dtype: str, device: torch.device, progress: Progress | None = None
+    config: ModelConfig,
+    folder: Path,
+    dtype: str,
+    device: torch.device,
+    progress: Progress | None = None,
+    kernels: Kernels | None = None,
 ) -> Weights:
-    """Load the checkpoint in `folder` as `dtype` (a key of `DTYPE_BYTES`).
+    """Load the checkpoint in `folder` as `dtype` (a key of `DTYPE_BYTES`); on a CPU, for `kernels` if there are any.
 
     Raises `OperatorError`, naming tensors, if one is missing, unexpected or of the wrong shape, or a file is damaged.
     """
-    weights = _allocate(config, TORCH_DTYPES[dtype], device)
+    weights = _allocate(config, TORCH_DTYPES[dtype], device, kernels)
     targets = dict(_targets(config, weights))
     files = {n: file for n, file in _files_by_tensor(folder).items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_word_embeddings:
@@ -102,14 +108,14 @@ def resolve_dtype(config: ModelConfig, folder: Path, dtype: str) -> str:
     return stored
 
 
-def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> Weights:
     """Uninitialised weights."""
 
     def vector(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def projection(out_features: int, in_features: int, bias: bool = False) -> Linear:
-        return Linear(out_features, in_features, bias=bias, dtype=dtype, device=device)
+        return Linear(out_features, in_features, bias=bias, dtype=dtype, device=device, kernels=kernels)
 
     hidden, inner = config.hidden_size, config.intermediate_size
     q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

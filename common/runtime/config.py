@@ -83,6 +83,7 @@ class WorkerSettings(ProcessSettings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
     block_size: int = Field(16, ge=1, le=256, description="token slots in a KV block")
     kv_cache_bytes: int = Field(256 * 2**20, ge=1, description="bytes of the KV cache")
+    cpu_kernels: bool = Field(True, description="on a CPU: compute with kernels in C, compiled at first use")
     num_threads: int = Field(0, ge=0, le=1024, description="threads of the engine on a CPU (0: one for each core)")
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
     checksums: bool = Field(False, description="verify every block that moves by CRC-32 (CPU only)")
