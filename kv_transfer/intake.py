@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
@@ -68,6 +69,19 @@ class IntakeEvents(Protocol):
         the request (`Pull.ended_with`)."""
 
 
+@dataclass(slots=True)
+class _Read:
+    """One that is under way."""
+
+    pull: Pull
+    start: int
+    """The first block of the sequence that it reads."""
+    agent: int
+    """The number of the agent that reads."""
+    since: float
+    """When it began, or the fence was last raised for it."""
+
+
 class Intake:
     """The shell around pulls, links to sources and the mover. Runs on the event loop's thread.
 
@@ -90,6 +104,7 @@ class Intake:
         """What sinks need in order to read from here; known once started."""
         self._transport = settings.transport
         self._quarantine_bound_s = settings.quarantine_bound_s
+        self._read_bound_s = settings.read_bound_s
         self._block_bytes = region.block_bytes
         self._events = events
         self._clock = clock
@@ -100,8 +115,7 @@ class Intake:
         """Pulls that have neither settled nor been given up."""
         self._quarantine: dict[Pull, float] = {}
         """Abandoned pulls with reads under way → since when, or since when the last fence was raised for them."""
-        self._reads: dict[ReadId, tuple[Pull, int, int]] = {}
-        """Reads under way → pull, first block, and the number of the agent that reads."""
+        self._reads: dict[ReadId, _Read] = {}
         self._agents: dict[Incarnation, int] = {}
         """Sources → how often the agent that reads from them was replaced."""
         self._read_ids = itertools.count()
@@ -162,14 +176,18 @@ class Intake:
         self._do(pull, pull.abandon(cause, why))
 
     def tick(self, now: float) -> None:
-        """Replace the agents that have held blocks in quarantine for too long; needed while there are any."""
+        """Replace the agents that have held blocks in quarantine, or read, for too long; needed while there are any."""
         overdue = {pull.source for pull, since in self._quarantine.items() if now - since > self._quarantine_bound_s}
+        overdue |= {read.pull.source for read in self._reads.values() if now - read.since > self._read_bound_s}
         for source in overdue:
-            log.warning("blocks in quarantine for %.1f s: replacing the agent for %s", self._quarantine_bound_s, source)
+            log.warning("a read from %s does not end: replacing the agent that reads from there", source)
             self._replace_agent(source)
             for pull in self._quarantine:
                 if pull.source == source:
                     self._quarantine[pull] = now
+            for read in self._reads.values():
+                if read.pull.source == source:
+                    read.since = now
 
     def _replace_agent(self, source: Source) -> None:
         """The fence for a source that is still there; each of its pulls fails and may be tried again."""
@@ -225,11 +243,12 @@ class Intake:
             self._died.set_exception(error)
 
     def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
-        pull, start, agent = self._reads.pop(read_id)
-        if error is not None and agent == self._agents.get(pull.source.incarnation, 0):
+        read = self._reads.pop(read_id)
+        pull = read.pull
+        if error is not None and read.agent == self._agents.get(pull.source.incarnation, 0):
             # Its connection may be broken for good; the next pull gets another one.
             self._replace_agent(pull.source)
-        self._do(pull, pull.read_done(start, None if error is None else str(error)))
+        self._do(pull, pull.read_done(read.start, None if error is None else str(error)))
 
     # --- the steps between ---------------------------------------------------------------------------------------
 
@@ -252,7 +271,7 @@ class Intake:
                 case StartRead():
                     read_id = ReadId(next(self._read_ids))
                     source = pull.source.incarnation
-                    self._reads[read_id] = (pull, action.start, self._agents.get(source, 0))
+                    self._reads[read_id] = _Read(pull, action.start, self._agents.get(source, 0), self._clock())
                     self.mover.read(read_id, source, action.source_blocks, action.sink_blocks, action.checksums)
                 case WantBlocks(num_blocks):
                     self._events.on_want_blocks(pull, num_blocks)
@@ -297,5 +316,5 @@ class Intake:
             assert pull.state not in (PullState.SETTLED, PullState.ABANDONED), pull.story
         for pull in self._quarantine:
             assert pull.quarantined, pull.story
-        for pull, _, _ in self._reads.values():
-            assert self._has(pull) or pull in self._quarantine, pull.story
+        for read in self._reads.values():
+            assert self._has(read.pull) or read.pull in self._quarantine, read.pull.story

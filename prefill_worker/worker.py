@@ -188,7 +188,7 @@ class PrefillWorker:
             if self._scheduler.num_waiting:  # an offer may have become old enough to be reclaimed
                 wait_s = min(wait_s, _RECLAIM_AGE_S)
                 self._wake.set()
-            if self._intake.num_quarantined:
+            if self._intake.num_quarantined or self._intake.num_reads:
                 wait_s = min(wait_s, _QUARANTINE_LOOK_S)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(

@@ -95,6 +95,9 @@ class WorkerSettings(ProcessSettings):
     quarantine_bound_s: float = Field(
         10.0, gt=0, description="seconds after which the agent that holds quarantined blocks is replaced"
     )
+    read_bound_s: float = Field(
+        30.0, gt=0, description="seconds after which a read that does not end is given up, and its agent replaced"
+    )
     ageing_s: float = Field(30.0, gt=0, description="seconds of waiting that entitle a lower tier to a share")
     drain_grace_s: float = Field(
         30.0, ge=0, le=86400, description="seconds after SIGTERM in which requests finish, or move to other workers"

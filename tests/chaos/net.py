@@ -6,12 +6,15 @@ Needs root and iproute2. Everything is named after this process and removed at t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+_numbers = itertools.count()
 
 
 def _run(*command: str) -> None:
@@ -84,8 +87,10 @@ class Host:
 @contextmanager
 def hosts(number: int) -> Iterator[list[Host]]:
     """So many hosts, and this one, on one bridge."""
-    tag = f"bt{os.getpid() % 100000}"
-    subnet = f"10.{77 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    # Another name and subnet each time: what was removed may not be gone yet.
+    number_of_these = next(_numbers)
+    tag = f"bt{os.getpid() % 100000}x{number_of_these}"
+    subnet = f"10.{77 + os.getpid() % 100}.{(os.getpid() // 100 + number_of_these) % 250}"
     made = [Host(f"{tag}n{i}", f"{subnet}.{i + 1}", f"{tag}v{i}", f"{subnet}.254") for i in range(number)]
     try:
         _run("ip", "link", "add", tag, "type", "bridge")

@@ -134,13 +134,17 @@ def asker(dispatcher: Dispatcher, **options: Any) -> Callable[[list[int]], async
     return ask
 
 
-async def settled(dispatcher: Dispatcher) -> None:
-    """Wait until nothing is left of the last fault: a broken connection between workers, say, shows in a request."""
+async def settled(stage: Theatre, dispatcher: Dispatcher, registry: Registry) -> None:
+    """Wait until nothing is left of the last fault: a broken connection between workers, say, shows in a request. Over
+    TCP it may also end a source, which is then started again."""
     in_a_row = 0
     while in_a_row < 3:
         before = sum(dispatcher.recovery.failovers.values())
         await asker(dispatcher)(FILLER[:40])
         in_a_row = in_a_row + 1 if sum(dispatcher.recovery.failovers.values()) == before else 0
+        if any(actor.process.popen.poll() is not None for actor in stage.actors):
+            await recovered(stage, dispatcher, registry)
+            in_a_row = 0
 
 
 @asynccontextmanager
@@ -167,9 +171,13 @@ async def happening(
 
 
 async def recovered(stage: Theatre, dispatcher: Dispatcher, registry: Registry) -> None:
-    """Everything is mended, and everybody serves."""
-    stage.revive()
-    await until(lambda: all(w.incarnation for w in registry.workers.values()), "a worker does not come back")
+    """Everything is mended, and everybody serves; also who died of what was mended."""
+
+    def everybody_is_there() -> bool:
+        stage.revive()
+        return all(worker.incarnation for worker in registry.workers.values())
+
+    await until(everybody_is_there, "a worker does not come back")
     dispatcher.tell(stage.d1.address, drain=False)
     await until(lambda: all(w.usable for w in registry.workers.values()), "a worker does not serve again")
 
@@ -182,7 +190,7 @@ async def test_the_stream_goes_on(stage: Theatre, references: References, fault:
         ask = asker(dispatcher, **SAMPLED if how == "sampled" else {})
         expected = [await references(how, ask, PROMPT)]
         with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):  # with the fillers, D1 is busy too
-            await settled(dispatcher)
+            await settled(stage, dispatcher, registry)
             tasks, gate = await reached(state, stage, ask)
             async with happening(stage, registry, fault, stage.p1 if role is Role.PREFILL else stage.d1, gate):
                 answers = await asyncio.gather(*tasks)
@@ -224,7 +232,7 @@ async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
             dispatcher.tell(d1.address, drain=True)
             return task
 
-        await settled(dispatcher)
+        await settled(stage, dispatcher, registry)
         await (await leaving())  # a connection between D1 and D2 that the last fault has broken shows, and is replaced
         await recovered(stage, dispatcher, registry)
         gate = (d2, "read") if state == "moving" else (d1, "Settled")
@@ -262,7 +270,7 @@ async def test_the_end_of_its_time_names_the_state(stage: Theatre, state: str) -
     stage.revive()
     async with stage.dispatcher() as (dispatcher, registry):
         with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):
-            await settled(dispatcher)
+            await settled(stage, dispatcher, registry)
             tasks, (holder, gate) = await reached(state, stage, asker(dispatcher, budget_s=2.0))
         with pytest.raises(GenerationFailed, match=DEADLINES[state]) as failed:
             await tasks[0]
@@ -317,7 +325,7 @@ async def test_a_gateway_is_gone_and_another_one_does_not_notice(stage: Theatre,
 
     async with another_gateway(stage) as (gateway, client), stage.dispatcher() as (dispatcher, registry):
         with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):
-            await settled(dispatcher)
+            await settled(stage, dispatcher, registry)
             expected = await asker(dispatcher)(PROMPT)
             tasks, (holder, gate) = await reached(state, stage, client)
             neighbour = asker(dispatcher)(PROMPT)

@@ -46,8 +46,7 @@ async def test_a_source_that_wakes_up_late_changes_no_block(stage: Theatre) -> N
         frozen.begin(source)
         try:
             sink.open("read")
-            await until(lambda: sink.state()["reads"] > 0 or task.done(), "no read begins")
-            task.cancel()
+            task.cancel()  # before anybody can have noticed that the source stands still
             began = time.monotonic()
             most = 0
 

@@ -160,7 +160,8 @@ def theatre(
     """Start the workers. `transport`: nixl (same host), nixl-tcp or zmq. `poison`: what kills those of a role."""
     wire = ("--transport", "zmq") if transport == "zmq" else ()
     env = {"UCX_TLS": "tcp"} if transport == "nixl-tcp" else {}
-    common = ["--model", str(folder), "--num-threads", "1", "--checksums", *PULSE, *wire, *options]
+    bounds = ("--read-bound-s", "5")
+    common = ["--model", str(folder), "--num-threads", "1", "--checksums", *PULSE, *bounds, *wire, *options]
     with ExitStack() as stack:
         made = stack.enter_context(hosts(4))
         actors = []

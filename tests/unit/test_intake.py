@@ -44,8 +44,13 @@ from kv_transfer.transport import Read, ReadState, Transport
 
 R1, R2 = RequestId("r1"), RequestId("r2")
 BOUND_S = 3.0
+READ_BOUND_S = 50.0
 SETTINGS = PrefillSettings(
-    transport="zmq", quarantine_bound_s=BOUND_S, heartbeat_interval_s=0.05, heartbeat_timeout_s=20.0
+    transport="zmq",
+    quarantine_bound_s=BOUND_S,
+    read_bound_s=READ_BOUND_S,
+    heartbeat_interval_s=0.05,
+    heartbeat_timeout_s=20.0,
 )
 HASHES = block_hashes(range(12), 4)
 
@@ -434,6 +439,23 @@ async def test_blocks_that_stay_in_quarantine_are_fenced(net: Net) -> None:
     source = net.source.incarnation
     assert net.transport.calls == [("add", source), ("drop", source), ("add", source)], "once for the source"
     assert net.counts == (0, 0, 0)
+    await net.reading()
+
+
+async def test_a_read_that_never_ends_is_given_up(net: Net) -> None:
+    """Its source is there and answers; only the connection that it goes over is broken, and nobody is told."""
+    stuck = [await net.reading(), await net.reading(net.pull(R2))]
+    net.worker.all_told()
+    net.intake.tick(net.now + READ_BOUND_S)
+    await net.source.hear_all()
+    assert net.counts == (2, 4, 0)
+    net.intake.tick(net.now + READ_BOUND_S + 0.1)
+    net.intake.tick(net.now + READ_BOUND_S + 0.2)
+    gave_up = [event for event in [await net.worker.next() for _ in range(6)] if event[0] == "gave up"]
+    assert gave_up == [("gave up", pull, Cause.TRANSFER) for pull in stuck]
+    source = net.source.incarnation
+    assert net.transport.calls == [("add", source), ("drop", source), ("add", source)], "once for the source"
+    await net.until(lambda: net.counts == (0, 0, 0))
     await net.reading()
 
 
