@@ -588,6 +588,7 @@ class DecodeWorker:
             transport=self._settings.transport,
             transport_metadata=self._intake.transport_metadata,
             open_requests=(),
+            phase=self.phase,
         )
 
     def heartbeat(self, number: int, sent: int) -> Heartbeat:

@@ -39,7 +39,8 @@ class WorkerView:
     @property
     def usable(self) -> bool:
         """Whether it may be given new work."""
-        leaving = self.load is not None and self.load.phase is not Phase.SERVING
+        said = self.load or self.welcome
+        leaving = said is not None and said.phase is not Phase.SERVING
         return self.incarnation is not None and self.refused is None and not leaving and not self.stalled
 
     def has_room(self, num_tokens: int) -> bool:

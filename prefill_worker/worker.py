@@ -482,6 +482,7 @@ class PrefillWorker:
             transport=self._settings.transport,
             transport_metadata=self._intake.transport_metadata,
             open_requests=(),
+            phase=self.phase,
         )
 
     def heartbeat(self, number: int, sent: int) -> Heartbeat:

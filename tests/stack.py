@@ -284,11 +284,12 @@ class Workers:
             await asyncio.wait([running, usable], return_when=asyncio.FIRST_COMPLETED, timeout=30)
             if running.done():
                 running.result()
-            while len(dispatcher.ready().details["workers"]) != sum(  # type: ignore[arg-type]
-                worker["usable"]  # type: ignore[index]
-                for worker in dispatcher.ready().details["workers"]  # type: ignore[attr-defined]
-            ):
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(15):
+                while len(dispatcher.ready().details["workers"]) != sum(  # type: ignore[arg-type]
+                    worker["usable"]  # type: ignore[index]
+                    for worker in dispatcher.ready().details["workers"]  # type: ignore[attr-defined]
+                ):
+                    await asyncio.sleep(0.01)
             yield dispatcher
         finally:
             usable.cancel()

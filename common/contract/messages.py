@@ -97,6 +97,16 @@ class Hello(Message):
     """A gateway's requests at this worker; a sink's pulls from it that are not over."""
 
 
+class Phase(StrEnum):
+    """Whether a worker takes new work."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    """It takes none; what it has goes on, or moves to others."""
+    DRAINED = "drained"
+    """It holds nothing any more: it can go."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
     """Worker to client: the session is open. The client gives up what is not in `open_requests`."""
@@ -112,6 +122,8 @@ class Welcome(Message):
     transport_metadata: Annotated[bytes, Field(strict=True, max_length=2**20)]
     """What a sink's transport needs in order to read this worker's blocks."""
     open_requests: OpenRequests
+    phase: Phase = Phase.SERVING
+    """As in the heartbeats that follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,16 +142,6 @@ class HelloRequired(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye(Message):
     """Either side leaves on purpose; a client's open requests are aborted."""
-
-
-class Phase(StrEnum):
-    """Whether a worker takes new work."""
-
-    SERVING = "serving"
-    DRAINING = "draining"
-    """It takes none; what it has goes on, or moves to others."""
-    DRAINED = "drained"
-    """It holds nothing any more: it can go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,9 +142,18 @@ class Theatre:
 
     @asynccontextmanager
     async def dispatcher(self, **options: Any) -> AsyncIterator[tuple[Dispatcher, Registry]]:
-        """A gateway's dispatcher in this process."""
-        registry = self.registry()
-        async with self.workers().dispatcher(registry, timeout_s=1.5, **options) as dispatcher:
+        """A gateway's dispatcher in this process. A worker that dies late of what befell it before is started again."""
+        async with AsyncExitStack() as stack:
+            for last_try in (False, False, True):
+                await asyncio.to_thread(self.revive)
+                registry = self.registry()
+                connected = self.workers().dispatcher(registry, timeout_s=1.5, **options)
+                try:
+                    dispatcher = await stack.enter_async_context(connected)
+                    break
+                except TimeoutError:
+                    if last_try:
+                        raise
             yield dispatcher, registry
 
 

@@ -79,6 +79,15 @@ def test_a_worker_is_usable_while_its_session_is_open(registry: Registry) -> Non
     assert usable(registry) == {D1}
 
 
+def test_a_worker_that_drains_when_its_session_opens_gets_nothing_new(registry: Registry) -> None:
+    """A gateway that had lost it must not send it work until the first heartbeat."""
+    registry.lost(D1)
+    registry.opened(D1, Incarnation("again"), replace(welcome(Role.DECODE), phase=Phase.DRAINING))
+    assert not registry.workers[D1].usable
+    registry.heartbeat(D1, load(phase=Phase.SERVING), 0.0)
+    assert registry.workers[D1].usable
+
+
 @pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.DRAINED])
 def test_a_draining_worker_gets_nothing_new_until_it_says_otherwise(registry: Registry, phase: Phase) -> None:
     registry.opened(D1, LIFE, welcome(Role.DECODE))
