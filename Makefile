@@ -17,7 +17,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu and not chaos"
 
 chaos: $(STAMP)
-	SOAK_REQUESTS=500 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
+	SOAK_REQUESTS=500 SOAK_RECORD=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
 
 # The protocol, exhaustively, with more going wrong at once than in `make test`; and, where it is installed, SPIN.
 model: $(STAMP)

@@ -27,13 +27,21 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def record(name: str, *, workload: dict[str, Any], figures: dict[str, Any], seed: int | None = None) -> Path:
-    """Write `benchmarks/results/NAME.json`."""
+def record(
+    name: str,
+    *,
+    workload: dict[str, Any],
+    figures: dict[str, Any],
+    seed: int | None = None,
+    command: str | None = None,
+) -> Path:
+    """Write `benchmarks/results/NAME.json`; `command` is what repeats it, by default this process's command line."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     status = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
     dirty = subprocess.run(status, capture_output=True, text=True, check=False).stdout
+    ours = " ".join(["python", *(["-m"] if sys.argv[0].endswith(".py") else []), *_module(), *sys.argv[1:]])
     run = {
-        "command": " ".join(["python", *(["-m"] if sys.argv[0].endswith(".py") else []), *_module(), *sys.argv[1:]]),
+        "command": command or ours,
         "commit": commit + ("+changes" if dirty.strip() else ""),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version(), **_versions()},
         "workload": workload,

@@ -3,7 +3,8 @@
     make chaos            500 requests on each transport
     make test             a short run on one
 
-The seed is printed; `SOAK_SEED` repeats it, `SOAK_REQUESTS` sets the number.
+The seed is printed; `SOAK_SEED` repeats it, `SOAK_REQUESTS` sets the number; with `SOAK_RECORD` a run that passes is
+recorded in `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 from near_ties import margin_at
 from stack import BLOCK_BYTES, prompt
 
+from benchmarks.record import record
 from chaos.client import Outcome, ask
 from chaos.net import why_not
 from chaos.theatre import FAULTS, Actor, Theatre, theatre
@@ -164,6 +166,16 @@ async def test_nothing_is_lost_and_nothing_is_wrong(
             (index, found[index].error, expected[index].tokens, found[index].tokens) for index in wrong[:3]
         ]
         stage.workers().wait_for_baseline(30)
+    if "SOAK_RECORD" in os.environ:
+        figures = {
+            "seconds": seconds,
+            "faults": dict(chaos.happened),
+            "near_ties": num_near_ties,
+            "lost": 0,
+            "wrong": 0,
+        }
+        workload = {"requests": number, "transport": transport, "concurrency": CONCURRENCY}
+        record(f"soak-{transport}", workload=workload, figures=figures, seed=seed, command="make chaos")
 
 
 async def _all(session: aiohttp.ClientSession, url: str, bodies: list[dict[str, Any]]) -> list[Outcome]:
