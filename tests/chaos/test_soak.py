@@ -171,8 +171,8 @@ async def test_nothing_is_lost_and_nothing_is_wrong(
             "seconds": seconds,
             "faults": dict(chaos.happened),
             "near_ties": num_near_ties,
-            "lost": 0,
-            "wrong": 0,
+            "lost": sum(bool(outcome.error) for outcome in found),
+            "wrong": len(wrong),
         }
         workload = {"requests": number, "transport": transport, "concurrency": CONCURRENCY}
         record(f"soak-{transport}", workload=workload, figures=figures, seed=seed, command="make chaos")
