@@ -175,7 +175,7 @@ async def recovered(stage: Theatre, dispatcher: Dispatcher, registry: Registry) 
     """Everything is mended, and everybody serves; also who died, or forgot that it was to serve, of the mending."""
     async with asyncio.timeout(60):
         while not all(worker.usable for worker in registry.workers.values()):
-            await asyncio.to_thread(stage.revive)
+            stage.revive()
             dispatcher.tell(stage.d1.address, drain=False)
             await asyncio.sleep(0.1)
 

@@ -128,7 +128,8 @@ class Theatre:
         return Workers(self.folder, pools[Role.PREFILL], pools[Role.DECODE])
 
     def revive(self) -> None:
-        """Mend every wire, open every gate, start again who has died."""
+        """Mend every wire, open every gate, start again who has died. Not on a thread: a process ends with the thread that
+        started it."""
         for actor in self.actors:
             actor.host.heal()
             if actor.process.popen.poll() is None:
@@ -145,7 +146,7 @@ class Theatre:
         """A gateway's dispatcher in this process. A worker that dies late of what befell it before is started again."""
         async with AsyncExitStack() as stack:
             for last_try in (False, False, True):
-                await asyncio.to_thread(self.revive)
+                self.revive()
                 registry = self.registry()
                 connected = self.workers().dispatcher(registry, timeout_s=1.5, **options)
                 try:

@@ -1,0 +1,162 @@
+"""Baton beside vLLM on the same machine, weights and prompts: every system takes its turn, at each concurrency.
+
+    python -m benchmarks.versus --model 15m --dtype bfloat16 --concurrency 1 8 16 32 --rounds 5
+
+All systems are up during the whole run (idle, each takes a few percent of a core), and the load goes round: one run at
+each in turn, in another order each time. Equal cores: a pair has one for each of its workers, a single system has both.
+`baton bench` in a process of its own sends the load: token ids, the same to all in a round. Needs `python -m
+benchmarks.peers.install_vllm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.local import local_stack
+from benchmarks.models import llama_15m, qwen2_05b
+from benchmarks.peers import vllm
+from benchmarks.record import record
+
+MODELS = {"15m": llama_15m, "0.5b": qwen2_05b}
+PAIRS = (("baton pair", "vllm pair"), ("baton colocated", "vllm single"))
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="15m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 16, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=3, help="for each place of the concurrency, in a run")
+    parser.add_argument("--workload", choices=["fixed", "sharegpt"], default="fixed")
+    parser.add_argument("--input-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--systems", nargs="+", default=[name for pair in PAIRS for name in pair])
+    parser.add_argument("--no-record", action="store_true")
+    options = parser.parse_args()
+    with TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch) / "model"
+        folder.mkdir()
+        MODELS[options.model](folder)
+        urls = {name: start(stack, name, folder, options.dtype) for name in options.systems}
+        runs = measure(urls, options, Path(scratch))
+    figures = summary(runs)
+    for line in lines(figures):
+        print(line)
+    if not options.no_record:
+        workload = {name: value for name, value in vars(options).items() if name != "no_record"}
+        name = f"versus-{options.model}-{options.dtype}-{options.workload}"
+        record(name, workload=workload, figures={"ratios": figures, "runs": runs}, seed=0)
+
+
+def start(stack: ExitStack, name: str, folder: Path, dtype: str) -> str:
+    """Start a system; its base URL."""
+    common = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**30)]
+    settings = vllm.Settings(dtype=dtype)
+    match name:
+        case "baton pair":
+            return stack.enter_context(local_stack([*common, "--prefill", "1", "--decode", "1"])).url
+        case "baton colocated":
+            return stack.enter_context(local_stack([*common, "--prefill", "0", "--decode", "1"])).url
+        case "vllm single":
+            return stack.enter_context(vllm.single(folder, cores=[0, 1], settings=settings))
+        case "vllm pair":
+            return stack.enter_context(vllm.pair(folder, prefill_core=0, decode_core=1, settings=settings))
+    raise SystemExit(f"no such system: {name}")
+
+
+def measure(urls: dict[str, str], options: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
+    """Every run's figures."""
+    runs = []
+    for concurrency in options.concurrency:
+        for number in range(-1, options.rounds):  # the first one warms up
+            names = list(urls)
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                figures = run(urls[name], options, concurrency, seed=1000 * concurrency + number + 1, scratch=scratch)
+                if number >= 0:
+                    runs.append({"system": name, "concurrency": concurrency, "round": number, **figures})
+                    print(f"{name:16} {concurrency:3} {figures['output_tokens_per_s']:8.1f} tok/s", flush=True)
+    return runs
+
+
+def run(url: str, options: argparse.Namespace, concurrency: int, *, seed: int, scratch: Path) -> dict[str, float]:
+    """One run of the load."""
+    output = scratch / "run.json"
+    lengths = ["--max-input-tokens", "1500", "--max-output-tokens", "300"]
+    if options.workload == "fixed":
+        lengths = ["--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens)]
+    number = max(4, options.requests * concurrency)
+    command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--workload", options.workload, *lengths]
+    command += ["--concurrency", str(concurrency), "--requests", str(number), "--seed", str(seed)]
+    command += ["--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+    summary = json.loads(output.read_text())["summary"]
+    assert summary["succeeded"] == summary["requests"], summary["outcomes"]
+    return {
+        "output_tokens_per_s": summary["throughput"]["output_tokens_per_s"],
+        "ttft_p50_s": summary["ttft_s"]["p50"],
+        "itl_p99_s": summary["itl_s"]["p99"],
+        "tpot_p50_s": summary["tpot_s"]["p50"],
+    }
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each pair of systems and concurrency: medians, and the ratios of the rounds."""
+    made = []
+    for ours, theirs in PAIRS:
+        for concurrency in sorted({each["concurrency"] for each in runs}):
+            rounds = [
+                {each["system"]: each for each in runs if (each["concurrency"], each["round"]) == (concurrency, number)}
+                for number in sorted({each["round"] for each in runs})
+            ]
+            rounds = [each for each in rounds if ours in each and theirs in each]
+            if not rounds:
+                continue
+            entry: dict[str, Any] = {"ours": ours, "theirs": theirs, "concurrency": concurrency}
+            for figure in ("output_tokens_per_s", "ttft_p50_s", "itl_p99_s"):
+                ratios = sorted(each[ours][figure] / each[theirs][figure] for each in rounds)
+                entry[figure] = {
+                    "ours": statistics.median(each[ours][figure] for each in rounds),
+                    "theirs": statistics.median(each[theirs][figure] for each in rounds),
+                    "ratio": statistics.median(ratios),
+                    "ratio_min": ratios[0],
+                    "ratio_max": ratios[-1],
+                }
+            made.append(entry)
+    return made
+
+
+def lines(figures: Sequence[dict[str, Any]]) -> list[str]:
+    """A table."""
+    made = [f"{'':34} {'tok/s':>20} {'ratio (min - max)':>22} {'TTFT p50':>9} {'ITL p99':>8}"]
+    for each in figures:
+        rate = each["output_tokens_per_s"]
+        who = f"{each['ours']} / {each['theirs']}"
+        made.append(
+            f"{who:30} {each['concurrency']:3} {rate['ours']:9.1f} / {rate['theirs']:8.1f}"
+            f" {rate['ratio']:6.2f} ({rate['ratio_min']:.2f} - {rate['ratio_max']:.2f})"
+            f" {each['ttft_p50_s']['ratio']:9.2f} {each['itl_p99_s']['ratio']:8.2f}"
+        )
+    return made
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+
+
+if __name__ == "__main__":
+    main()
