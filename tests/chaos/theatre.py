@@ -128,8 +128,8 @@ class Theatre:
         return Workers(self.folder, pools[Role.PREFILL], pools[Role.DECODE])
 
     def revive(self) -> None:
-        """Mend every wire, open every gate, start again who has died. Not on a thread: a process ends with the thread that
-        started it."""
+        """Mend every wire, open every gate, start again who has died. Not to be called on a thread: a process ends with
+        the thread that started it."""
         for actor in self.actors:
             actor.host.heal()
             if actor.process.popen.poll() is None:
