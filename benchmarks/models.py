@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from common.runtime.checkpoint import DEMO_FOLDER
 
@@ -24,10 +24,7 @@ def llama_15m(folder: Path) -> Path:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_FOLDER / name, folder / name)
-    return folder
+    return _save(LlamaForCausalLM(config), folder)
 
 
 def llama_long(folder: Path) -> Path:
@@ -43,10 +40,7 @@ def llama_long(folder: Path) -> Path:
         max_position_embeddings=40960,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_FOLDER / name, folder / name)
-    return folder
+    return _save(LlamaForCausalLM(config), folder)
 
 
 def qwen2_05b(folder: Path) -> Path:
@@ -64,7 +58,11 @@ def qwen2_05b(folder: Path) -> Path:
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return _save(Qwen2ForCausalLM(config).to(torch.bfloat16), folder)
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder / name)
     return folder

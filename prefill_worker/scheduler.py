@@ -231,11 +231,14 @@ class PrefillScheduler:
 
     def schedule(self, now: float) -> list[Chunk[PrefillRequest]]:
         """The next step: chunks of running prompts, in order, within the budget."""
-        only = None
-        if self.trials:
-            chosen = self.trials.choose({request.key for request in self._chunks}, now)
-            only = lambda request: request.key in chosen  # noqa: E731
-        return self._chunks.schedule(self._token_budget, self._chunk_size, now, only)
+        return self._chunks.schedule(self._token_budget, self._chunk_size, now, self._permitted(now))
+
+    def _permitted(self, now: float) -> Callable[[PrefillRequest], bool] | None:
+        """Whom the step may have; None where there are no suspects."""
+        if not self.trials:
+            return None
+        chosen = self.trials.choose({request.key for request in self._chunks}, now)
+        return lambda request: request.key in chosen
 
     def step_done(self, chunks: Sequence[Chunk[PrefillRequest]]) -> list[Chunk[PrefillRequest]]:
         """Account for a finished step; returns its chunks of requests that are still here.

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    CliApp,
-    CliPositionalArg,
-    CliSettingsSource,
-    NoDecode,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
 
-from common.contract.errors import OperatorError
+from common.runtime.options import load_options, with_prefix
 
 ENV_PREFIX = "BATON_BENCH_"
 MAX_REQUESTS = 1_000_000
@@ -61,13 +52,7 @@ Url = Annotated[str, AfterValidator(_url)]
 
 
 class _Settings(BaseSettings):
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
-        extra="forbid",
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_implicit_flags=True,
-    )
+    model_config = with_prefix(ENV_PREFIX)
 
 
 class LoadSettings(_Settings):
@@ -194,31 +179,5 @@ AnySettings = TypeVar("AnySettings", bound=_Settings)
 
 
 def load(cls: type[AnySettings], program: str, arguments: Sequence[str]) -> AnySettings:
-    """Settings from `arguments`, then `BATON_BENCH_*` variables, then defaults.
-
-    `--help` prints and exits; an unknown option, an unknown variable or a bad value raises `OperatorError`.
-    """
-    _refuse_unknown_variables()
-    try:
-        source = CliSettingsSource[Any](cls, cli_prog_name=program, cli_exit_on_error=False)
-        return CliApp.run(cls, cli_args=list(arguments), cli_settings_source=source)
-    except ValidationError as error:
-        problems = "; ".join(f"{_option(e['loc'])}{e['msg']}" for e in error.errors())
-        raise OperatorError(f"{program}: {problems}") from error
-    except SettingsError as error:
-        raise OperatorError(f"{program}: {error}") from error
-
-
-def _option(location: tuple[int | str, ...]) -> str:
-    return f"--{str(location[0]).replace('_', '-')}: " if location else ""
-
-
-def _refuse_unknown_variables() -> None:
-    known = {
-        (ENV_PREFIX + name).upper()
-        for settings in (LoadSettings, SweepSettings, ReportSettings, PlotSettings)
-        for name in settings.model_fields
-    }
-    unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
-    if unknown:
-        raise OperatorError(f"unknown environment variable {', '.join(unknown)}")
+    """Options of `baton bench`; see `load_options`."""
+    return load_options(cls, program, arguments, (LoadSettings, SweepSettings, ReportSettings, PlotSettings))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode
 
-from common.contract.errors import OperatorError
 from common.contract.messages import ADDRESS_PATTERN
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import DEMO_MODEL
 from common.runtime.clock import Pulse
+from common.runtime.options import load_options, with_prefix
 
 ENV_PREFIX = "BATON_"
 _BENCH_PREFIX = "BATON_BENCH_"
@@ -43,13 +42,7 @@ WorkerAddresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...]
 class ProcessSettings(BaseSettings):
     """What every process has."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
-        extra="forbid",
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_implicit_flags=True,
-    )
+    model_config = with_prefix(ENV_PREFIX)
 
     model: str = Field(DEMO_MODEL, description="demo, a Hugging Face folder, or a hub id")
     log_level: LogLevel = Field("info", description="least severe level that is logged")
@@ -196,38 +189,10 @@ Settings = TypeVar("Settings", bound=ProcessSettings)
 
 
 def load(cls: type[Settings], program: str, arguments: Sequence[str]) -> Settings:
-    """Settings from `arguments`, then `BATON_*` variables, then defaults.
-
-    `--help` prints and exits; an unknown option, an unknown variable or a bad value raises `OperatorError`.
-    """
-    _refuse_unknown_variables()
-    try:
-        source = CliSettingsSource[Any](cls, cli_prog_name=program, cli_exit_on_error=False)
-        return CliApp.run(cls, cli_args=list(arguments), cli_settings_source=source)
-    except ValidationError as error:
-        problems = "; ".join(f"{_option(e['loc'])}{e['msg']}" for e in error.errors())
-        raise OperatorError(f"{program}: {problems}") from error
-    except SettingsError as error:
-        raise OperatorError(f"{program}: {error}") from error
+    """A role's settings; see `load_options`."""
+    family = (PrefillSettings, DecodeSettings, GatewaySettings, ServeSettings)
+    return load_options(cls, program, arguments, family, _is_foreign)
 
 
-def _option(location: tuple[int | str, ...]) -> str:
-    return f"--{str(location[0]).replace('_', '-')}: " if location else ""
-
-
-def _refuse_unknown_variables() -> None:
-    known = {
-        (ENV_PREFIX + name).upper()
-        for settings in (PrefillSettings, DecodeSettings, GatewaySettings, ServeSettings)
-        for name in settings.model_fields
-    }
-    unknown = sorted(
-        name
-        for name in os.environ
-        if name.startswith(ENV_PREFIX)
-        and name not in known
-        and not name.startswith(_BENCH_PREFIX)
-        and not _SERVICE_VARIABLE.fullmatch(name)
-    )
-    if unknown:
-        raise OperatorError(f"unknown environment variable {', '.join(unknown)}")
+def _is_foreign(variable: str) -> bool:
+    return variable.startswith(_BENCH_PREFIX) or _SERVICE_VARIABLE.fullmatch(variable) is not None

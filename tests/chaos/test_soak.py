@@ -175,7 +175,10 @@ async def test_nothing_is_lost_and_nothing_is_wrong(
             "wrong": len(wrong),
         }
         workload = {"requests": number, "transport": transport, "concurrency": CONCURRENCY}
-        record(f"soak-{transport}", workload=workload, figures=figures, seed=seed, command="make chaos")
+        command = (
+            f"SOAK_SEED={seed} SOAK_REQUESTS={number} python -m pytest -s tests/chaos/test_soak.py -k '[{transport}]'"
+        )
+        record(f"soak-{transport}", workload=workload, figures=figures, seed=seed, command=command)
 
 
 async def _all(session: aiohttp.ClientSession, url: str, bodies: list[dict[str, Any]]) -> list[Outcome]:

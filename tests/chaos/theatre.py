@@ -136,10 +136,21 @@ class Theatre:
                 for gate in actor.closed.copy():
                     actor.open(gate)
         dead = [actor for actor in self.actors if actor.process.popen.poll() is not None]
+        self.check_deaths()
         for actor in dead:
             actor.start()
         for actor in dead:
             actor.ready()
+
+    def check_deaths(self) -> None:
+        """Nobody has died but of a test, or as UCX makes a source die over TCP when its reader is gone
+        (docs/log.md)."""
+        for actor in self.actors:
+            code = actor.process.popen.poll()
+            if code is not None and not actor.process.killed:
+                expected = {-signal.SIGABRT} if self.transport == "nixl-tcp" else set()
+                assert code in expected, (actor.address, code, actor.process.log)
+                print(f"{actor.role.value} at {actor.address} was aborted by UCX")
 
     @asynccontextmanager
     async def dispatcher(self, **options: Any) -> AsyncIterator[tuple[Dispatcher, Registry]]:
@@ -173,9 +184,8 @@ def theatre(
     bounds = ("--read-bound-s", "5")
     common = ["--model", str(folder), "--num-threads", "1", "--checksums", *PULSE, *bounds, *wire, *options]
     with ExitStack() as stack:
-        made = stack.enter_context(hosts(4))
         actors = []
-        for index, host in enumerate(made):
+        for index, host in enumerate(stack.enter_context(hosts(4))):
             role = Role.PREFILL if index < 2 else Role.DECODE
             own = ["--chunk-size", str(CHUNK), "--token-budget", str(CHUNK)] if role is Role.PREFILL else []
             bad = {"STAGE_POISON": str(poison[role])} if poison and role in poison else {}
@@ -187,7 +197,10 @@ def theatre(
                 actor.start()
             for actor in actors:
                 actor.ready()
-            yield Theatre(folder, actors, transport)
+            made = Theatre(folder, actors, transport)
+            yield made
+            if not poison:
+                made.check_deaths()
         finally:
             for actor in actors:
                 actor.host.heal()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -217,19 +218,46 @@ def test_a_compiler_that_fails_is_done_without(
 
 def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = native._library()
-    assert first.parent == tmp_path / "baton"
-    made = first.stat().st_mtime_ns
-    assert native._library() == first
-    assert first.stat().st_mtime_ns == made
+    native._load()
+    (library,) = (tmp_path / "baton").iterdir()
+    made = library.stat().st_mtime_ns
+    native._load()
+    assert list((tmp_path / "baton").iterdir()) == [library]
+    assert library.stat().st_mtime_ns == made
 
 
-def test_a_cache_that_others_can_write_to_is_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels
+def others_can_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    (folder / "baton").mkdir()
+    os.chmod(folder / "baton", 0o777)
+
+
+def cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "file"))
+
+
+def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod, where a user is a number."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(RuntimeError):
+        Path.home()
+
+
+@pytest.mark.parametrize("trouble", [others_can_write, cannot_be_made, no_home])
+def test_without_a_cache_that_can_be_trusted_the_kernels_are_compiled_and_nothing_is_left(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: Kernels,
+    trouble: Callable[[Path, pytest.MonkeyPatch], None],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "baton").mkdir()
-    os.chmod(tmp_path / "baton", 0o777)
-    library = native._library()
-    assert library.parent != tmp_path / "baton"
-    assert library.parent.stat().st_mode & 0o077 == 0
+    trouble(tmp_path, monkeypatch)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    out = native._load().linear(torch.ones(1, 8), pack(torch.ones(16, 8)), None, 16)
+    assert out.tolist() == [[8.0] * 16]
+    assert list(tmp_path.rglob("*.so")) == []
+    assert list(scratch.iterdir()) == []

@@ -126,45 +126,48 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def kernels() -> Kernels | None:
     """The kernels, compiled if need be; None, and a line in the log, where that fails."""
     try:
-        return Kernels(ctypes.CDLL(str(_library())))
+        return _load()
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         detail = error.stderr[-500:] if isinstance(error, subprocess.CalledProcessError) else error
         log.warning("no C kernels, so that the CPU computes more slowly: %s", detail)
         return None
 
 
-def _library() -> Path:
-    """The shared library for this source, compiler and CPU."""
+def _load() -> Kernels:
+    """From the cache, or compiled into it. Without a cache: compiled for this process alone, and nothing is left."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         raise OSError("there is no C compiler (cc)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout  # noqa: S603
     identity = hashlib.sha256(b"\0".join((_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version.encode(), _cpu())))
-    folder = _cache_folder()
-    library = folder / f"kernels-{identity.hexdigest()[:32]}.so"
-    if not library.exists():
-        # Under a name of its own first: another process may be compiling, or loading, the same.
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / library.name
-            command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_TIMEOUT_S)  # noqa: S603
+    cache = _cache_folder()
+    library = cache / f"kernels-{identity.hexdigest()[:32]}.so" if cache is not None else None
+    if library is not None and library.exists():
+        return Kernels(ctypes.CDLL(str(library)))
+    # Under a name of its own first: another process may be compiling, or loading, the same.
+    with tempfile.TemporaryDirectory(prefix="baton-", dir=cache) as scratch:
+        made = Path(scratch) / "kernels.so"
+        command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_TIMEOUT_S)  # noqa: S603
+        kernels = Kernels(ctypes.CDLL(str(made)))
+        if library is not None:
             made.replace(library)
-    return library
+        return kernels
 
 
-def _cache_folder() -> Path:
-    """Nobody else's to write to: what is loaded from there is run."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "baton"
+def _cache_folder() -> Path | None:
+    """Nobody else's to write to, as what is loaded from there is run; None where there is no such folder."""
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
-            return folder
-        log.info("%s is writable for others, or not for this user: the C kernels are compiled anew", folder)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a name and without HOME, as in a pod
         log.info("no cache folder: %s; the C kernels are compiled anew", error)
-    return Path(tempfile.mkdtemp(prefix="baton-"))
+        return None
+    if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
+        return folder
+    log.info("%s is writable for others, or not for this user: the C kernels are compiled anew", folder)
+    return None
 
 
 def _cpu() -> bytes:
