@@ -1,10 +1,11 @@
-"""How long a stream stands still when its decode worker dies, freezes, or drains.
+"""How long a stream stands still when its decode worker dies, freezes or drains; how soon a dead gateway is forgotten.
 
     python -m benchmarks.recovery
 
 One prefill and two decode workers. Each round streams a request; once it has 20 tokens its decode worker is killed
 (kill -9), frozen (SIGSTOP) or told to drain. `detect`: from the fault until the gateway knows. `stall`: the longest gap
-between two tokens of the stream, the wait for the detection included. `pause`: that of a stream that moves.
+between two tokens of the stream, the wait for the detection included. `pause`: that of a stream that moves. A second
+gateway, with four streams, is killed. `free`: until the workers hold nothing of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import aiohttp
+
 from benchmarks.models import llama_long
 from benchmarks.record import record, spread
 from common.contract.ids import new_incarnation
@@ -36,12 +39,16 @@ BEFORE = 20
 """Tokens that a stream has when something happens."""
 
 
+HELD = ("blocks_used", "waiting", "pulling", "computing", "running", "leases", "requests")
+"""What a worker counts in `/ready` that is zero at rest."""
+
+
 class Worker:
-    """A worker process, started again under the same address when it was killed."""
+    """A worker, or gateway, process, started again under the same address when it was killed."""
 
     def __init__(self, module: str, options: list[str]) -> None:
         self._module, self._options = module, options
-        self.address = ""
+        self.address = self.http = ""
         self.start()
 
     def start(self) -> None:
@@ -56,6 +63,7 @@ class Worker:
             for line in lines:
                 said = json.loads(line)
                 self.address = said.get("control", self.address)
+                self.http = said.get("http", said.get("url", self.http))
                 if said.get("ready"):
                     return
         raise SystemExit(f"{self._module} did not start")
@@ -64,11 +72,19 @@ class Worker:
         """Send a signal."""
         self.process.send_signal(number)
 
+    async def holds(self, session: aiohttp.ClientSession) -> int:
+        """How much it holds."""
+        async with session.get(f"http://{self.http}/ready") as response:
+            state = await response.json()
+        return sum(state.get(name, 0) for name in HELD)
+
 
 class Bench:
     """A gateway's dispatcher in this process, and its workers."""
 
     def __init__(self, folder: Path, prefill: Worker, decode: list[Worker], draw: random.Random) -> None:
+        self.folder = folder
+        self.workers = [prefill, *decode]
         self.registry = Registry((prefill.address,), tuple(each.address for each in decode), config_hash(folder))
         self.dispatcher = Dispatcher(new_incarnation(), self.registry, monotonic, Pulse())
         self.decode = {each.address: each for each in decode}
@@ -126,6 +142,39 @@ class Bench:
         gaps = sorted(b - a for a, b in itertools.pairwise(arrivals[1:]))
         return longest_gap(arrivals[BEFORE - 1 :]), gaps[len(gaps) // 2]
 
+    async def lose_gateway(self) -> float:
+        """Seconds from the death of a gateway, with streams, until its workers hold nothing."""
+        places = ["--prefill-workers", self.workers[0].address, "--decode-workers", ",".join(self.decode)]
+        options = ["--model", str(self.folder), "--port", "0", "--log-level", "error", *places]
+        gateway = await asyncio.to_thread(Worker, "gateway", options)
+        async with aiohttp.ClientSession() as session:
+            streams = [asyncio.create_task(self._ask(session, gateway.http)) for _ in range(4)]
+            while await self._held(session) < 4 * (200 // 16):  # every prompt is with a decode worker
+                await asyncio.sleep(0.01)
+            gateway.signal(signal.SIGKILL)
+            began = time.perf_counter()
+            while await self._held(session):
+                await asyncio.sleep(0.005)
+            taken = time.perf_counter() - began
+            ended = await asyncio.gather(*streams)
+            assert not any(ended), "a stream had ended before"
+        await asyncio.to_thread(gateway.process.wait)
+        return taken
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str) -> bool:
+        """Whether the answer was whole."""
+        prompt = [self.draw.randrange(10, 200) for _ in range(200)]
+        body = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        try:
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                return b"[DONE]" in await response.read()
+        except aiohttp.ClientError:
+            return False
+
+    async def _held(self, session: aiohttp.ClientSession) -> int:
+        return sum([await worker.holds(session) for worker in self.workers])
+
 
 def longest_gap(arrivals: list[float]) -> float:
     """Of a stream."""
@@ -152,6 +201,7 @@ async def measure(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]
             each = taken.setdefault(f"move-{length}", {"pause_ms": [], "gap_ms": []})
             each["pause_ms"].append(1000 * pause)
             each["gap_ms"].append(1000 * gap)
+        taken.setdefault("gateway", {"free_ms": []})["free_ms"].append(1000 * await bench.lose_gateway())
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     return taken
@@ -160,7 +210,7 @@ async def measure(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     workers: list[Worker] = []

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the interface of backends, and the reference that each is tested against.
+"""Attention over the paged KV cache: the reference that every backend is tested against.
 
 Shapes: T tokens, H query heads, K KV heads, G = H / K, D head dimension, S tokens of a sequence. `kv_layer` is one
 layer of the cache, `[num_blocks, 2, K, block_size, D]`.
@@ -6,33 +6,17 @@ layer of the cache, `[num_blocks, 2, K, block_size, D]`.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
+from common.engine.backend import TorchBackend
 from common.engine.ragged import RaggedBatch
 
 
-class AttentionBackend(Protocol):
-    """Writes keys and values into the cache and attends to it."""
-
-    def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
-        """Store the keys and values of the batch's tokens in their slots."""
-
-    def attend(
-        self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
-    ) -> torch.Tensor:
-        """Causal attention of each token to its sequence in the cache, `[T, H, D]`.
-
-        A token at position p sees positions `(p - window, p]`, or all up to p without a window.
-        """
-
-
-class ReferenceAttention:
+class ReferenceAttention(TorchBackend):
     """What attention means: one sequence after another, in float32."""
 
     def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
-        """See `AttentionBackend.write`."""
+        """See `Backend.write`."""
         for token, slot in enumerate(batch.slot_mapping_T.tolist()):
             block, offset = divmod(slot, batch.block_size)
             kv_layer[block, 0, :, offset] = k_TKD[token]
@@ -41,7 +25,7 @@ class ReferenceAttention:
     def attend(
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
+        """See `Backend.attend`."""
         group = q_THD.shape[1] // kv_layer.shape[2]
         out_THD = torch.empty_like(q_THD)
         end = 0

@@ -1,4 +1,4 @@
-"""Attention on a CPU: decode tokens of many sequences in a few batched calls, prompt chunks in tiles of queries.
+"""Attention on a CPU without kernels in C: decode tokens in a few batched calls, prompt chunks in tiles of queries.
 
 What makes it fast is the gather. A run of one KV head's slots in one block is contiguous, so the cache is seen as rows
 of `block_size * D` elements, and one `index_select` into a reused buffer lines the rows of a sequence up as
@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.engine.attention import visible_mask
-from common.engine.native import Kernels
+from common.engine.backend import TorchBackend
 from common.engine.ragged import RaggedBatch
 
 GATHER_BYTES = 4 * 2**20
@@ -83,13 +83,11 @@ class _Chunk:
     row_index: torch.Tensor
 
 
-class CpuAttention:
+class CpuAttention(TorchBackend):
     """Attention over the paged cache in the host's memory. Keeps a buffer, hence for one thread."""
 
-    def __init__(self, gather_bytes: int = GATHER_BYTES, kernels: Kernels | None = None) -> None:
-        """With `kernels` decode tokens are theirs, where the head dimension allows. Otherwise they share a call up to
-        `gather_bytes` of keys and values; one sequence may need more."""
-        self._kernels = kernels
+    def __init__(self, gather_bytes: int = GATHER_BYTES) -> None:
+        """Decode tokens share a call up to `gather_bytes` of keys and values; one sequence may need more."""
         self._gather_bytes = gather_bytes
         self._buffer = torch.empty(0)
         self._batch: RaggedBatch | None = None
@@ -97,7 +95,7 @@ class CpuAttention:
         """Of `_batch`, for each window that layers use."""
 
     def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
-        """See `AttentionBackend.write`."""
+        """See `Backend.write`."""
         where = (batch.slot_blocks_T, batch.slot_offsets_T)
         kv_layer[:, 0].transpose(1, 2).index_put_(where, k_TKD)
         kv_layer[:, 1].transpose(1, 2).index_put_(where, v_TKD)
@@ -105,20 +103,16 @@ class CpuAttention:
     def attend(
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
+        """See `Backend.attend`."""
         geometry = _Geometry.of(kv_layer)
-        in_c = self._kernels is not None and geometry.head_dim % 8 == 0
         if batch is not self._batch:
             self._batch, self._plans = batch, {}
         if window not in self._plans:
             most = self._gather_bytes // (geometry.block_elements * kv_layer.element_size())
-            groups = [] if in_c else _decode_groups(batch, geometry, window, most)
-            self._plans[window] = groups, _chunks(batch, geometry, window)
+            self._plans[window] = _decode_groups(batch, geometry, window, most), _chunks(batch, geometry, window)
         groups, chunks = self._plans[window]
         q_TKGD = q_THD.reshape(q_THD.shape[0], geometry.num_kv_heads, -1, geometry.head_dim)
         out_TKGD = torch.empty_like(q_TKGD)
-        if in_c and batch.num_decode:
-            self._decode_in_c(q_THD, kv_layer, batch, window, scale, out_TKGD)
         for group in groups:
             self._decode(q_TKGD, kv_layer, geometry, group, scale, out_TKGD)
         for chunk in chunks:
@@ -142,27 +136,6 @@ class CpuAttention:
             out_TKGD.copy_(out_NKGD)
         else:
             out_TKGD[group.tokens_N] = out_NKGD
-
-    def _decode_in_c(
-        self,
-        q_THD: torch.Tensor,
-        kv_layer: torch.Tensor,
-        batch: RaggedBatch,
-        window: int | None,
-        scale: float,
-        out_TKGD: torch.Tensor,
-    ) -> None:
-        assert self._kernels is not None
-        if batch.num_decode == batch.num_tokens:
-            tables, lens = batch.block_tables_BM, batch.seq_lens_B
-            out_NHD = self._kernels.attend_decode(q_THD.float(), kv_layer, tables, lens, window, scale)
-            out_TKGD.view(q_THD.shape).copy_(out_NHD)
-            return
-        rows = torch.tensor([row for row, query_len in enumerate(batch.query_lens) if query_len == 1])
-        tokens = batch.query_start_B1[rows]
-        tables, lens = batch.block_tables_BM[rows], batch.seq_lens_B[rows]
-        out_NHD = self._kernels.attend_decode(q_THD[tokens].float(), kv_layer, tables, lens, window, scale)
-        out_TKGD.view(q_THD.shape)[tokens] = out_NHD.to(out_TKGD.dtype)
 
     def _prefill(
         self,

@@ -4,7 +4,7 @@
 |---|---|---|
 | CUDA | any | `[out, in]`, as in the checkpoint |
 | CPU with instructions for the type | bfloat16, float16 | packed for oneDNN, once rather than in every call |
-| CPU otherwise, with a C compiler | any | panels of 16 outputs, in the type: `common.engine.native` |
+| CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type: `common.engine.native` |
 | CPU without either | float32, or widened to it | `[in, out]`: three times the speed of `[out, in]` for one token |
 
 In the last two cases a product of low-precision inputs is summed in float32 and rounded once, as hardware would do it.
@@ -50,7 +50,6 @@ class Linear:
             self.weight = torch.empty(out_features, in_features, dtype=stored, device=device)
         self.bias = torch.empty(out_features, dtype=stored, device=device) if bias else None
         self._out_features = out_features
-        self._dtype = dtype
         self._stored = stored
         self._packed: torch.Tensor | None = None
 
@@ -69,10 +68,12 @@ class Linear:
         del self.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, in]` to `[rows, out]`; at least one row."""
+        """`[rows, in]` to `[rows, out]`, in the type of `x`; at least one row."""
         if self._packed is None:
-            return linear(x.to(self._stored), self.weight, self.bias).to(self._dtype)
+            return linear(x.to(self._stored), self.weight, self.bias).to(x.dtype)
         if self._kernels is not None:
-            return self._kernels.linear(x.float(), self._packed, self.bias, self._out_features).to(self._dtype)
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return y
+            return self._kernels.linear(x, self._packed, self.bias, self._out_features)
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x.to(self._stored), self._packed, self.bias, "none", [], ""
+        )
+        return y.to(x.dtype)

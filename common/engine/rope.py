@@ -41,6 +41,9 @@ class YarnScaling:
     truncate: bool
 
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and signed sines, `[T, 1, D]` each: a sine of the first half of D is negated."""
+
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
@@ -59,15 +62,16 @@ class Rope:
         self._inv_freq = inverse_frequencies(config, head_dim).to(device)
         self._factor = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
 
-    def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines for `rotate`, `[T, 1, D]` each, computed in float32 and cast to `dtype`."""
+    def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
+        """What tokens at these positions are rotated by, computed in float32 and cast to `dtype`."""
         freqs = positions_T[:, None].float() * self._inv_freq
         cos, sin = freqs.cos() * self._factor, freqs.sin() * self._factor
         return torch.cat((cos, cos), dim=-1)[:, None].to(dtype), torch.cat((-sin, sin), dim=-1)[:, None].to(dtype)
 
 
-def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, signed_sin_T1D: torch.Tensor) -> torch.Tensor:
+def rotate(x_THD: torch.Tensor, angles: Angles) -> torch.Tensor:
     """Rotate each pair (i, i + D/2) of every head by its token's angle."""
+    cos_T1D, signed_sin_T1D = angles
     swapped = torch.roll(x_THD, x_THD.shape[-1] // 2, dims=-1)
     return x_THD * cos_T1D + swapped * signed_sin_T1D
 

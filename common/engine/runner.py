@@ -16,7 +16,8 @@ import torch
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import KVLayout
 from common.engine import native
-from common.engine.attention import AttentionBackend, ReferenceAttention
+from common.engine.attention import ReferenceAttention
+from common.engine.backend import Backend
 from common.engine.batch import Sample, Sampled, Slice
 from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
 from common.engine.cpu_attention import CpuAttention
@@ -25,6 +26,7 @@ from common.engine.kv_cache import TORCH_DTYPES, KVCache
 from common.engine.linear import multiplies_natively
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
+from common.engine.native.backend import NativeBackend
 from common.engine.ragged import RaggedBatch
 from common.engine.sampler import sample
 from common.engine.weights import Progress, load_weights, resolve_dtype
@@ -41,11 +43,11 @@ _MEASURE_S = 1.0
 class ModelRunner:
     """A loaded model with its KV cache and swap space. Not thread-safe: one engine thread calls it."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, swap: HostSwap, attention: AttentionBackend) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, swap: HostSwap, backend: Backend) -> None:
         self._decoder = decoder
         self._cache = cache
         self._swap = swap
-        self._attention = attention
+        self._backend = backend
 
     @property
     def config(self) -> ModelConfig:
@@ -81,7 +83,7 @@ class ModelRunner:
     def _compute(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
         batch = RaggedBatch.of(slices, self.layout.block_size, self._cache.device)
         samples: list[Sample] = [each for one in slices for each in one.samples]
-        logits_RV = self._decoder.forward(batch, self._cache, self._attention)
+        logits_RV = self._decoder.forward(batch, self._cache, self._backend)
         # Several choices may be sampled from one row; otherwise there is nothing to copy.
         logits_NV = logits_RV if len(samples) == logits_RV.shape[0] else logits_RV[batch.sample_rows_N]
         outcomes = iter(sample(logits_NV, samples, self.config.eos_token_ids))
@@ -127,7 +129,7 @@ def load_runner(
             f"{block_size} tokens of {folder}"
         )
     on = torch.device(device)
-    kernels = native.kernels() if on.type == "cpu" and cpu_kernels else None
+    kernels = native.kernels() if on.type == "cpu" and cpu_kernels and native.serves(config.head_dim) else None
     if on.type == "cpu" and kernels is None and not multiplies_natively(TORCH_DTYPES[dtype]):
         _log.warning("this CPU has no instructions for %s: weights are held, and multiplied, in float32", dtype)
     try:
@@ -138,8 +140,10 @@ def load_runner(
             f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
         ) from error
     weights = load_weights(config, folder, dtype, on, progress, kernels)
-    attention = CpuAttention(kernels=kernels) if on.type == "cpu" else ReferenceAttention()
-    return ModelRunner(Decoder(config, weights), cache, swap, attention)
+    backend: Backend = ReferenceAttention()
+    if on.type == "cpu":
+        backend = CpuAttention() if kernels is None else NativeBackend(kernels)
+    return ModelRunner(Decoder(config, weights), cache, swap, backend)
 
 
 def measure_costs(runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> Costs:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import DTYPE_BYTES
+from common.engine.backend import Norms
 from common.engine.kv_cache import TORCH_DTYPES
 from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
@@ -33,8 +34,7 @@ class LayerWeights:
 
     input_norm: torch.Tensor
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norms: Norms | None
     output: Linear
     mlp_norm: torch.Tensor
     gate_up: Linear
@@ -112,7 +112,7 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device, ker
     """Uninitialised weights."""
 
     def vector(size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype if kernels is None else torch.float32, device=device)
 
     def projection(out_features: int, in_features: int, bias: bool = False) -> Linear:
         return Linear(out_features, in_features, bias=bias, dtype=dtype, device=device, kernels=kernels)
@@ -125,8 +125,7 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device, ker
             LayerWeights(
                 input_norm=vector(hidden),
                 qkv=projection(q_out + 2 * kv_out, hidden, config.qkv_bias),
-                q_norm=vector(config.head_dim) if config.qk_norm else None,
-                k_norm=vector(config.head_dim) if config.qk_norm else None,
+                qk_norms=(vector(config.head_dim), vector(config.head_dim)) if config.qk_norm else None,
                 output=projection(hidden, q_out, config.output_bias),
                 mlp_norm=vector(hidden),
                 gate_up=projection(2 * inner, hidden, config.mlp_bias),
@@ -150,9 +149,9 @@ def _targets(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, list[
         prefix = f"model.layers.{index}"
         yield f"{prefix}.input_layernorm.weight", [layer.input_norm]
         yield f"{prefix}.post_attention_layernorm.weight", [layer.mlp_norm]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            yield f"{prefix}.self_attn.q_norm.weight", [layer.q_norm]
-            yield f"{prefix}.self_attn.k_norm.weight", [layer.k_norm]
+        if layer.qk_norms is not None:
+            for name, norm in zip(("q_norm", "k_norm"), layer.qk_norms, strict=True):
+                yield f"{prefix}.self_attn.{name}.weight", [norm]
         for names, sizes, linear in (
             (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q_out, kv_out, kv_out), layer.qkv),
             (("self_attn.o_proj",), (config.hidden_size,), layer.output),

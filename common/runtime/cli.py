@@ -13,6 +13,7 @@ _ROLES = {
     "prefill": ("prefill_worker.__main__", "one prefill worker"),
     "decode": ("decode_worker.__main__", "one decode worker"),
     "bench": ("benchmarks.load.cli", "load on any OpenAI-compatible endpoint, and its figures"),
+    "kv-size": ("common.runtime.kv_size", "the size of a model's KV, from its configuration"),
     "keys": ("common.runtime.curve", "a file of keys for the control channel"),
 }
 
@@ -25,7 +26,7 @@ def main() -> None:
         for role, (_, purpose) in _ROLES.items():
             print(f"  {role:<9}{purpose}")
         print("\n`baton ROLE --help` lists a role's options; each is also a variable BATON_<OPTION>,")
-        print("of bench BATON_BENCH_<OPTION>.")
+        print("of bench BATON_BENCH_<OPTION>, of kv-size BATON_KV_SIZE_<OPTION>.")
         sys.exit(0 if arguments else EXIT_OPERATOR_ERROR)
     role = arguments[0]
     if role not in _ROLES:

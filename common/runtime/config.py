@@ -16,8 +16,8 @@ from common.runtime.clock import Pulse
 from common.runtime.options import load_options, with_prefix
 
 ENV_PREFIX = "BATON_"
-_BENCH_PREFIX = "BATON_BENCH_"
-"""Variables of `baton bench`, which the roles leave alone."""
+_OTHER_PREFIXES = ("BATON_BENCH_", "BATON_KV_SIZE_")
+"""Variables of `baton bench` and of `baton kv-size`, which the roles leave alone."""
 _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)")
 """What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
 
@@ -195,4 +195,4 @@ def load(cls: type[Settings], program: str, arguments: Sequence[str]) -> Setting
 
 
 def _is_foreign(variable: str) -> bool:
-    return variable.startswith(_BENCH_PREFIX) or _SERVICE_VARIABLE.fullmatch(variable) is not None
+    return variable.startswith(_OTHER_PREFIXES) or _SERVICE_VARIABLE.fullmatch(variable) is not None

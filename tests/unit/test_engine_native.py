@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from common.engine import native
 from common.engine.attention import ReferenceAttention
 from common.engine.batch import Slice
 from common.engine.native import Kernels, pack
+from common.engine.native.backend import NativeBackend
 from common.engine.ragged import RaggedBatch
+from common.engine.rope import Rope, RopeConfig
 from common.engine.runner import load_runner
 
+CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = 1e-5
 """‖out - ref‖ / ‖ref‖: sums are in float32 whatever the type of the weights."""
@@ -74,18 +78,27 @@ def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(kernels: Kernels,
         assert torch.equal(kernels.linear(x[:rows], packed, None, 70), alone[:rows]), rows
 
 
-def test_a_product_takes_rows_that_are_not_contiguous(kernels: Kernels) -> None:
-    x, weight = torch.randn(4, 20), torch.randn(33, 10)
-    assert distance(kernels.linear(x[:, ::2], pack(weight), None, 33), (x[:, ::2] @ weight.T).double()) < TOLERANCE
-
-
 def test_threads_change_nothing(kernels: Kernels) -> None:
-    packed, x = pack(torch.randn(300, 64)), torch.randn(40, 64)
+    packed, x = pack(torch.randn(300, 64)), torch.randn(2100, 64)
     q, layer, tables, lens = scene(torch.float32, 64, 4, 2, (5, 70, 33))
+    prompt = torch.randn(60, 8, 64)
+    angles = Rope(RopeConfig(theta=1e4), 64, CPU).angles(torch.arange(2100), torch.float32)
     results = []
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        results.append((kernels.linear(x, packed, None, 300), kernels.attend_decode(q, layer, tables, lens, None, 0.1)))
+        h, qkv = x.clone(), torch.cat((x, x), dim=1)
+        kernels.rotate(qkv, 1, 1, (x[0], x[1]), 1e-6, angles)
+        results.append(
+            (
+                kernels.linear(x[:40], packed, None, 300),
+                decode(kernels, q, layer, tables, lens, None, 0.1),
+                prefill(kernels, prompt, layer, tables[1], 10, None, 0.1),
+                kernels.add_norm(h, x, torch.ones(64), 1e-6),
+                h,
+                qkv,
+                kernels.silu_mul(x),
+            )
+        )
     assert all(torch.equal(a, b) for each in results[1:] for a, b in zip(each, results[0], strict=True))
 
 
@@ -109,6 +122,38 @@ def scene(
             block[:, :, position % block_size] = torch.randn(2, num_kv_heads, head_dim).to(dtype)
     q = torch.randn(len(lens), num_kv_heads * group, head_dim)
     return q, cache[:, 1], tables, torch.tensor(lens)
+
+
+def decode(
+    kernels: Kernels,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    tables: torch.Tensor,
+    lens: torch.Tensor,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Into numbers that nobody may see, with queries that lie among others."""
+    wide = torch.cat((q, torch.full_like(q, float("nan"))), dim=1)
+    out = torch.full_like(q, float("nan"))
+    kernels.attend_decode(wide[:, : q.shape[1]], layer, tables, lens, window, scale, out)
+    return out
+
+
+def prefill(
+    kernels: Kernels,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    table: torch.Tensor,
+    start: int,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """As `decode`, of a chunk."""
+    wide = torch.cat((q, torch.full_like(q, float("nan"))), dim=1)
+    out = torch.full_like(q, float("nan"))
+    kernels.attend_prefill(wide[:, : q.shape[1]], layer, table, start, window, scale, out)
+    return out
 
 
 def reference(
@@ -135,24 +180,28 @@ def test_attention_is_the_reference_s(
     lens = (1, 2, 15, 16, 17, 31, 33, 100)
     q, layer, tables, lengths = scene(dtype, head_dim, num_kv_heads, group, lens)
     for window in (None, 1, 5, 16, 40):
-        out = kernels.attend_decode(q, layer, tables, lengths, window, head_dim**-0.5)
+        out = decode(kernels, q, layer, tables, lengths, window, head_dim**-0.5)
         assert distance(out, reference(q, layer, tables, lengths, window, head_dim**-0.5)) < TOLERANCE, window
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (3, 16), (7, 24), (2, 512)])
 @pytest.mark.parametrize("block_size", [1, 3, 4, 6, 32])
-def test_attention_over_blocks_of_any_size(kernels: Kernels, block_size: int) -> None:
-    q, layer, tables, lens = scene(torch.float32, 16, 2, 3, (1, 7, 40), block_size)
+def test_attention_over_blocks_of_any_size(
+    kernels: Kernels, block_size: int, group: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    q, layer, tables, lens = scene(dtype, head_dim, 2, group, (1, 7, 40), block_size)
     for window in (None, 9):
-        out = kernels.attend_decode(q, layer, tables, lens, window, 0.25)
+        out = decode(kernels, q, layer, tables, lens, window, 0.25)
         assert distance(out, reference(q, layer, tables, lens, window, 0.25)) < TOLERANCE
 
 
 def test_a_token_s_attention_does_not_depend_on_the_others(kernels: Kernels) -> None:
     q, layer, tables, lens = scene(torch.bfloat16, 64, 2, 7, (5, 300, 17, 64, 1))
-    together = kernels.attend_decode(q, layer, tables, lens, None, 0.125)
+    together = decode(kernels, q, layer, tables, lens, None, 0.125)
     for row in range(len(lens)):
         one = slice(row, row + 1)
-        assert torch.equal(kernels.attend_decode(q[one], layer, tables[one], lens[one], None, 0.125), together[one])
+        assert torch.equal(decode(kernels, q[one], layer, tables[one], lens[one], None, 0.125), together[one])
 
 
 @pytest.mark.parametrize("far", [0.0, 60.0, 500.0, 1e5])
@@ -160,25 +209,145 @@ def test_scores_that_are_far_apart_do_not_overflow(kernels: Kernels, far: float)
     q, layer, tables, lens = scene(torch.float32, 16, 1, 1, (20,))
     layer[tables[0, 0], 0, :, 3] = far
     q.fill_(1.0)
-    out = kernels.attend_decode(q, layer, tables, lens, None, 1.0)
+    out = decode(kernels, q, layer, tables, lens, None, 1.0)
     assert distance(out, reference(q, layer, tables, lens, None, 1.0)) < TOLERANCE
 
 
-def test_decode_tokens_beside_chunks_go_to_the_kernels(kernels: Kernels) -> None:
-    """Mixed batches: every second slice is a chunk of a prompt."""
-    from common.engine.cpu_attention import CpuAttention
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 128])
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 1), (2, 2), (1, 7)])
+def test_a_chunk_s_attention_is_the_reference_s(
+    kernels: Kernels, dtype: torch.dtype, head_dim: int, num_kv_heads: int, group: int
+) -> None:
+    for start, num in ((0, 1), (0, 16), (0, 50), (3, 13), (16, 1), (31, 2), (40, 60)):
+        length = start + num
+        _, layer, tables, _ = scene(dtype, head_dim, num_kv_heads, group, (length,))
+        q = torch.randn(num, num_kv_heads * group, head_dim)
+        each = tables.expand(num, -1)
+        lens = torch.arange(start, length) + 1
+        for window in (None, 1, 5, 16, 40):
+            out = prefill(kernels, q, layer, tables[0], start, window, head_dim**-0.5)
+            ref = reference(q, layer, each, lens, window, head_dim**-0.5)
+            assert distance(out, ref) < TOLERANCE, (start, num, window)
 
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 6, 32])
+def test_a_chunk_s_attention_over_blocks_of_any_size(kernels: Kernels, block_size: int) -> None:
+    _, layer, tables, _ = scene(torch.float32, 16, 2, 3, (45,), block_size)
+    q = torch.randn(40, 6, 16)
+    for window in (None, 9):
+        out = prefill(kernels, q, layer, tables[0], 5, window, 0.25)
+        ref = reference(q, layer, tables.expand(40, -1), torch.arange(5, 45) + 1, window, 0.25)
+        assert distance(out, ref) < TOLERANCE
+
+
+def test_a_token_s_attention_does_not_depend_on_the_chunk_it_is_in(kernels: Kernels) -> None:
+    for window in (None, 21):
+        _, layer, tables, _ = scene(torch.bfloat16, 64, 2, 3, (300,))
+        q = torch.randn(300, 6, 64)
+        whole = prefill(kernels, q, layer, tables[0], 0, window, 0.125)
+        for begin, end in ((0, 1), (5, 40), (40, 300), (299, 300)):
+            part = prefill(kernels, q[begin:end], layer, tables[0], begin, window, 0.125)
+            assert torch.equal(part, whole[begin:end]), (window, begin, end)
+
+
+def test_a_chunk_does_not_see_what_comes_after_it(kernels: Kernels) -> None:
+    """Slots of the same sequence beyond the chunk: a cached block that is longer than the prompt."""
+    _, layer, tables, _ = scene(torch.float32, 16, 2, 3, (64,))
+    q = torch.randn(20, 6, 16)
+    before = prefill(kernels, q, layer, tables[0], 10, None, 0.25)
+    layer[tables[0, 2:]] = float("nan")
+    layer[tables[0, 1], :, :, 30 - 16 :] = float("nan")
+    assert torch.equal(prefill(kernels, q, layer, tables[0], 10, None, 0.25), before)
+
+
+@pytest.mark.parametrize("lengths", [(1, 20, 1, 9, 1), (1, 1, 5), (7, 1, 1), (3, 4), (1, 1)])
+def test_slices_of_one_token_and_of_many(kernels: Kernels, lengths: tuple[int, ...]) -> None:
     torch.manual_seed(3)
     slices = [
         Slice(token_ids=[1] * length, start=start, block_table=list(range(4 * row, 4 * row + 4)))
-        for row, (start, length) in enumerate(((10, 1), (0, 20), (40, 1), (3, 9), (0, 1)))
+        for row, (start, length) in enumerate(zip((10, 0, 40, 3, 0), lengths, strict=False))
     ]
-    batch = RaggedBatch.of(slices, 16, torch.device("cpu"))
+    batch = RaggedBatch.of(slices, 16, CPU)
     layer = torch.randn(20, 2, 2, 16, 32)
     q = torch.randn(batch.num_tokens, 6, 32)
-    ours = CpuAttention(kernels=kernels).attend(q, layer, batch, None, 0.2)
-    theirs = ReferenceAttention().attend(q, layer, batch, None, 0.2)
-    assert distance(ours, theirs.double()) < TOLERANCE
+    for window in (None, 7):
+        ours = NativeBackend(kernels).attend(q, layer, batch, window, 0.2)
+        theirs = ReferenceAttention().attend(q, layer, batch, window, 0.2)
+        assert distance(ours, theirs.double()) < TOLERANCE
+
+
+# --- what lies between -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 288, 901])
+def test_adding_and_normalising(kernels: Kernels, size: int) -> None:
+    h, delta, weight = torch.randn(5, size), torch.randn(5, size), torch.randn(size)
+    plain = h.double()
+    for more in (None, delta):
+        if more is not None:
+            plain = plain + more.double()
+        factor = (plain.pow(2).mean(-1, keepdim=True) + 1e-3).rsqrt()
+        assert distance(kernels.add_norm(h, more, weight, 1e-3), plain * factor * weight.double()) < TOLERANCE
+        assert distance(h, plain) < TOLERANCE
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80])
+def test_rotation(kernels: Kernels, head_dim: int, normalised: bool) -> None:
+    qkv = torch.randn(4, 7 * head_dim)
+    norms = (torch.randn(head_dim), torch.randn(head_dim)) if normalised else None
+    angles = Rope(RopeConfig(theta=1e4), head_dim, CPU).angles(torch.tensor([0, 3, 900, 70000]), torch.float64)
+    double = None if norms is None else (norms[0].double(), norms[1].double())
+    expected = DoubleBackend().rotate(qkv.double(), 3, 2, double, 1e-5, angles)
+    ours = NativeBackend(kernels).rotate(qkv, 3, 2, norms, 1e-5, (angles[0].float(), angles[1].float()))
+    for out, ref in zip(ours, expected, strict=True):
+        assert out.shape == ref.shape
+        assert distance(out, ref) < TOLERANCE
+
+
+class DoubleBackend(ReferenceAttention):
+    """In float64."""
+
+    def rotate(self, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            return super().rotate(*arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_writes_reach_their_slots_rounded_as_torch_does_it_and_no_other(kernels: Kernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    values = torch.cat(
+        (torch.randn(300), torch.tensor([0.0, -0.0, 1e-42, 6e-8, 1.00390625, 1.01171875, 3e38, 65519.0]))
+    )
+    values = torch.cat((values, torch.tensor([float("inf"), float("-inf"), float("nan"), 65520.0])))
+    qkv = values[torch.randint(len(values), (6, 7 * 24))]
+    qkv.view(-1)[-312:] = values[torch.randperm(312)]
+    slices = [Slice(token_ids=[1] * 6, start=3, block_table=[4, 1, 2])]
+    batch = RaggedBatch.of(slices, 4, CPU)
+    k, v = qkv.view(6, 7, 24)[:, 3:5], qkv.view(6, 7, 24)[:, 5:]
+    ours, theirs = (torch.full((5, 3, 2, 2, 4, 24), 7.0, dtype=dtype) for _ in range(2))
+    NativeBackend(kernels).write(ours[:, 1], k, v, batch)
+    ReferenceAttention().write(theirs[:, 1], k, v, batch)
+    assert torch.equal(ours.nan_to_num(-1.0, 100.0, -100.0), theirs.nan_to_num(-1.0, 100.0, -100.0))
+    assert bool(theirs.isnan().any())
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 100])
+def test_gates(kernels: Kernels, size: int) -> None:
+    x = torch.randn(6, 2 * size) * 30
+    gate, up = x.double().chunk(2, dim=1)
+    assert distance(kernels.silu_mul(x), torch.nn.functional.silu(gate) * up) < TOLERANCE
+    edges = torch.tensor([[0.0, -0.0, 200.0, -200.0, float("nan"), 1.0, 1.0, 1.0, 1.0, 1.0]])
+    assert kernels.silu_mul(edges)[0, :4].tolist() == pytest.approx([0.0, 0.0, 200.0, 0.0], abs=1e-30)
+    assert bool(kernels.silu_mul(edges)[0, 4].isnan())
+
+
+def test_what_is_not_float32_or_not_in_order_is_refused(kernels: Kernels) -> None:
+    for x in (torch.randn(4, 20).double(), torch.randn(20, 4).T):
+        with pytest.raises(AssertionError):
+            kernels.linear(x, pack(torch.randn(33, 20)), None, 33)
 
 
 # --- without them ----------------------------------------------------------------------------------------------------

@@ -15,55 +15,61 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120.0
 PANEL = 16
 """Outputs of a panel of packed weights."""
 
 
+def serves(head_dim: int) -> bool:
+    """Whether there are kernels for heads of that size."""
+    return head_dim % 8 == 0 and head_dim <= 512
+
+
 class Kernels:
-    """The compiled functions. They release the interpreter's lock while they run."""
+    """The compiled functions. They release the interpreter's lock while they run, and use as many threads as torch.
+
+    Activations are float32, weights and KV of any type. A row's result depends on that row alone. Shapes: T tokens, E
+    hidden size, H query heads, K KV heads, D head dimension (see `serves`), N sequences; `kv_layer` is
+    `[num_blocks, 2, K, block_size, D]`, a block contiguous.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-        self._linear, self._decode = {}, {}
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            name = str(dtype).removeprefix("torch.")
-            linear = self._linear[dtype] = getattr(library, f"baton_linear_{name}")
-            linear.argtypes = [pointer, size, size, pointer, pointer, pointer, size, number]
-            linear.restype = None
-            decode = self._decode[dtype] = getattr(library, f"baton_decode_{name}")
-            decode.argtypes = [pointer, pointer, size, pointer, size, pointer, *[size] * 6, ctypes.c_float]
-            decode.argtypes += [pointer, number]
-            decode.restype = number
+        p, n, f, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+        of_type: dict[str, tuple[list[Any], Any]] = {
+            "linear": ([p, n, n, p, p, p, n, i], None),
+            "decode": ([p, n, p, n, p, n, p, n, n, n, n, n, n, f, p, i], i),
+            "prefill": ([p, n, p, n, p, n, n, n, n, n, n, n, f, p, i], i),
+            "write": ([p, p, n, p, n, p, p, n, n, n, n], None),
+        }
+        self._of_type = {
+            (name, dtype): _function(library, f"baton_{name}_{str(dtype).removeprefix('torch.')}", *signature)
+            for name, signature in of_type.items()
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
+        self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
+        self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, p, n, i], None)
+        self._silu_mul = _function(library, "baton_silu_mul", [p, n, n, p, i], None)
 
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
     ) -> torch.Tensor:
-        """`x @ weight.T + bias`: `[rows, in]` of float32 to `[rows, out]` of float32, with a weight from `pack`.
+        """`x @ weight.T + bias`: `[T, in]` to `[T, out]`, with a weight from `pack` and a bias of float32.
 
         Products are exact and summed in float32, in the order of the input features, whatever the number of rows.
         """
-        x = x.contiguous()
         rows, in_features = x.shape
-        assert x.dtype == torch.float32, x.dtype
         assert packed.shape[1] == in_features, (packed.shape, x.shape)
-        out = torch.empty(rows, out_features, dtype=torch.float32)
-        self._linear[packed.dtype](
-            x.data_ptr(),
-            rows,
-            in_features,
-            packed.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out_features,
-            torch.get_num_threads(),
+        out = torch.empty(rows, out_features)
+        self._of_type["linear", packed.dtype](
+            _floats(x), rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads()
         )
         return out
 
@@ -75,43 +81,182 @@ class Kernels:
         lens_N: torch.Tensor,
         window: int | None,
         scale: float,
-    ) -> torch.Tensor:
-        """Attention of N tokens, each the last of `lens_N` tokens of its sequence, to the blocks of `tables_NM`.
-
-        `q_NHD` is float32 and so is what comes back; `kv_layer` is `[num_blocks, 2, K, block_size, D]`, a block
-        contiguous, D a multiple of 8; tables and lengths are int64. A row's result depends on that row alone.
-        """
-        q_NHD = q_NHD.contiguous()
-        _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
-        assert head_dim % 8 == 0, head_dim
-        assert kv_layer[0].is_contiguous()
-        assert (q_NHD.dtype, tables_NM.dtype, lens_N.dtype) == (torch.float32, torch.int64, torch.int64)
+        out_NHD: torch.Tensor,
+    ) -> None:
+        """Attention of N tokens, each the last of `lens_N` tokens of its sequence, to the blocks of `tables_NM`, into
+        `out_NHD`."""
+        assert (tables_NM.dtype, lens_N.dtype) == (torch.int64, torch.int64)
         assert tables_NM.stride(1) == 1
-        out_NHD = torch.empty_like(q_NHD)
-        failed = self._decode[kv_layer.dtype](
-            q_NHD.data_ptr(),
-            kv_layer.data_ptr(),
-            kv_layer.stride(0) * kv_layer.element_size(),
+        failed = self._of_type["decode", kv_layer.dtype](
+            *_queries(q_NHD),
+            *_cache(kv_layer),
             tables_NM.data_ptr(),
             tables_NM.stride(0),
             lens_N.data_ptr(),
-            q_NHD.shape[0],
-            num_kv_heads,
-            q_NHD.shape[1] // num_kv_heads,
-            block_size,
-            head_dim,
+            *_heads(q_NHD, kv_layer),
             window or 0,
             scale,
-            out_NHD.data_ptr(),
-            torch.get_num_threads(),
+            _floats(out_NHD),
+            _threads(),
         )
         if failed:
             raise MemoryError("no memory for attention scores")
-        return out_NHD
+
+    def attend_prefill(
+        self,
+        q_THD: torch.Tensor,
+        kv_layer: torch.Tensor,
+        table_M: torch.Tensor,
+        start: int,
+        window: int | None,
+        scale: float,
+        out_THD: torch.Tensor,
+    ) -> None:
+        """Attention of the tokens at positions `start` and on, into `out_THD`: of one sequence, whose blocks are
+        `table_M` and hold these tokens too."""
+        assert (table_M.dtype, table_M.stride(0)) == (torch.int64, 1)
+        failed = self._of_type["prefill", kv_layer.dtype](
+            *_queries(q_THD),
+            *_cache(kv_layer),
+            table_M.data_ptr(),
+            start,
+            *_heads(q_THD, kv_layer),
+            window or 0,
+            scale,
+            _floats(out_THD),
+            _threads(),
+        )
+        if failed:
+            raise MemoryError("no memory for a prompt's keys and values")
+
+    def write(
+        self,
+        kv_layer: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        blocks_T: torch.Tensor,
+        offsets_T: torch.Tensor,
+    ) -> None:
+        """Store keys and values, rounded to the cache's type, in slots of blocks (int64)."""
+        num_tokens, num_kv_heads, head_dim = k_TKD.shape
+        assert (k_TKD.dtype, v_TKD.dtype) == (torch.float32, torch.float32)
+        assert k_TKD.stride() == v_TKD.stride(), (k_TKD.stride(), v_TKD.stride())
+        assert k_TKD.stride()[1:] == (head_dim, 1)
+        assert (blocks_T.dtype, offsets_T.dtype) == (torch.int64, torch.int64)
+        self._of_type["write", kv_layer.dtype](
+            k_TKD.data_ptr(),
+            v_TKD.data_ptr(),
+            k_TKD.stride(0),
+            *_cache(kv_layer),
+            blocks_T.data_ptr(),
+            offsets_T.data_ptr(),
+            num_tokens,
+            num_kv_heads,
+            kv_layer.shape[3],
+            head_dim,
+        )
+
+    def add_norm(
+        self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add `delta_TE` to `h_TE`, in place; returns its root mean square normalisation, weighted."""
+        out_TE = torch.empty(h_TE.shape)
+        num_rows, size = h_TE.shape
+        assert delta_TE is None or delta_TE.shape == h_TE.shape
+        assert weight_E.shape == (size,)
+        self._add_norm(
+            _floats(h_TE), _floats(delta_TE), _floats(weight_E), eps, num_rows, size, out_TE.data_ptr(), _threads()
+        )
+        return out_TE
+
+    def rotate(
+        self,
+        qkv_TF: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Rotate queries and keys, `H + K` heads at the beginning of each row, in place, by `Rope.angles`; with `norms`
+        of queries and of keys, `[D]` each, they are normalised first."""
+        cos_T1D, sin_T1D = angles
+        num_rows, row_size = qkv_TF.shape
+        head_dim = cos_T1D.shape[-1]
+        assert cos_T1D.shape == sin_T1D.shape == (num_rows, 1, head_dim)
+        assert row_size >= (num_heads + num_kv_heads) * head_dim
+        q_norm, k_norm = norms if norms is not None else (None, None)
+        self._rotate(
+            _floats(qkv_TF),
+            row_size,
+            num_heads + num_kv_heads,
+            num_heads,
+            head_dim,
+            _floats(q_norm),
+            _floats(k_norm),
+            eps,
+            _floats(cos_T1D),
+            _floats(sin_T1D),
+            num_rows,
+            _threads(),
+        )
+
+    def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up`, of rows of which one half are gates, the other one ups."""
+        num_rows, size = gate_up_TF.shape
+        out_TF = torch.empty(num_rows, size // 2)
+        self._silu_mul(_floats(gate_up_TF), num_rows, size // 2, out_TF.data_ptr(), _threads())
+        return out_TF
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any) -> Any:
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+def _floats(x: torch.Tensor | None) -> int | None:
+    """The address of contiguous float32 numbers."""
+    if x is None:
+        return None
+    assert x.dtype == torch.float32, x.dtype
+    assert x.is_contiguous(), x.stride()
+    return x.data_ptr()
+
+
+def _queries(q_NHD: torch.Tensor) -> tuple[int, int]:
+    """Their address, and the numbers from row to row."""
+    assert q_NHD.dtype == torch.float32, q_NHD.dtype
+    assert q_NHD.stride()[1:] == (q_NHD.shape[2], 1), q_NHD.stride()
+    return q_NHD.data_ptr(), q_NHD.stride(0)
+
+
+def _cache(kv_layer: torch.Tensor) -> tuple[int, int]:
+    """The address of one layer of the cache, and the bytes from block to block."""
+    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+    slots = block_size * head_dim
+    assert kv_layer.stride()[1:] == (num_kv_heads * slots, slots, head_dim, 1), kv_layer.stride()
+    return kv_layer.data_ptr(), kv_layer.stride(0) * kv_layer.element_size()
+
+
+def _heads(q_NHD: torch.Tensor, kv_layer: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """Rows, KV heads, query heads of each, block size, head dimension."""
+    num_rows, num_heads, head_dim = q_NHD.shape
+    _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    assert head_dim == kv_layer.shape[4]
+    assert serves(head_dim), head_dim
+    return num_rows, num_kv_heads, num_heads // num_kv_heads, block_size, head_dim
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight `[out, in]` as the kernels read it: `[panels, in, 16]`, in its own type, padded with zeros."""
+    """A weight `[out, in]` as the kernels read it: `[panels, in, 16]`, in its own type, padded with zeros.
+
+    The 16 of bf16 are in the order 0, 8, 1, 9, and so on.
+    """
     out_features, in_features = weight.shape
     panels = -(-out_features // PANEL)
     packed = torch.zeros(panels, in_features, PANEL, dtype=weight.dtype)
@@ -119,6 +264,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     packed[:full] = weight[: full * PANEL].view(full, PANEL, in_features).transpose(1, 2)
     if full < panels:
         packed[full, :, : out_features - full * PANEL] = weight[full * PANEL :].T
+    if weight.dtype == torch.bfloat16:
+        packed = packed.view(panels, in_features, 2, PANEL // 2).transpose(2, 3).reshape(packed.shape)
     return packed
 
 

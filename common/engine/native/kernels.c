@@ -1,4 +1,5 @@
-/* Matrix products with weights, and attention of decode tokens, for CPUs. Compiled at first use (`common.engine.native`); portable C with GCC's vectors.
+/* What a decoder computes on a CPU: products with weights, attention, and what lies between. Compiled at first use
+   (`common.engine.native`), in GCC's vector types.
 
    Every output is one chain of fused multiply-adds in the order of the input features, whatever the number of rows: a
    row's result does not depend on the rows beside it.
@@ -22,10 +23,11 @@ typedef _Float16 h8 __attribute__((vector_size(16)));
 enum { F32, BF16, F16 };
 enum {
     PANEL = 16,   /* outputs of a panel */
-    GROUP = 4,    /* panels that one row is multiplied with at a time: one chain would wait for itself */
+    GROUP = 4,    /* panels of a unit of work */
     TILE = 6,     /* most rows of a tile */
-    UNPACK = 24,  /* rows from which on it pays to widen a panel once rather than for each tile */
-    ROWS = 192,   /* rows that are multiplied with a panel while it is in the cache */
+    ROWS = 192,   /* most rows that are multiplied with a panel before the next one */
+    MAX_HEAD_DIM = 512,
+    AHEAD = 4096, /* bytes by which weights are asked for ahead of their use */
 };
 
 INLINE long size_of(int type) { return type == F32 ? 4 : 2; }
@@ -46,94 +48,120 @@ INLINE v8 load(const char *p, int type) {
     return __builtin_convertvector(half, v8);
 }
 
+INLINE void store(char *p, v8 x, int type) {
+    if (type == F32) memcpy(p, &x, 32);
+    if (type == BF16) { /* to the nearest, ties to even; a NaN stays one */
+        u32x8 bits = (u32x8)x, nan = (u32x8)(x != x);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        u16x8 half = __builtin_convertvector((nan & 0x7fc0) | (~nan & bits), u16x8);
+        memcpy(p, &half, 16);
+    }
+    if (type == F16) {
+        h8 half = __builtin_convertvector(x, h8);
+        memcpy(p, &half, 16);
+    }
+}
+
+INLINE v8 floats(const float *p) { return load((const char *)p, F32); }
+
 INLINE v8 splat(float x) { return (v8){x, x, x, x, x, x, x, x}; }
 
-/* `rows` rows of x, `[rows, K]`, times `panels` panels: outputs `[first, first + 16 * panels)` of N. */
-INLINE void tile(int rows, int panels, int type, const float *x, long K, const char *w, const float *bias, float *out,
-                 long N, long first) {
-    const long row_bytes = PANEL * size_of(type), panel_bytes = K * row_bytes;
-    v8 sums[TILE][2 * GROUP];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < 2 * panels; p++) sums[r][p] = splat(0);
+/* 16 weights of a panel. Of bf16 the first 8 are the lower halves of 8 words, the others the upper ones: widening a half
+   is one instruction then. */
+INLINE void weights_at(const char *p, int type, v8 *low, v8 *high) {
+    if (type == BF16) {
+        u32x8 both;
+        memcpy(&both, p, 32);
+        *low = (v8)(both << 16);
+        *high = (v8)(both & 0xffff0000);
+    } else {
+        *low = load(p, type);
+        *high = load(p + 8 * size_of(type), type);
+    }
+}
+
+/* Add to `sums [rows][16 * panels]` the products of `rows` rows of x, `stride` apart, with K rows of each panel. */
+INLINE void tile(int rows, int panels, int type, const float *x, long stride, long K, const char *w, long panel_bytes,
+                 float *sums) {
+    const long row_bytes = PANEL * size_of(type);
+    v8 held[TILE][2 * GROUP];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < 2 * panels; p++) held[r][p] = floats(sums + 8 * (2 * panels * r + p));
     for (long k = 0; k < K; k++) {
         UNROLL for (int p = 0; p < panels; p++) {
+            v8 low, high;
             const char *at = w + p * panel_bytes + k * row_bytes;
-            v8 low = load(at, type), high = load(at + row_bytes / 2, type);
+            if (panels < GROUP) __builtin_prefetch(at + AHEAD);
+            weights_at(at, type, &low, &high);
             UNROLL for (int r = 0; r < rows; r++) {
-                v8 value = splat(x[r * K + k]);
-                sums[r][2 * p] += value * low;
-                sums[r][2 * p + 1] += value * high;
+                v8 value = splat(x[r * stride + k]);
+                held[r][2 * p] += value * low;
+                held[r][2 * p + 1] += value * high;
             }
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < panels; p++) {
-        float both[PANEL];
-        memcpy(both, &sums[r][2 * p], 32);
-        memcpy(both + 8, &sums[r][2 * p + 1], 32);
-        long begin = first + PANEL * p, num = N - begin < PANEL ? N - begin : PANEL;
-        for (long i = 0; i < num; i++) out[r * N + begin + i] = both[i] + (bias ? bias[begin + i] : 0);
-    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < 2 * panels; p++) store((char *)(sums + 8 * (2 * panels * r + p)), held[r][p], F32);
 }
 
-/* One panel, for all rows, in tiles of nearly equal height. The type is a constant in each of these functions: that is
-   what lets the compiler keep a tile in registers. */
-#define ONE_PANEL(NAME, TYPE)                                                                                          \
-    static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,             \
-                     long first) {                                                                                     \
-        for (long m = 0, rows, tiles = (M + TILE - 1) / TILE; m < M; tiles--, m += rows) {                             \
-            rows = (M - m + tiles - 1) / tiles;                                                                        \
-            const float *from = x + m * K;                                                                             \
-            float *to = out + m * N;                                                                                   \
-            switch (rows) {                                                                                            \
-            case 1: tile(1, 1, TYPE, from, K, w, bias, to, N, first); break;                                           \
-            case 2: tile(2, 1, TYPE, from, K, w, bias, to, N, first); break;                                           \
-            case 3: tile(3, 1, TYPE, from, K, w, bias, to, N, first); break;                                           \
-            case 4: tile(4, 1, TYPE, from, K, w, bias, to, N, first); break;                                           \
-            case 5: tile(5, 1, TYPE, from, K, w, bias, to, N, first); break;                                           \
-            default: tile(6, 1, TYPE, from, K, w, bias, to, N, first);                                                 \
-            }                                                                                                          \
+/* Up to 6 rows and one panel. The type is a constant in each of these functions: that is what lets the compiler keep a
+   tile in registers. */
+#define TILE_OF(NAME, TYPE)                                                                                            \
+    static void NAME(int rows, const float *x, long stride, long K, const char *w, float *sums) {                      \
+        switch (rows) {                                                                                                \
+        case 1: tile(1, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
+        case 2: tile(2, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
+        case 3: tile(3, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
+        case 4: tile(4, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
+        case 5: tile(5, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
+        default: tile(6, 1, TYPE, x, stride, K, w, 0, sums);                                                           \
         }                                                                                                              \
     }
 
-static __thread float *scratch;
-static __thread long scratch_size;
+TILE_OF(tile_float32, F32)
+TILE_OF(tile_bfloat16, BF16)
+TILE_OF(tile_float16, F16)
 
-/* Room for so many numbers, for this thread; NULL when there is no memory. */
-static float *room_for(long size) {
-    if (scratch_size < size) {
-        free(scratch);
-        scratch = aligned_alloc(64, (size * 4 + 63) / 64 * 64);
-        scratch_size = scratch ? size : 0;
-    }
-    return scratch;
+/* The sums, `[rows][width]`, plus bias, as outputs `[first, first + width)` of N, of which there may be fewer. */
+INLINE void finish(const float *sums, long rows, long width, const float *bias, float *out, long N, long first) {
+    const long num = N - first < width ? N - first : width;
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < num; i++) out[r * N + first + i] = sums[r * width + i] + (bias ? bias[first + i] : 0);
 }
 
-/* A group of `panels` panels, for all rows. */
-#define GROUP_OF_PANELS(NAME, ONE, TYPE)                                                                               \
+/* One panel, for up to ROWS rows, in tiles of nearly equal height. */
+#define PANEL_OF(NAME, TILE_NAME, TYPE)                                                                                \
+    static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, long first) {\
+        float sums[TILE * PANEL];                                                                                      \
+        for (long m = 0, rows, tiles = (M + TILE - 1) / TILE; m < M; tiles--, m += rows) {                             \
+            rows = (M - m + tiles - 1) / tiles;                                                                        \
+            memset(sums, 0, sizeof sums);                                                                              \
+            TILE_NAME(rows, x + m * K, K, K, w, sums);                                                                 \
+            finish(sums, rows, PANEL, bias, out + m * N, N, first);                                                    \
+        }                                                                                                              \
+    }
+
+PANEL_OF(panel_float32, tile_float32, F32)
+PANEL_OF(panel_bfloat16, tile_bfloat16, BF16)
+PANEL_OF(panel_float16, tile_float16, F16)
+
+/* A group of `panels` panels, for all rows. One or two rows take several panels at a time: a chain would wait for itself. */
+#define GROUP_OF_PANELS(NAME, PANEL_NAME, TYPE)                                                                        \
     static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, long first, \
                      long panels) {                                                                                    \
         const long panel_bytes = K * PANEL * size_of(TYPE);                                                            \
+        float sums[PANEL * GROUP] = {0};                                                                               \
         if (panels == GROUP && M == 1) {                                                                               \
-            tile(1, 4, TYPE, x, K, w, bias, out, N, first);                                                            \
-            return;                                                                                                    \
-        }                                                                                                              \
-        if (panels == GROUP && M <= 3) {                                                                               \
+            tile(1, GROUP, TYPE, x, K, K, w, panel_bytes, sums);                                                       \
+            finish(sums, 1, GROUP * PANEL, bias, out, N, first);                                                       \
+        } else if (panels == GROUP && M == 2) {                                                                        \
             for (int p = 0; p < GROUP; p += 2) {                                                                       \
-                if (M == 2) tile(2, 2, TYPE, x, K, w + p * panel_bytes, bias, out, N, first + PANEL * p);              \
-                if (M == 3) tile(3, 2, TYPE, x, K, w + p * panel_bytes, bias, out, N, first + PANEL * p);              \
+                memset(sums, 0, sizeof sums);                                                                          \
+                tile(2, 2, TYPE, x, K, K, w + p * panel_bytes, panel_bytes, sums);                                     \
+                finish(sums, 2, 2 * PANEL, bias, out, N, first + PANEL * p);                                           \
             }                                                                                                          \
-            return;                                                                                                    \
-        }                                                                                                              \
-        float *wide = TYPE != F32 && M >= UNPACK ? room_for(K * PANEL) : NULL;                                         \
-        for (long p = 0; p < panels; p++, w += panel_bytes) {                                                          \
-            if (wide) {                                                                                                \
-                for (long i = 0; i < K * PANEL; i += 8) {                                                              \
-                    v8 values = load(w + i * size_of(TYPE), TYPE);                                                     \
-                    memcpy(wide + i, &values, 32);                                                                     \
-                }                                                                                                      \
-                one_panel_float32(x, M, K, (const char *)wide, bias, out, N, first + PANEL * p);                       \
-            } else {                                                                                                   \
-                ONE(x, M, K, w, bias, out, N, first + PANEL * p);                                                      \
-            }                                                                                                          \
+        } else {                                                                                                       \
+            for (long p = 0; p < panels; p++) PANEL_NAME(x, M, K, w + p * panel_bytes, bias, out, N, first + PANEL * p);\
         }                                                                                                              \
     }
 
@@ -153,15 +181,27 @@ static float *room_for(long size) {
     }
 
 #define KERNELS(NAME, TYPE)                                                                                            \
-    ONE_PANEL(one_panel_##NAME, TYPE)                                                                                  \
-    GROUP_OF_PANELS(group_##NAME, one_panel_##NAME, TYPE)                                                              \
+    GROUP_OF_PANELS(group_##NAME, panel_##NAME, TYPE)                                                                  \
     LINEAR(baton_linear_##NAME, group_##NAME, TYPE)
 
 KERNELS(float32, F32)
 KERNELS(bfloat16, BF16)
 KERNELS(float16, F16)
 
-/* --- attention of decode tokens ----------------------------------------------------------------------------------- */
+/* --- attention ---------------------------------------------------------------------------------------------------- */
+
+static __thread float *scratch;
+static __thread long scratch_size;
+
+/* Room for so many numbers, for this thread; NULL when there is no memory. */
+static float *room_for(long size) {
+    if (scratch_size < size) {
+        free(scratch);
+        scratch = aligned_alloc(64, (size * 4 + 63) / 64 * 64);
+        scratch_size = scratch ? size : 0;
+    }
+    return scratch;
+}
 
 INLINE float sum_of(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 
@@ -186,12 +226,16 @@ INLINE v8 exp_of(v8 x) {
 
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i32x8){__VA_ARGS__})
 
-/* The sums of four vectors, each in the order of `sum_of`. */
-INLINE void sums_of(v8 a, v8 b, v8 c, v8 d, float scale, float *out) {
-    v8 ab = SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-    v8 cd = SHUFFLE(c, d, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(c, d, 4, 5, 6, 7, 12, 13, 14, 15);
-    v8 all = SHUFFLE(ab, cd, 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLE(ab, cd, 2, 3, 6, 7, 10, 11, 14, 15);
-    for (int i = 0; i < 4; i++) out[i] = (all[2 * i] + all[2 * i + 1]) * scale;
+/* The sums of eight vectors, each in the order of `sum_of`. */
+INLINE v8 sums_of(const v8 *x) {
+    v8 four[2];
+    UNROLL for (int i = 0; i < 2; i++) {
+        const v8 *y = x + 4 * i;
+        v8 ab = SHUFFLE(y[0], y[1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(y[0], y[1], 4, 5, 6, 7, 12, 13, 14, 15);
+        v8 cd = SHUFFLE(y[2], y[3], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(y[2], y[3], 4, 5, 6, 7, 12, 13, 14, 15);
+        four[i] = SHUFFLE(ab, cd, 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLE(ab, cd, 2, 3, 6, 7, 10, 11, 14, 15);
+    }
+    return SHUFFLE(four[0], four[1], 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLE(four[0], four[1], 1, 3, 5, 7, 9, 11, 13, 15);
 }
 
 /* What all tokens of a step and layer have in common. */
@@ -203,110 +247,169 @@ struct cache {
     float scale;
 };
 
-/* Scores of one query against consecutive slots of a block, of which there are `num` to ask for and `room` in all. */
-INLINE void scores_of(int type, const struct cache *c, const float *q, const char *k, long num, long room, float *out) {
-    const long D = c->head_dim, step = D * size_of(type);
-    long s = 0;
-    for (; s < num && s + 4 <= room; s += 4) {
-        v8 sums[4] = {splat(0), splat(0), splat(0), splat(0)};
-        for (long d = 0; d < D; d += 8) {
-            v8 part;
-            memcpy(&part, q + d, 32);
-            UNROLL for (int i = 0; i < 4; i++) sums[i] += part * load(k + (s + i) * step + d * size_of(type), type);
-        }
-        sums_of(sums[0], sums[1], sums[2], sums[3], c->scale, out + s);
-    }
-    for (; s < num; s++) {
-        v8 sum = splat(0);
-        for (long d = 0; d < D; d += 8) {
-            v8 part;
-            memcpy(&part, q + d, 32);
-            sum += part * load(k + s * step + d * size_of(type), type);
-        }
-        out[s] = sum_of(sum) * c->scale;
-    }
+/* 16 numbers of a key or a value. Of bf16 the even ones come first, since widening a half of a word is one instruction;
+   `spread` brings others into that order, and `gather` back. */
+INLINE void pair(const char *p, int type, v8 *first, v8 *second) {
+    weights_at(p, type, first, second);
 }
 
-/* The weights e^(score - most), in place, zero in the padding; one over their sum. */
+INLINE void spread(int type, const float *from, long D, float factor, float *to) {
+    for (long d = 0; d < D; d += 16)
+        for (long i = 0; i < 16 && d + i < D; i++)
+            to[d + (type == BF16 && D - d >= 16 ? i / 2 + i % 2 * 8 : i)] = from[d + i] * factor;
+}
+
+INLINE void gather(int type, const float *from, long D, float factor, float *to) {
+    for (long d = 0; d < D; d += 16)
+        for (long i = 0; i < 16 && d + i < D; i++)
+            to[d + i] = from[d + (type == BF16 && D - d >= 16 ? i / 2 + i % 2 * 8 : i)] * factor;
+}
+
+/* Scores of `rows` queries, D apart, against 8 / rows slots; those of a query go to a row of `size`. */
+INLINE void score(int rows, int type, const float *q, long D, const char *k, float *out, long size) {
+    const int slots = 8 / rows;
+    const long step = D * size_of(type);
+    v8 sums[8];
+    UNROLL for (int i = 0; i < 8; i++) sums[i] = splat(0);
+    long d = 0;
+    for (; d + 16 <= D; d += 16) {
+        UNROLL for (int s = 0; s < slots; s++) {
+            v8 first, second;
+            pair(k + s * step + d * size_of(type), type, &first, &second);
+            UNROLL for (int r = 0; r < rows; r++) {
+                sums[r * slots + s] += floats(q + r * D + d) * first;
+                sums[r * slots + s] += floats(q + r * D + d + 8) * second;
+            }
+        }
+    }
+    if (d < D) {
+        UNROLL for (int s = 0; s < slots; s++) {
+            v8 last = load(k + s * step + d * size_of(type), type);
+            UNROLL for (int r = 0; r < rows; r++) sums[r * slots + s] += floats(q + r * D + d) * last;
+        }
+    }
+    const v8 all = sums_of(sums);
+    UNROLL for (int r = 0; r < rows; r++) memcpy(out + r * size, (const float *)&all + r * slots, slots * sizeof(float));
+}
+
+/* Scores of `rows` queries against `num` slots of a block, which has room for `room`. */
+INLINE void scores_of(int rows, int type, const float *q, long D, const char *k, long num, long room, float *out,
+                      long size) {
+    const int slots = 8 / rows;
+    const long step = D * size_of(type);
+    long s = 0;
+    for (; s < num && s + slots <= room; s += slots) score(rows, type, q, D, k + s * step, out + s, size);
+    if (s >= num) return;
+    char last[8 * MAX_HEAD_DIM * sizeof(float)]; /* slots at a block's end, of which there are too few */
+    memset(last, 0, slots * step);
+    memcpy(last, k + s * step, (num - s) * step);
+    float found[8];
+    score(rows, type, q, D, last, found, slots);
+    for (int r = 0; r < rows; r++) memcpy(out + r * size + s, found + r * slots, (num - s) * sizeof(float));
+}
+
+/* The weights e^(score - most), in place, of the first `num` of `size` scores, a multiple of 8; returns one over their
+   sum. What is beyond `num` becomes too small to count. */
 INLINE float softmax(float *row, long num, long size) {
-    float most = row[0];
-    for (long s = 1; s < num; s++) most = row[s] > most ? row[s] : most;
     for (long s = num; s < size; s++) row[s] = -1e30f;
+    v8 most = floats(row);
+    for (long s = 8; s < size; s += 8) {
+        v8 x = floats(row + s);
+        i32x8 more = x > most;
+        most = (v8)((more & (i32x8)x) | (~more & (i32x8)most));
+    }
+    float top = most[0];
+    for (int i = 1; i < 8; i++) top = most[i] > top ? most[i] : top;
     v8 total = splat(0);
     for (long s = 0; s < size; s += 8) {
-        v8 x;
-        memcpy(&x, row + s, 32);
-        x = exp_of(x - splat(most));
+        v8 x = exp_of(floats(row + s) - splat(top));
         total += x;
         memcpy(row + s, &x, 32);
     }
     return 1.0f / sum_of(total);
 }
 
-/* `rows` outputs' dimensions `[d, d + 8 * width)`: the values of slots `[begin, end)`, weighted. */
-INLINE void weigh(int rows, int width, int type, const struct cache *c, const int64_t *table, long values, long begin,
-                  long end, const float *weights, long size, const float *factors, long d, float *out) {
-    const long step = c->head_dim * size_of(type);
-    v8 sums[3][4];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int i = 0; i < width; i++) sums[r][i] = splat(0);
-    for (long s = begin; s < end;) {
-        const long block = s / c->block_size, stop = (block + 1) * c->block_size < end ? (block + 1) * c->block_size : end;
-        const char *v = c->layer + table[block] * c->block_bytes + values + s % c->block_size * step + d * size_of(type);
-        for (; s < stop; s++, v += step) {
-            v8 parts[4];
-            UNROLL for (int i = 0; i < width; i++) parts[i] = load(v + 8 * i * size_of(type), type);
-            UNROLL for (int r = 0; r < rows; r++) {
-                v8 weight = splat(weights[r * size + s - begin]);
-                UNROLL for (int i = 0; i < width; i++) sums[r][i] += weight * parts[i];
-            }
+/* Add `num` slots' values, weighted, to `width` vectors of the sums of `rows` queries, D apart. */
+INLINE void weigh(int rows, int width, int type, const char *v, long D, long num, const float *weights, long size,
+                  float *sums) {
+    const long step = D * size_of(type);
+    v8 held[4][8];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int i = 0; i < width; i++) held[r][i] = floats(sums + r * D + 8 * i);
+    for (long s = 0; s < num; s++, v += step) {
+        v8 parts[8];
+        if (width == 1) parts[0] = load(v, type);
+        UNROLL for (int i = 0; i + 1 < width; i += 2) pair(v + 8 * i * size_of(type), type, parts + i, parts + i + 1);
+        UNROLL for (int r = 0; r < rows; r++) {
+            v8 weight = splat(weights[r * size + s]);
+            UNROLL for (int i = 0; i < width; i++) held[r][i] += weight * parts[i];
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int i = 0; i < width; i++) {
-        v8 result = sums[r][i] * splat(factors[r]);
-        memcpy(out + r * c->head_dim + d + 8 * i, &result, 32);
-    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < width; i++) store((char *)(sums + r * D + 8 * i), held[r][i], F32);
 }
 
-/* One token's queries of one KV head's group against its slots `[begin, end)`. `scores` has room for a row of `size` for
-   each query, and for one more number each. */
-INLINE void attend(int type, const struct cache *c, const float *q, const int64_t *table, long head, long begin, long end,
-                   float *scores, long size, float *out) {
-    const long D = c->head_dim, step = D * size_of(type);
-    const long keys = head * c->block_size * step, values = keys + c->kv_heads * c->block_size * step;
-    float *factors = scores + c->group * size;
-    for (long s = begin; s < end;) {
-        const long block = s / c->block_size, room = (block + 1) * c->block_size - s, num = room < end - s ? room : end - s;
-        const char *k = c->layer + table[block] * c->block_bytes + keys + s % c->block_size * step;
-        for (long g = 0; g < c->group; g++) scores_of(type, c, q + g * D, k, num, room, scores + g * size + s - begin);
-        s += num;
-    }
-    for (long g = 0; g < c->group; g++) factors[g] = softmax(scores + g * size, end - begin, size);
-    for (long g = 0; g < c->group;) {
-        const long rows = c->group - g >= 3 ? 3 : c->group - g;
-        const float *weights = scores + g * size;
-        for (long d = 0; d < D;) {
-            const long width = D - d >= 32 ? 4 : 1;
-            float *to = out + g * D;
-#define WEIGH(R, W) weigh(R, W, type, c, table, values, begin, end, weights, size, factors + g, d, to)
-            if (width == 4) {
-                if (rows == 3) WEIGH(3, 4);
-                if (rows == 2) WEIGH(2, 4);
-                if (rows == 1) WEIGH(1, 4);
-            } else {
-                if (rows == 3) WEIGH(3, 1);
-                if (rows == 2) WEIGH(2, 1);
-                if (rows == 1) WEIGH(1, 1);
-            }
-            d += 8 * width;
-        }
-        g += rows;
-    }
+/* All dimensions of `rows` queries' sums, as many at a time as fit into registers. */
+INLINE void weigh_all(int rows, int type, const char *v, long D, long num, const float *weights, long size, float *sums) {
+#define WEIGH(W)                                                                                                       \
+    for (; rows * W <= 8 && d + 8 * W <= D; d += 8 * W) weigh(rows, W, type, v + d * size_of(type), D, num, weights, size, sums + d);
+    long d = 0;
+    WEIGH(8) WEIGH(6) WEIGH(4) WEIGH(2) WEIGH(1)
+#undef WEIGH
 }
 
-/* out `[N, H, D]` for tokens with queries `[N, H, D]`; token i is the last of `lens[i]` tokens of the sequence whose
-   blocks are `tables + i * width`, and sees the last `window` of them, or all if that is 0. Returns 0, or 1 without memory. */
+/* Ask for one head's part of the block after the one of slot s, if slots before `end` are there: blocks lie apart, and the
+   hardware follows nothing over the end of a page. */
+INLINE void fetch_next(const struct cache *c, const int64_t *table, long s, long end, long offset, long bytes) {
+    const long block = s / c->block_size + 1;
+    if (block * c->block_size >= end) return;
+    const char *next = c->layer + table[block] * c->block_bytes + offset;
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+}
+
+/* Room for `attend`, in numbers, where a row of scores is so long. */
+INLINE long attend_room(const struct cache *c, long size) { return c->group * (size + 2 * c->head_dim); }
+
+/* One token's queries of one KV head's group against its slots `[begin, end)`: scores of all, then their weights, then
+   the values. */
+INLINE void attend(int type, const struct cache *c, const float *q, const int64_t *table, long head, long begin,
+                   long end, float *room, long size, float *out) {
+    const long D = c->head_dim, G = c->group, step = D * size_of(type), bytes = c->block_size * step;
+    const long keys = head * bytes, values = keys + c->kv_heads * bytes;
+    float *scores = room, *queries = scores + G * size, *sums = queries + G * D;
+    for (long g = 0; g < G; g++) spread(type, q + g * D, D, c->scale, queries + g * D);
+    for (long s = begin, num; s < end; s += num) {
+        const long rest = c->block_size - s % c->block_size;
+        num = rest < end - s ? rest : end - s;
+        const char *k = c->layer + table[s / c->block_size] * c->block_bytes + keys + s % c->block_size * step;
+        fetch_next(c, table, s, end, keys, bytes);
+        float *to = scores + s - begin;
+        long g = 0;
+        for (; g + 4 <= G; g += 4) scores_of(4, type, queries + g * D, D, k, num, rest, to + g * size, size);
+        for (; g + 2 <= G; g += 2) scores_of(2, type, queries + g * D, D, k, num, rest, to + g * size, size);
+        for (; g < G; g++) scores_of(1, type, queries + g * D, D, k, num, rest, to + g * size, size);
+    }
+    float factors[G];
+    for (long g = 0; g < G; g++) factors[g] = softmax(scores + g * size, end - begin, size);
+    memset(sums, 0, G * D * sizeof(float));
+    for (long s = begin, num; s < end; s += num) {
+        const long rest = c->block_size - s % c->block_size;
+        num = rest < end - s ? rest : end - s;
+        const char *v = c->layer + table[s / c->block_size] * c->block_bytes + values + s % c->block_size * step;
+        fetch_next(c, table, s, end, values, bytes);
+        const float *weights = scores + s - begin;
+        long g = 0;
+        for (; g + 4 <= G; g += 4) weigh_all(4, type, v, D, num, weights + g * size, size, sums + g * D);
+        for (; g + 2 <= G; g += 2) weigh_all(2, type, v, D, num, weights + g * size, size, sums + g * D);
+        for (; g < G; g++) weigh_all(1, type, v, D, num, weights + g * size, size, sums + g * D);
+    }
+    for (long g = 0; g < G; g++) gather(type, sums + g * D, D, factors[g], out + g * D);
+}
+
+/* out `[N, H, D]` for tokens with queries `[H, D]`, in rows `q_stride` apart; token i is the last of `lens[i]` tokens of
+   the sequence whose blocks are `tables + i * width`, and sees the last `window` of them, or all if that is 0. Returns
+   0, or 1 without memory. */
 #define DECODE(NAME, TYPE)                                                                                             \
-    int NAME(const float *q, const char *layer, long block_bytes, const int64_t *tables, long width,                   \
+    int NAME(const float *q, long q_stride, const char *layer, long block_bytes, const int64_t *tables, long width,    \
              const int64_t *lens, long N, long kv_heads, long group, long block_size, long head_dim, long window,      \
              float scale, float *out, int threads) {                                                                   \
         const struct cache c = {layer, block_bytes, kv_heads, group, block_size, head_dim, scale};                     \
@@ -315,13 +418,14 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
         for (long item = 0; item < N * kv_heads; item++) {                                                             \
             long i = item / kv_heads, head = item % kv_heads, end = lens[i];                                           \
             long begin = window && end > window ? end - window : 0, size = (end - begin + 15) / 8 * 8;                 \
-            float *scores = room_for(group * (size + 1));                                                              \
-            if (!scores) {                                                                                             \
+            float *room = room_for(attend_room(&c, size));                                                             \
+            if (!room) {                                                                                               \
                 failed = 1;                                                                                            \
                 continue;                                                                                              \
             }                                                                                                          \
-            long at = (i * kv_heads + head) * group * head_dim;                                                        \
-            attend(TYPE, &c, q + at, tables + i * width, head, begin, end, scores, size, out + at);                    \
+            long at = head * group * head_dim;                                                                         \
+            float *to = out + i * kv_heads * group * head_dim + at;                                                    \
+            attend(TYPE, &c, q + i * q_stride + at, tables + i * width, head, begin, end, room, size, to);             \
         }                                                                                                              \
         return failed;                                                                                                 \
     }
@@ -329,3 +433,200 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
 DECODE(baton_decode_float32, F32)
 DECODE(baton_decode_bfloat16, BF16)
 DECODE(baton_decode_float16, F16)
+
+enum { QUERIES = 24 }; /* queries whose scores are computed together: they share what is read of the keys */
+
+/* Keys `[first, first + 16)` of a head as a panel `[head_dim][16]`, and their values as rows of panels of 16 dimensions,
+   `[panel][size][16]`, of which `values` is the first; zeros from `end` on. */
+INLINE void pack_slots(int type, const struct cache *c, const int64_t *table, long head, long first, long end,
+                       float *keys, float *values, long size) {
+    const long D = c->head_dim, step = D * size_of(type);
+    for (long s = 0; s < PANEL; s++) {
+        const long slot = first + s, block = slot < end ? table[slot / c->block_size] : 0;
+        const char *k = c->layer + block * c->block_bytes + (head * c->block_size + slot % c->block_size) * step;
+        for (long d = 0; d < D; d += 8) {
+            v8 key = splat(0), value = splat(0);
+            if (slot < end) {
+                key = load(k + d * size_of(type), type);
+                value = load(k + c->kv_heads * c->block_size * step + d * size_of(type), type);
+            }
+            for (int i = 0; i < 8; i++) keys[(d + i) * PANEL + s] = key[i];
+            memcpy(values + (d / PANEL * size + s) * PANEL + d % PANEL, &value, 32);
+        }
+        if (D % PANEL) memset(values + (D / PANEL * size + s) * PANEL + 8, 0, 32);
+    }
+}
+
+/* Queries `[begin, end)` of a head's group, counted over tokens and heads of the group, against the packed slots
+   `[first, first + size)`. `room` is for QUERIES * (size + 2 * head_dim + 1) numbers. */
+static void attend_tile(const struct cache *c, const float *q, long q_stride, long head, long start, long begin,
+                        long end, long first, long window, const float *keys, const float *values, long size,
+                        float *room, float *out) {
+    const long D = c->head_dim, G = c->group, width = c->kv_heads * G * D, num = end - begin;
+    const long seen = start + (end - 1) / G + 1 - first, panels = (seen + PANEL - 1) / PANEL, row_size = panels * PANEL;
+    float *scores = room, *queries = scores + num * row_size, *sums = queries + num * D, *factors = sums + num * D;
+    for (long r = 0; r < num; r++) {
+        const float *from = q + (begin + r) / G * q_stride + (head * G + (begin + r) % G) * D;
+        for (long d = 0; d < D; d++) queries[r * D + d] = from[d] * c->scale;
+    }
+    for (long p = 0; p < panels; p++)
+        panel_float32(queries, num, D, (const char *)(keys + p * D * PANEL), NULL, scores, row_size, p * PANEL);
+    for (long r = 0; r < num; r++) {
+        const long stop = start + (begin + r) / G + 1 - first, low = window && stop > window ? stop - window : 0;
+        const long whole = low / 8 * 8;
+        float *row = scores + r * row_size;
+        for (long s = whole; s < low; s++) row[s] = -1e30f;
+        factors[r] = softmax(row + whole, stop - whole, (stop - whole + 7) / 8 * 8);
+        memset(row, 0, low * sizeof(float));
+        memset(row + stop, 0, (row_size - stop) * sizeof(float));
+    }
+    for (long p = 0; p * PANEL < D; p++)
+        panel_float32(scores, num, row_size, (const char *)(values + p * size * PANEL), NULL, sums, D, p * PANEL);
+    for (long r = 0; r < num; r++) {
+        float *to = out + (begin + r) / G * width + (head * G + (begin + r) % G) * D;
+        for (long d = 0; d < D; d++) to[d] = sums[r * D + d] * factors[r];
+    }
+}
+
+/* out `[N, H, D]` for the tokens at positions `[start, start + N)` of the sequence whose blocks are `table`, with queries
+   `[H, D]` in rows `q_stride` apart; each sees what is before it, and itself, the last `window` of these, or all if that
+   is 0. Head by head, so that only one head's keys and values are unpacked at a time. Returns 0, or 1 without memory. */
+#define PREFILL(NAME, TYPE)                                                                                            \
+    int NAME(const float *q, long q_stride, const char *layer, long block_bytes, const int64_t *table, long start,     \
+             long N, long kv_heads, long group, long block_size, long head_dim, long window, float scale, float *out,  \
+             int threads) {                                                                                            \
+        const struct cache c = {layer, block_bytes, kv_heads, group, block_size, head_dim, scale};                     \
+        const long first = window && start + 1 > window ? (start + 1 - window) / PANEL * PANEL : 0, end = start + N;   \
+        const long panels = (end - first + PANEL - 1) / PANEL, size = panels * PANEL, rows = N * group;                \
+        const long dims = (head_dim + PANEL - 1) / PANEL * PANEL, tiles = (rows + QUERIES - 1) / QUERIES;              \
+        float *keys = aligned_alloc(64, size * (head_dim + dims) * sizeof(float)), *values = keys + size * head_dim;   \
+        if (!keys) return 1;                                                                                           \
+        int failed = 0;                                                                                                \
+        _Pragma("omp parallel num_threads(threads) reduction(|:failed) if (threads > 1)")                              \
+        for (long head = 0; head < kv_heads; head++) {                                                                 \
+            _Pragma("omp for schedule(static)")                                                                        \
+            for (long p = 0; p < panels; p++)                                                                          \
+                pack_slots(TYPE, &c, table, head, first + p * PANEL, end, keys + p * head_dim * PANEL,                 \
+                           values + p * PANEL * PANEL, size);                                                          \
+            _Pragma("omp for schedule(dynamic)")                                                                       \
+            for (long tile = tiles - 1; tile >= 0; tile--) { /* the longest first */                                   \
+                long begin = tile * QUERIES, stop = begin + QUERIES < rows ? begin + QUERIES : rows;                   \
+                float *room = room_for(QUERIES * (size + 2 * head_dim + 1));                                           \
+                failed |= !room;                                                                                       \
+                if (!room) continue;                                                                                   \
+                attend_tile(&c, q, q_stride, head, start, begin, stop, first, window, keys, values, size, room, out);  \
+            }                                                                                                          \
+        }                                                                                                              \
+        free(keys);                                                                                                    \
+        return failed;                                                                                                 \
+    }
+
+PREFILL(baton_prefill_float32, F32)
+PREFILL(baton_prefill_bfloat16, BF16)
+PREFILL(baton_prefill_float16, F16)
+
+/* --- between the products ----------------------------------------------------------------------------------------- */
+
+enum { WORTH_THREADS = 1 << 16 }; /* numbers for which it pays to wake other threads */
+
+/* What brings `x [n]` to a root mean square of 1. */
+INLINE float norm_factor(const float *x, long n, float eps) {
+    v8 sums = splat(0);
+    long i = 0;
+    for (; i + 8 <= n; i += 8) sums += floats(x + i) * floats(x + i);
+    float sum = sum_of(sums);
+    for (; i < n; i++) sum += x[i] * x[i];
+    return 1.0f / __builtin_sqrtf(sum / n + eps);
+}
+
+/* out = x times the factor times the weights, n of each. */
+INLINE void scale_by(const float *x, float factor, const float *weight, long n, float *out) {
+    long i = 0;
+    for (; i + 8 <= n; i += 8) store((char *)(out + i), floats(x + i) * splat(factor) * floats(weight + i), F32);
+    for (; i < n; i++) out[i] = x[i] * factor * weight[i];
+}
+
+/* h `[T, E]` += delta, unless that is NULL; out = weight times h, each row brought to a root mean square of 1. */
+void baton_add_norm(float *h, const float *delta, const float *weight, float eps, long T, long E, float *out,
+                    int threads) {
+    _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * E > WORTH_THREADS)")
+    for (long t = 0; t < T; t++) {
+        float *x = h + t * E;
+        if (delta) {
+            const float *more = delta + t * E;
+            long i = 0;
+            for (; i + 8 <= E; i += 8) store((char *)(x + i), floats(x + i) + floats(more + i), F32);
+            for (; i < E; i++) x[i] += more[i];
+        }
+        scale_by(x, norm_factor(x, E, eps), weight, E, out + t * E);
+    }
+}
+
+/* Rotate the first `heads` heads of `D` numbers of each row of x, in place: every pair (i, i + D / 2) by its token's
+   angle; cosines and signed sines are `[T, D]`. With `q_norm` and `k_norm` `[D]` the first `q_heads`, and the others, are
+   normalised first. */
+void baton_rotate(float *x, long row_size, long heads, long q_heads, long D, const float *q_norm, const float *k_norm,
+                  float eps, const float *cosines, const float *sines, long T, int threads) {
+    const long half = D / 2;
+    _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * row_size > WORTH_THREADS)")
+    for (long t = 0; t < T; t++) {
+        const float *cosine = cosines + t * D, *sine = sines + t * D;
+        for (long head = 0; head < heads; head++) {
+            float *a = x + t * row_size + head * D, *b = a + half;
+            const float *norm = head < q_heads ? q_norm : k_norm;
+            if (norm) scale_by(a, norm_factor(a, D, eps), norm, D, a);
+            long i = 0;
+            for (; i + 8 <= half; i += 8) {
+                const v8 left = floats(a + i), right = floats(b + i);
+                store((char *)(a + i), left * floats(cosine + i) + right * floats(sine + i), F32);
+                store((char *)(b + i), right * floats(cosine + half + i) + left * floats(sine + half + i), F32);
+            }
+            for (; i < half; i++) {
+                const float left = a[i], right = b[i];
+                a[i] = left * cosine[i] + right * sine[i];
+                b[i] = right * cosine[half + i] + left * sine[half + i];
+            }
+        }
+    }
+}
+
+/* Keys and values, `kv_heads` heads of `head_dim` numbers each in rows `row_size` apart, into their tokens' slots. */
+#define WRITE(NAME, TYPE)                                                                                              \
+    void NAME(const float *k, const float *v, long row_size, char *layer, long block_bytes, const int64_t *blocks,     \
+              const int64_t *offsets, long T, long kv_heads, long block_size, long head_dim) {                         \
+        const long step = head_dim * size_of(TYPE);                                                                    \
+        for (long t = 0; t < T; t++)                                                                                   \
+            for (long head = 0; head < kv_heads; head++) {                                                             \
+                char *to = layer + blocks[t] * block_bytes + (head * block_size + offsets[t]) * step;                  \
+                const long from = t * row_size + head * head_dim;                                                      \
+                for (long d = 0; d < head_dim; d += 8) {                                                               \
+                    store(to + d * size_of(TYPE), floats(k + from + d), TYPE);                                         \
+                    store(to + kv_heads * block_size * step + d * size_of(TYPE), floats(v + from + d), TYPE);          \
+                }                                                                                                      \
+            }                                                                                                          \
+    }
+
+WRITE(baton_write_float32, F32)
+WRITE(baton_write_bfloat16, BF16)
+WRITE(baton_write_float16, F16)
+
+/* x / (1 + e^-x) */
+INLINE v8 silu_of(v8 x) {
+    const i32x8 negative = x < splat(0);
+    const v8 e = exp_of((v8)((negative & (i32x8)x) | (~negative & (i32x8)-x)));
+    return x * ((v8)((negative & (i32x8)e) | (~negative & (i32x8)splat(1))) / (splat(1) + e));
+}
+
+/* out `[T, F]` = silu(gate) * up, of rows that hold F gates and then F ups. */
+void baton_silu_mul(const float *gate_up, long T, long F, float *out, int threads) {
+    _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * F > WORTH_THREADS)")
+    for (long t = 0; t < T; t++) {
+        const float *gate = gate_up + t * 2 * F, *up = gate + F;
+        long i = 0;
+        for (; i + 8 <= F; i += 8) store((char *)(out + t * F + i), silu_of(floats(gate + i)) * floats(up + i), F32);
+        float rest[8] = {0};
+        memcpy(rest, gate + i, (F - i) * sizeof(float));
+        const v8 last = silu_of(floats(rest));
+        for (long j = i; j < F; j++) out[t * F + j] = last[j - i] * up[j];
+    }
+}

@@ -1,0 +1,93 @@
+"""What a device computes for the decoder between the matrix products, and how torch does it.
+
+Shapes: T tokens, E hidden size, F outputs of a projection, H query heads, K KV heads, D head dimension, V vocabulary.
+`kv_layer` is one layer of the cache, `[num_blocks, 2, K, block_size, D]`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn.functional import embedding, silu
+from torch.nn.functional import rms_norm as normalize
+
+from common.engine.ragged import RaggedBatch
+from common.engine.rope import Angles, rotate
+
+Norms = tuple[torch.Tensor, torch.Tensor]
+"""Weights `[D]` of the normalisation of queries, and of keys."""
+
+
+class Backend(Protocol):
+    """The operations of a layer. Used by one thread."""
+
+    def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
+        """Rows of the table, `[T, E]`, in the type of all that follows; not a view of it."""
+
+    def add_norm(
+        self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add `delta_TE` to `h_TE`, in place; returns its root mean square normalisation, weighted."""
+
+    def rotate(
+        self, qkv_TF: torch.Tensor, num_heads: int, num_kv_heads: int, norms: Norms | None, eps: float, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[T, H, D]` and keys `[T, K, D]`, rotated, after normalisation if there are norms; values.
+
+        May overwrite `qkv_TF`, whose rows hold H queries, K keys and K values.
+        """
+
+    def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
+        """Store the keys and values of the batch's tokens in their slots."""
+
+    def attend(
+        self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of each token to its sequence in the cache, `[T, H, D]`.
+
+        A token at position p sees positions `(p - window, p]`, or all up to p without a window.
+        """
+
+    def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up`, `[T, F / 2]`."""
+
+
+class TorchBackend:
+    """All of it but attention, in the type of the weights, rounding where transformers does."""
+
+    def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
+        """See `Backend.embed`."""
+        return embedding(token_ids_T, table_VE)
+
+    def add_norm(
+        self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See `Backend.add_norm`."""
+        if delta_TE is not None:
+            h_TE += delta_TE
+        return _rms_norm(h_TE, weight_E, eps)
+
+    def rotate(
+        self, qkv_TF: torch.Tensor, num_heads: int, num_kv_heads: int, norms: Norms | None, eps: float, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Backend.rotate`."""
+        qkv = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, -1)
+        # Queries and keys are rotated in one go: they lie side by side.
+        qk = qkv[:, : num_heads + num_kv_heads]
+        if norms is not None:
+            q_THD = _rms_norm(qk[:, :num_heads], norms[0], eps)
+            k_TKD = _rms_norm(qk[:, num_heads:], norms[1], eps)
+            qk = torch.cat((q_THD, k_TKD), dim=1)
+        rotated = rotate(qk, angles)
+        return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_heads + num_kv_heads :]
+
+    def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
+        """See `Backend.silu_mul`."""
+        gate, up = gate_up_TF.chunk(2, dim=-1)
+        return silu(gate) * up
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """In float32, scaled in the type of `x`, as transformers does it."""
+    return weight * normalize(x.float(), x.shape[-1:], None, eps).to(x.dtype)

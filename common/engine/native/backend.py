@@ -1,0 +1,60 @@
+"""The operations of a layer, in C on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import embedding
+
+from common.engine.backend import Norms
+from common.engine.native import Kernels
+from common.engine.ragged import RaggedBatch
+from common.engine.rope import Angles
+
+
+class NativeBackend:
+    """Everything between the cache and the weights is float32. Wants head dimensions that are multiples of 8."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.add_norm = kernels.add_norm
+        self.silu_mul = kernels.silu_mul
+
+    def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
+        """See `Backend.embed`."""
+        return embedding(token_ids_T, table_VE).float()
+
+    def rotate(
+        self, qkv_TF: torch.Tensor, num_heads: int, num_kv_heads: int, norms: Norms | None, eps: float, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Backend.rotate`."""
+        self._kernels.rotate(qkv_TF, num_heads, num_kv_heads, norms, eps, angles)
+        qkv = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, -1)
+        keys_end = num_heads + num_kv_heads
+        return qkv[:, :num_heads], qkv[:, num_heads:keys_end], qkv[:, keys_end:]
+
+    def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
+        """See `Backend.write`."""
+        self._kernels.write(kv_layer, k_TKD, v_TKD, batch.slot_blocks_T, batch.slot_offsets_T)
+
+    def attend(
+        self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
+    ) -> torch.Tensor:
+        """See `Backend.attend`. Runs of slices of one token share a call."""
+        out_THD = torch.empty(q_THD.shape)
+        row, token = 0, 0
+        while row < len(batch.query_lens):
+            last, end = row + 1, token + batch.query_lens[row]
+            if batch.query_lens[row] == 1:
+                while last < len(batch.query_lens) and batch.query_lens[last] == 1:
+                    last, end = last + 1, end + 1
+                tables_NM, lens_N = batch.block_tables_BM[row:last], batch.seq_lens_B[row:last]
+                self._kernels.attend_decode(
+                    q_THD[token:end], kv_layer, tables_NM, lens_N, window, scale, out_THD[token:end]
+                )
+            else:
+                table_M, start = batch.block_tables_BM[row], batch.seq_lens[row] - batch.query_lens[row]
+                self._kernels.attend_prefill(
+                    q_THD[token:end], kv_layer, table_M, start, window, scale, out_THD[token:end]
+                )
+            row, token = last, end
+        return out_THD
