@@ -1,17 +1,22 @@
-"""How far a decode step is from the memory's speed: the bytes that it must read, over what a plain loop reads.
+"""How far a decode step is from what the machine can do: read its bytes, and multiply and add.
 
     python -m benchmarks.decode_floor --model 0.5b --threads 1
 
 The floor of a step is (weights, in the checkpoint's type, + the KV of its sequences) / the best bandwidth at which an
-independent loop (a sum over 512 MiB) reads in the same run, by as many threads. Steps and loops take turns.
+independent loop (`floor.c`, over 512 MiB) reads in the same run, by as many threads. On a CPU that multiplies in
+float32 there is a second one: the multiply-adds of the weights, at the best rate that a loop over registers reaches.
+Steps and loops take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +24,44 @@ import torch
 
 from benchmarks.models import llama_15m, qwen2_05b
 from benchmarks.record import record, spread
+from common.contract.kv_layout import DTYPE_BYTES
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
 from common.engine.runner import ModelRunner, load_runner
 
 MODELS = {"15m": llama_15m, "0.5b": qwen2_05b}
 LOOP_BYTES = 512 * 2**20
+LOOP_ROUNDS = 2_000_000
+
+
+class Machine:
+    """The loops of `floor.c`, by several threads, and the best rates that they have reached."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        library = folder / "floor.so"
+        source = Path(__file__).with_name("floor.c")
+        flags = ["-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"]
+        subprocess.run(["cc", *flags, "-o", str(library), str(source)], check=True)
+        self._loops = ctypes.CDLL(str(library))
+        self._loops.read_all.argtypes = [ctypes.c_void_p, ctypes.c_long]
+        self._loops.multiply_add.argtypes = [ctypes.c_long, ctypes.c_float]
+        for loop in (self._loops.read_all, self._loops.multiply_add):
+            loop.restype = ctypes.c_float
+        self._threads = ThreadPoolExecutor(threads)
+        self._parts = torch.ones(threads, LOOP_BYTES // 4 // threads // 256 * 256)
+        self.bytes_per_s = self.flops_per_s = 0.0
+
+    def measure(self) -> None:
+        """One turn of each loop."""
+        seconds = self._time(lambda part: self._loops.read_all(part.data_ptr(), part.numel()))
+        self.bytes_per_s = max(self.bytes_per_s, 4 * self._parts.numel() / seconds)
+        seconds = self._time(lambda part: self._loops.multiply_add(LOOP_ROUNDS, 1e-9))
+        self.flops_per_s = max(self.flops_per_s, 192 * LOOP_ROUNDS * len(self._parts) / seconds)
+
+    def _time(self, loop: Callable[[torch.Tensor], float]) -> float:
+        begin = time.perf_counter()
+        list(self._threads.map(loop, self._parts))
+        return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -43,34 +80,42 @@ def main() -> None:
         path = MODELS[options.model](Path(folder))
         tokens = max(options.batches) * (options.context + options.steps + 32)
         runner = load_runner(path, kv_cache_bytes=tokens * 64 * 1024, dtype=options.dtype)
-        figures = measure(runner, options.batches, options.context, options.steps)
+        figures = measure(runner, Machine(Path(folder), options.threads), options)
+    print(f"{figures['bandwidth_gb_s']:.1f} GB/s, {figures['gflops']:.0f} GFLOP/s")
     for batch, each in figures["batches"].items():
-        print(f"batch {batch}: {each['step_ms']['p50']:.1f} ms, floor {each['floor_ms']:.1f}: {each['ratio']:.2f}")
+        print(
+            f"batch {batch}: {each['step_ms']['min']:.1f} ms (p50 {each['step_ms']['p50']:.1f}); to read "
+            f"{each['floor_ms']:.1f}, {each['ratio']:.2f} times; to compute {each['compute_floor_ms']:.1f}"
+        )
     if not options.no_record:
         workload = {"model": options.model, "dtype": options.dtype, "context": options.context}
         name = f"decode-floor-{options.model}-{options.threads}"
         record(name, workload=workload | {"threads": options.threads, "steps": options.steps}, figures=figures, seed=0)
 
 
-def measure(runner: ModelRunner, batches: Sequence[int], context: int, num_steps: int) -> dict[str, Any]:
+def measure(runner: ModelRunner, machine: Machine, options: argparse.Namespace) -> dict[str, Any]:
     """Times of steps, and the floors."""
-    loop = torch.ones(LOOP_BYTES // 4)
-    bandwidths: list[float] = []
-    times = {batch: list(_steps(runner, batch, context, num_steps, loop, bandwidths)) for batch in batches}
-    best = max(bandwidths)
+    times = {batch: list(_steps(runner, batch, options.context, options.steps, machine)) for batch in options.batches}
     weights = weight_bytes(runner)
-    figures: dict[str, Any] = {"weight_bytes": weights, "bandwidth_gb_s": best / 1e9, "batches": {}}
+    batches: dict[int, Any] = {}
     for batch, seconds in times.items():
-        kv = batch * context * runner.layout.block_bytes // runner.layout.block_size
-        floor_s = (weights + kv) / best
-        figures["batches"][batch] = {
+        kv = batch * options.context * runner.layout.block_bytes // runner.layout.block_size
+        floor_s = (weights + kv) / machine.bytes_per_s
+        numbers = weights // DTYPE_BYTES[runner.layout.dtype]
+        batches[batch] = {
             "step_ms": spread([1e3 * each for each in seconds]),
             "kv_bytes": kv,
             "floor_ms": 1e3 * floor_s,
+            "compute_floor_ms": 1e3 * 2 * batch * numbers / machine.flops_per_s,
             "ratio": min(seconds) / floor_s,
             "ratio_p50": spread(seconds)["p50"] / floor_s,
         }
-    return figures
+    return {
+        "weight_bytes": weights,
+        "bandwidth_gb_s": machine.bytes_per_s / 1e9,
+        "gflops": machine.flops_per_s / 1e9,
+        "batches": batches,
+    }
 
 
 def weight_bytes(runner: ModelRunner) -> int:
@@ -78,13 +123,11 @@ def weight_bytes(runner: ModelRunner) -> int:
     c = runner.config
     q_out, kv_out = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layer = (2 * q_out + 2 * kv_out + 3 * c.intermediate_size) * c.hidden_size
-    size = torch.finfo(getattr(torch, runner.layout.dtype)).bits // 8
-    return size * (c.num_layers * layer + c.vocab_size * c.hidden_size)
+    return DTYPE_BYTES[runner.layout.dtype] * (c.num_layers * layer + c.vocab_size * c.hidden_size)
 
 
-def _steps(
-    runner: ModelRunner, batch: int, context: int, num_steps: int, loop: torch.Tensor, bandwidths: list[float]
-) -> Any:
+def _steps(runner: ModelRunner, batch: int, context: int, num_steps: int, machine: Machine) -> Iterator[float]:
+    """Seconds of decode steps; the machine's turn is between them."""
     block_size = runner.layout.block_size
     per_sequence = -(-(context + num_steps + 1) // block_size)
     tables = [list(range(row * per_sequence, (row + 1) * per_sequence)) for row in range(batch)]
@@ -107,9 +150,7 @@ def _steps(
         runner.step(slices)
         if number >= 2:
             yield time.perf_counter() - begin
-        begin = time.perf_counter()
-        loop.sum()
-        bandwidths.append(LOOP_BYTES / (time.perf_counter() - begin))
+        machine.measure()
 
 
 if __name__ == "__main__":

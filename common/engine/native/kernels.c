@@ -4,9 +4,10 @@
    Every output is one chain of fused multiply-adds in the order of the input features, whatever the number of rows: a
    row's result does not depend on the rows beside it.
 
-   Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type; the last panel is padded
-   with zeros. A tile of up to 6 rows and 16 outputs is held in registers (after Goto and van de Geijn, "Anatomy of
-   High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008, section 4). */
+   Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type, those of bf16 in the
+   order of `load_pair`; the last panel is padded with zeros. A tile of up to 6 rows and 16 outputs is held in registers
+   (after Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008, section
+   4). */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -66,17 +67,17 @@ INLINE v8 floats(const float *p) { return load((const char *)p, F32); }
 
 INLINE v8 splat(float x) { return (v8){x, x, x, x, x, x, x, x}; }
 
-/* 16 weights of a panel. Of bf16 the first 8 are the lower halves of 8 words, the others the upper ones: widening a half
-   is one instruction then. */
-INLINE void weights_at(const char *p, int type, v8 *low, v8 *high) {
+/* 16 numbers. Of bf16 the first 8 are the lower halves of 8 words, the others the upper ones: widening a half is one
+   instruction then. */
+INLINE void load_pair(const char *p, int type, v8 *first, v8 *second) {
     if (type == BF16) {
         u32x8 both;
         memcpy(&both, p, 32);
-        *low = (v8)(both << 16);
-        *high = (v8)(both & 0xffff0000);
+        *first = (v8)(both << 16);
+        *second = (v8)(both & 0xffff0000);
     } else {
-        *low = load(p, type);
-        *high = load(p + 8 * size_of(type), type);
+        *first = load(p, type);
+        *second = load(p + 8 * size_of(type), type);
     }
 }
 
@@ -92,7 +93,7 @@ INLINE void tile(int rows, int panels, int type, const float *x, long stride, lo
             v8 low, high;
             const char *at = w + p * panel_bytes + k * row_bytes;
             if (panels < GROUP) __builtin_prefetch(at + AHEAD);
-            weights_at(at, type, &low, &high);
+            load_pair(at, type, &low, &high);
             UNROLL for (int r = 0; r < rows; r++) {
                 v8 value = splat(x[r * stride + k]);
                 held[r][2 * p] += value * low;
@@ -131,7 +132,8 @@ INLINE void finish(const float *sums, long rows, long width, const float *bias, 
 
 /* One panel, for up to ROWS rows, in tiles of nearly equal height. */
 #define PANEL_OF(NAME, TILE_NAME, TYPE)                                                                                \
-    static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, long first) {\
+    static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,             \
+                     long first) {                                                                                     \
         float sums[TILE * PANEL];                                                                                      \
         for (long m = 0, rows, tiles = (M + TILE - 1) / TILE; m < M; tiles--, m += rows) {                             \
             rows = (M - m + tiles - 1) / tiles;                                                                        \
@@ -145,7 +147,7 @@ PANEL_OF(panel_float32, tile_float32, F32)
 PANEL_OF(panel_bfloat16, tile_bfloat16, BF16)
 PANEL_OF(panel_float16, tile_float16, F16)
 
-/* A group of `panels` panels, for all rows. One or two rows take several panels at a time: a chain would wait for itself. */
+/* A group of `panels` panels, for all rows. One or two rows take several at a time: a chain would wait for itself. */
 #define GROUP_OF_PANELS(NAME, PANEL_NAME, TYPE)                                                                        \
     static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, long first, \
                      long panels) {                                                                                    \
@@ -161,7 +163,8 @@ PANEL_OF(panel_float16, tile_float16, F16)
                 finish(sums, 2, 2 * PANEL, bias, out, N, first + PANEL * p);                                           \
             }                                                                                                          \
         } else {                                                                                                       \
-            for (long p = 0; p < panels; p++) PANEL_NAME(x, M, K, w + p * panel_bytes, bias, out, N, first + PANEL * p);\
+            for (long p = 0; p < panels; p++)                                                                          \
+                PANEL_NAME(x, M, K, w + p * panel_bytes, bias, out, N, first + PANEL * p);                             \
         }                                                                                                              \
     }
 
@@ -247,12 +250,8 @@ struct cache {
     float scale;
 };
 
-/* 16 numbers of a key or a value. Of bf16 the even ones come first, since widening a half of a word is one instruction;
-   `spread` brings others into that order, and `gather` back. */
-INLINE void pair(const char *p, int type, v8 *first, v8 *second) {
-    weights_at(p, type, first, second);
-}
-
+/* Of 16 numbers of bf16 in a row `load_pair` gives the even ones first. These bring others into that order, and back,
+   multiplied by a factor. */
 INLINE void spread(int type, const float *from, long D, float factor, float *to) {
     for (long d = 0; d < D; d += 16)
         for (long i = 0; i < 16 && d + i < D; i++)
@@ -275,7 +274,7 @@ INLINE void score(int rows, int type, const float *q, long D, const char *k, flo
     for (; d + 16 <= D; d += 16) {
         UNROLL for (int s = 0; s < slots; s++) {
             v8 first, second;
-            pair(k + s * step + d * size_of(type), type, &first, &second);
+            load_pair(k + s * step + d * size_of(type), type, &first, &second);
             UNROLL for (int r = 0; r < rows; r++) {
                 sums[r * slots + s] += floats(q + r * D + d) * first;
                 sums[r * slots + s] += floats(q + r * D + d + 8) * second;
@@ -289,7 +288,8 @@ INLINE void score(int rows, int type, const float *q, long D, const char *k, flo
         }
     }
     const v8 all = sums_of(sums);
-    UNROLL for (int r = 0; r < rows; r++) memcpy(out + r * size, (const float *)&all + r * slots, slots * sizeof(float));
+    UNROLL for (int r = 0; r < rows; r++)
+        memcpy(out + r * size, (const float *)&all + r * slots, slots * sizeof(float));
 }
 
 /* Scores of `rows` queries against `num` slots of a block, which has room for `room`. */
@@ -334,11 +334,13 @@ INLINE void weigh(int rows, int width, int type, const char *v, long D, long num
                   float *sums) {
     const long step = D * size_of(type);
     v8 held[4][8];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int i = 0; i < width; i++) held[r][i] = floats(sums + r * D + 8 * i);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < width; i++) held[r][i] = floats(sums + r * D + 8 * i);
     for (long s = 0; s < num; s++, v += step) {
         v8 parts[8];
         if (width == 1) parts[0] = load(v, type);
-        UNROLL for (int i = 0; i + 1 < width; i += 2) pair(v + 8 * i * size_of(type), type, parts + i, parts + i + 1);
+        UNROLL for (int i = 0; i + 1 < width; i += 2)
+            load_pair(v + 8 * i * size_of(type), type, parts + i, parts + i + 1);
         UNROLL for (int r = 0; r < rows; r++) {
             v8 weight = splat(weights[r * size + s]);
             UNROLL for (int i = 0; i < width; i++) held[r][i] += weight * parts[i];
@@ -348,17 +350,19 @@ INLINE void weigh(int rows, int width, int type, const char *v, long D, long num
         UNROLL for (int i = 0; i < width; i++) store((char *)(sums + r * D + 8 * i), held[r][i], F32);
 }
 
-/* All dimensions of `rows` queries' sums, as many at a time as fit into registers. */
-INLINE void weigh_all(int rows, int type, const char *v, long D, long num, const float *weights, long size, float *sums) {
-#define WEIGH(W)                                                                                                       \
-    for (; rows * W <= 8 && d + 8 * W <= D; d += 8 * W) weigh(rows, W, type, v + d * size_of(type), D, num, weights, size, sums + d);
+/* All dimensions of the sums of `rows` queries, as many at a time as fit into registers. */
+INLINE void weigh_all(int rows, int type, const char *v, long D, long num, const float *weights, long size,
+                      float *sums) {
     long d = 0;
+#define WEIGH(W)                                                                                                       \
+    for (; rows * W <= 8 && d + 8 * W <= D; d += 8 * W)                                                                \
+        weigh(rows, W, type, v + d * size_of(type), D, num, weights, size, sums + d);
     WEIGH(8) WEIGH(6) WEIGH(4) WEIGH(2) WEIGH(1)
 #undef WEIGH
 }
 
-/* Ask for one head's part of the block after the one of slot s, if slots before `end` are there: blocks lie apart, and the
-   hardware follows nothing over the end of a page. */
+/* Ask for one head's part of the block after the one of slot s, if slots before `end` are there: blocks lie apart, and
+   the hardware follows nothing over the end of a page. */
 INLINE void fetch_next(const struct cache *c, const int64_t *table, long s, long end, long offset, long bytes) {
     const long block = s / c->block_size + 1;
     if (block * c->block_size >= end) return;
@@ -405,8 +409,8 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
     for (long g = 0; g < G; g++) gather(type, sums + g * D, D, factors[g], out + g * D);
 }
 
-/* out `[N, H, D]` for tokens with queries `[H, D]`, in rows `q_stride` apart; token i is the last of `lens[i]` tokens of
-   the sequence whose blocks are `tables + i * width`, and sees the last `window` of them, or all if that is 0. Returns
+/* out `[N, H, D]` for tokens with queries `[H, D]`, in rows `q_stride` apart; token i is the last of `lens[i]` tokens
+   of the sequence whose blocks are `tables + i * width`, and sees the last `window` of them, or all if that is 0. Returns
    0, or 1 without memory. */
 #define DECODE(NAME, TYPE)                                                                                             \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, const int64_t *tables, long width,    \
@@ -436,8 +440,8 @@ DECODE(baton_decode_float16, F16)
 
 enum { QUERIES = 24 }; /* queries whose scores are computed together: they share what is read of the keys */
 
-/* Keys `[first, first + 16)` of a head as a panel `[head_dim][16]`, and their values as rows of panels of 16 dimensions,
-   `[panel][size][16]`, of which `values` is the first; zeros from `end` on. */
+/* Keys `[first, first + 16)` of a head as a panel `[head_dim][16]`, and their values as rows of panels of 16
+   dimensions, `[panel][size][16]`, of which `values` is the first; zeros from `end` on. */
 INLINE void pack_slots(int type, const struct cache *c, const int64_t *table, long head, long first, long end,
                        float *keys, float *values, long size) {
     const long D = c->head_dim, step = D * size_of(type);
@@ -488,9 +492,10 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
     }
 }
 
-/* out `[N, H, D]` for the tokens at positions `[start, start + N)` of the sequence whose blocks are `table`, with queries
-   `[H, D]` in rows `q_stride` apart; each sees what is before it, and itself, the last `window` of these, or all if that
-   is 0. Head by head, so that only one head's keys and values are unpacked at a time. Returns 0, or 1 without memory. */
+/* out `[N, H, D]` for the tokens at positions `[start, start + N)` of the sequence whose blocks are `table`, with
+   queries `[H, D]` in rows `q_stride` apart; each sees what is before it, and itself, the last `window` of these, or all
+   if that is 0. Head by head, so that only one head's keys and values are unpacked at a time. Returns 0, or 1 without
+   memory. */
 #define PREFILL(NAME, TYPE)                                                                                            \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, const int64_t *table, long start,     \
              long N, long kv_heads, long group, long block_size, long head_dim, long window, float scale, float *out,  \
@@ -563,8 +568,8 @@ void baton_add_norm(float *h, const float *delta, const float *weight, float eps
 }
 
 /* Rotate the first `heads` heads of `D` numbers of each row of x, in place: every pair (i, i + D / 2) by its token's
-   angle; cosines and signed sines are `[T, D]`. With `q_norm` and `k_norm` `[D]` the first `q_heads`, and the others, are
-   normalised first. */
+   angle; cosines and signed sines are `[T, D]`. With `q_norm` and `k_norm` `[D]` the first `q_heads`, and the others,
+   are normalised first. */
 void baton_rotate(float *x, long row_size, long heads, long q_heads, long D, const float *q_norm, const float *k_norm,
                   float eps, const float *cosines, const float *sines, long T, int threads) {
     const long half = D / 2;

@@ -1,0 +1,347 @@
+"""The tables and pictures of `docs/results.md`, from the recorded runs.
+
+    python -m benchmarks.results_page           # write them
+    python -m benchmarks.results_page --check   # fail if the page's tables are not those of the records
+
+The page's text is written by hand. Between `<!-- NAME -->` and `<!-- end -->` is what this module makes: a table, and
+the run that it is from. Where a run has not been recorded, the page says so. Pictures want matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS
+from common.runtime.kv_size import KNOWN_SHAPES
+
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+PICTURES = PAGE.with_suffix("")
+_PART = re.compile(r"<!-- (?P<name>[\w .-]+?) -->\n(?P<body>.*?)<!-- end -->\n", re.DOTALL)
+
+Run = dict[str, Any]
+
+
+def load(name: str) -> Run | None:
+    """A recorded run."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def source(run: Run) -> str:
+    """Where a table is from."""
+    machine = run["machine"]
+    return f"\n`{run['command']}`, commit {run['commit'][:7]}, {machine['cpu']}, {machine['cores']} cores\n"
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+def versus(run: Run) -> str:
+    """Baton beside vLLM: medians, ratios of the rounds."""
+    rows = []
+    for each in run["figures"]["ratios"]:
+        rate, ttft, itl = (each[name] for name in ("output_tokens_per_s", "ttft_p50_s", "itl_p99_s"))
+        rows.append(
+            [
+                f"{each['ours']} / {each['theirs']}",
+                str(each["concurrency"]),
+                f"{rate['ours']:.1f} / {rate['theirs']:.1f}",
+                f"**{rate['ratio']:.2f}** ({rate['ratio_min']:.2f} to {rate['ratio_max']:.2f})",
+                f"{1e3 * ttft['ours']:.0f} / {1e3 * ttft['theirs']:.0f}",
+                f"{1e3 * itl['ours']:.0f} / {1e3 * itl['theirs']:.0f}",
+            ]
+        )
+    head = ["systems", "concurrency", "output tokens/s", "ratio", "TTFT p50, ms", "ITL P99, ms"]
+    return table(head, rows)
+
+
+def decode_floor(run: Run) -> str:
+    """A decode step beside what reading and computing take at least."""
+    rows = [
+        [
+            batch,
+            f"{each['step_ms']['min']:.1f} (median {each['step_ms']['p50']:.1f})",
+            f"{each['floor_ms']:.1f}",
+            f"{each['compute_floor_ms']:.1f}",
+            f"{each['ratio']:.2f}",
+            f"{each['step_ms']['min'] / max(each['floor_ms'], each['compute_floor_ms']):.2f}",
+        ]
+        for batch, each in run["figures"]["batches"].items()
+    ]
+    head = ["batch", "step, ms", "to read, ms", "to compute, ms", "step / to read", "step / the larger"]
+    return table(head, rows)
+
+
+def batch_throughput(run: Run) -> str:
+    """Tokens per second of decode steps, relative to a batch of one."""
+    rates = {batch: int(batch) / each["step_ms"]["p50"] for batch, each in run["figures"]["batches"].items()}
+    rows = [[batch, f"{1e3 * rate:.0f}", f"{rate / rates['1']:.1f}"] for batch, rate in rates.items()]
+    return table(["batch", "tokens/s", "relative"], rows)
+
+
+def step_overhead(run: Run) -> str:
+    """A step without its model."""
+    rows = [
+        [kind, f"{each['wall_us']['p50']:.0f}", f"{each['wall_us']['min']:.0f}", f"{each['cpu_us']['p50']:.0f}"]
+        for kind, each in run["figures"].items()
+    ]
+    return table(["sampling", "µs, median", "least", "µs of processor time"], rows)
+
+
+def steady(run: Run) -> str:
+    """Memory over the stages."""
+    figures = run["figures"]
+    rows = [
+        [name, f"{values[0]:.0f}", f"{values[len(values) // 2]:.0f}", f"{values[-1]:.0f}"]
+        for name, values in figures["resident_mib"].items()
+    ]
+    return table(["process", "MiB after the first stage", "half-way", "at the end"], rows)
+
+
+def agreement(run: Run) -> str:
+    """Two clients."""
+    rows = [
+        [name.replace("_", " "), f"{each['ours']:.4g}", f"{each['theirs']:.4g}", f"{100 * (each['ratio'] - 1):+.1f} %"]
+        for name, each in run["figures"]["ratios"].items()
+    ]
+    return table(["figure", "`baton bench`", "`vllm bench serve`", "difference"], rows)
+
+
+def batching(run: Run) -> str:
+    """Continuous over static batching."""
+    rows = [
+        [
+            f"{each['batch']}",
+            f"{each['cv']}",
+            f"{each['ratio']:.2f}",
+            f"{each['ratio_to_naive']:.2f}",
+            f"{each['ratio_of_steps']:.2f}",
+            f"{100 * each['static_utilisation']:.0f} %",
+            f"{100 * each['continuous_utilisation']:.0f} %",
+        ]
+        for each in run["figures"]["batching"]
+    ]
+    head = ["batch", "cv of the output length", "to static", "to naive static", "in steps"]
+    return table([*head, "static: places in use", "continuous: places in use"], rows)
+
+
+def memory_limited(run: Run) -> str:
+    """The same where memory is the limit."""
+    rows = [
+        [
+            f"{each['cv']}",
+            f"{each['mean_decoding']:.1f} / {each['batch']}",
+            f"{each['ratio']:.2f}",
+            f"{each['ratio_to_naive']:.2f}",
+            f"{each['ratio_of_steps']:.2f}",
+        ]
+        for each in run["figures"]["memory_limited"]
+    ]
+    return table(["cv", "sequences at a time", "to static", "to naive static", "in steps"], rows)
+
+
+def empty_slots(run: Run) -> str:
+    """Memory that holds nothing."""
+    names = {
+        "max_model_len": "the model's context",
+        "prompt_and_max_tokens": "prompt and `max_tokens`",
+        "paged": "blocks of 16, as they are needed",
+    }
+    rows = [[names[name], f"{100 * share:.1f} %"] for name, share in run["figures"]["empty_slots"].items()]
+    return table(["what a sequence reserves", "reserved, and empty"], rows)
+
+
+def padding(run: Run) -> str:
+    """Tokens computed for nothing."""
+    each = run["figures"]["padding"]
+    return table(["padding of 8 prompts", "of what is computed"], [[f"{each['tokens']:.0f}", f"{each['share']:.0%}"]])
+
+
+def modes(run: Run) -> str:
+    """One trace, every mode."""
+    rows = [
+        [
+            name,
+            f"{1e3 * each['ttft_mean_s']:.0f}",
+            f"{1e3 * each['ttft_p99_s']:.0f}",
+            f"{each['itl_p50_ms']:.0f}",
+            f"{each['itl_p99_ms']:.0f}",
+            f"{each['latency_mean_s']:.2f}",
+            f"{each['tokens_per_s']:.0f}",
+        ]
+        for name, each in run["figures"].items()
+    ]
+    head = ["mode", "TTFT mean, ms", "TTFT P99", "ITL p50, ms", "ITL P99", "latency mean, s", "tokens/s"]
+    return table(head, rows)
+
+
+def interference(run: Run) -> str:
+    """Streams beside a long prompt."""
+    rows = [
+        [
+            name,
+            f"{each['itl_before']['p99_ms']:.0f}",
+            f"{each['itl_during']['p50_ms']:.0f}",
+            f"{each['itl_during']['p99_ms']:.0f}",
+            f"{each['long_ttft_s']:.1f}",
+        ]
+        for name, each in run["figures"].items()
+    ]
+    return table(["mode and chunk", "ITL P99 before, ms", "during: p50", "during: P99", "TTFT of the prompt, s"], rows)
+
+
+def kv_sizes() -> str:
+    """KV of well-known models, in 16 bits."""
+    rows = []
+    for name, shape in KNOWN_SHAPES.items():
+        layout = shape.layout(16, "auto")
+        per_token = layout.block_bytes / layout.block_size
+        rows.append([name, f"{per_token / 2**10:g} KiB", f"{per_token * 4096 / 2**30:g} GiB"])
+    return table(["model", "a token", "4,096 tokens"], rows)
+
+
+TABLES: dict[str, Callable[[Run], str]] = {
+    "versus-15m-bfloat16-fixed": versus,
+    "versus-15m-float32-fixed": versus,
+    "versus-15m-bfloat16-sharegpt": versus,
+    "versus-0.5b-bfloat16-fixed": versus,
+    "versus-0.5b-float32-fixed": versus,
+    "versus-0.5b-bfloat16-sharegpt": versus,
+    "decode-floor-0.5b-1": decode_floor,
+    "decode-floor-15m-1": decode_floor,
+    "step-overhead": step_overhead,
+    "steady": steady,
+    "bench-agreement": agreement,
+    "modes": modes,
+    "interference-long-prompt": interference,
+}
+PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
+    "batch throughput": ("decode-floor-0.5b-1", batch_throughput),
+    "batching": ("claims", batching),
+    "memory limited": ("claims", memory_limited),
+    "empty slots": ("claims", empty_slots),
+    "padding": ("claims", padding),
+}
+
+
+def part(name: str) -> str:
+    """What stands between the marks of that name."""
+    if name == "kv sizes":
+        return f"\n{kv_sizes()}\n`baton kv-size`\n\n"
+    record, render = PARTS.get(name) or (name, TABLES[name])
+    run = load(record)
+    return f"\n{render(run)}{source(run)}\n" if run is not None else "\nNot measured yet.\n\n"
+
+
+def rendered(page: str) -> str:
+    """The page with its parts as they are recorded."""
+
+    def replace(found: re.Match[str]) -> str:
+        return f"<!-- {found['name']} -->\n{part(found['name'])}<!-- end -->\n"
+
+    return _PART.sub(replace, page)
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------
+
+
+def draw(folder: Path) -> list[Path]:
+    """Those whose runs are recorded. Raises `ImportError` without matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "baton"
+    from matplotlib import pyplot
+
+    folder.mkdir(exist_ok=True)
+    made = []
+    for name, picture in PICTURE_OF.items():
+        run = load(name)
+        if run is not None:
+            figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+            picture(run, axis)
+            axis.legend()
+            axis.grid(alpha=0.3)
+            path = folder / f"{name}.svg"
+            figure.savefig(path, metadata={"Date": None})
+            pyplot.close(figure)
+            made.append(path)
+    return made
+
+
+def versus_picture(run: Run, axis: Any) -> None:
+    """Tokens per second over concurrency, every round a point."""
+    systems = list(dict.fromkeys(each["system"] for each in run["figures"]["runs"]))
+    for system in systems:
+        points = [each for each in run["figures"]["runs"] if each["system"] == system]
+        at = sorted({each["concurrency"] for each in points})
+        rates = [[p["output_tokens_per_s"] for p in points if p["concurrency"] == c] for c in at]
+        (line,) = axis.plot(at, [statistics.median(each) for each in rates], label=system)
+        axis.plot(
+            [c for c, each in zip(at, rates, strict=True) for _ in each],
+            [rate for each in rates for rate in each],
+            marker=".",
+            linestyle="",
+            color=line.get_color(),
+        )
+    axis.set(xlabel="requests at a time", ylabel="output tokens/s", xscale="log", yscale="log")
+    workload = run["workload"]
+    axis.set_title(f"{workload['model']}, {workload['dtype']}, {workload['workload']} lengths, 2 cores")
+
+
+def claims_picture(run: Run, axis: Any) -> None:
+    """Continuous over static throughput over the variation of the length."""
+    for batch in sorted({each["batch"] for each in run["figures"]["batching"]}):
+        points = [each for each in run["figures"]["batching"] if each["batch"] == batch]
+        cv = [each["output_cv"] for each in points]
+        (line,) = axis.plot(cv, [each["ratio"] for each in points], marker="o", label=f"batch {batch}, to static")
+        naive = [each["ratio_to_naive"] for each in points]
+        axis.plot(
+            cv, naive, marker="o", linestyle="--", color=line.get_color(), label=f"batch {batch}, to naive static"
+        )
+    axis.set(xlabel="coefficient of variation of the output length", ylabel="throughput, continuous / static")
+
+
+def steady_picture(run: Run, axis: Any) -> None:
+    """Memory over the requests."""
+    for name, values in run["figures"]["resident_mib"].items():
+        stage = run["workload"]["requests"] // run["workload"]["stages"]
+        axis.plot([stage * (number + 1) for number in range(len(values))], values, marker=".", label=name)
+    axis.set(xlabel="requests", ylabel="memory of its own, MiB", ylim=(0, None))
+
+
+PICTURE_OF: dict[str, Callable[[Run, Any], None]] = {
+    "versus-15m-bfloat16-fixed": versus_picture,
+    "versus-0.5b-bfloat16-fixed": versus_picture,
+    "claims": claims_picture,
+    "steady": steady_picture,
+}
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    page = PAGE.read_text()
+    if options.check:
+        raise SystemExit(rendered(page) != page and "docs/results.md is not what is recorded")
+    PAGE.write_text(rendered(page))
+    for path in draw(PICTURES):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
