@@ -17,8 +17,8 @@ class ReferenceAttention(TorchBackend):
 
     def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
         """See `Backend.write`."""
-        for token, slot in enumerate(batch.slot_mapping_T.tolist()):
-            block, offset = divmod(slot, batch.block_size)
+        slots = zip(batch.slot_blocks_T.tolist(), batch.slot_offsets_T.tolist(), strict=True)
+        for token, (block, offset) in enumerate(slots):
             kv_layer[block, 0, :, offset] = k_TKD[token]
             kv_layer[block, 1, :, offset] = v_TKD[token]
 

@@ -52,6 +52,9 @@ class Backend(Protocol):
     def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up`, `[T, F / 2]`."""
 
+    def best(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest of each row of float32, NaN if there is one, and its token, the first one of equals."""
+
 
 class TorchBackend:
     """All of it but attention, in the type of the weights, rounding where transformers does."""
@@ -86,6 +89,11 @@ class TorchBackend:
         """See `Backend.silu_mul`."""
         gate, up = gate_up_TF.chunk(2, dim=-1)
         return silu(gate) * up
+
+    def best(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Backend.best`."""
+        values_R, tokens_R = logits_RV.max(dim=-1)
+        return values_R, tokens_R
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -26,11 +26,9 @@ class RaggedBatch:
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
-    slot_mapping_T: torch.Tensor
-    """Where each token's KV goes: `block * block_size + offset`."""
     slot_blocks_T: torch.Tensor
     slot_offsets_T: torch.Tensor
-    """The two parts of the slot mapping."""
+    """Where each token's KV goes."""
     begun_blocks: torch.Tensor
     """Blocks whose first slot is written by this batch and whose last slot is not."""
     query_start_B1: torch.Tensor
@@ -47,10 +45,6 @@ class RaggedBatch:
     num_tokens: int
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
-    max_query_len: int
-    max_seq_len: int
-    num_decode: int
-    """Slices of a single token."""
 
     @classmethod
     def of(cls, slices: Sequence[Slice], block_size: int, device: torch.device) -> RaggedBatch:
@@ -89,7 +83,6 @@ class RaggedBatch:
         return cls(
             token_ids_T=tensor(token_ids),
             positions_T=tensor(positions),
-            slot_mapping_T=tensor(slot_blocks * block_size + slot_offsets),
             slot_blocks_T=tensor(slot_blocks),
             slot_offsets_T=tensor(slot_offsets),
             begun_blocks=tensor(begun_blocks),
@@ -102,7 +95,4 @@ class RaggedBatch:
             num_tokens=num_tokens,
             query_lens=tuple(query_lens.tolist()),
             seq_lens=tuple(seq_lens.tolist()),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(seq_lens.max()),
-            num_decode=int((query_lens == 1).sum()),
         )

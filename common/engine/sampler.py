@@ -6,7 +6,7 @@ costs one argmax. Shapes: N rows (one for each sample), V vocabulary, P rows tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
 import numpy as np
@@ -23,8 +23,13 @@ _MIN_TEMPERATURE = 1e-30
 _HIDDEN = float("-inf")
 
 
-def sample(logits_NV: torch.Tensor, samples: Sequence[Sample], eos_token_ids: Collection[int]) -> list[Sampled]:
-    """Choose a token for each sample from its row of `logits_NV`, which is left as it was.
+def sample(
+    logits_NV: torch.Tensor,
+    samples: Sequence[Sample],
+    eos_token_ids: Collection[int],
+    best: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> list[Sampled]:
+    """Choose a token for each sample from its row of `logits_NV`, which is left as it was. `best` is a backend's.
 
     In order: repetition, presence and frequency penalties; no ending token before `min_tokens`; log probabilities;
     then the most likely token, or temperature, top-k, top-p, min-p and the inverse of the cumulative distribution at
@@ -34,7 +39,7 @@ def sample(logits_NV: torch.Tensor, samples: Sequence[Sample], eos_token_ids: Co
         return []
     logits_NV = _penalised(logits_NV.float(), samples)
     logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
-    best_N, tokens_N = logits_NV.max(dim=-1)
+    best_N, tokens_N = best(logits_NV)
     # The maximum of a row is NaN if any of it is, and infinite if nothing is left or something overflowed.
     valid = best_N.isfinite().tolist()
     random = [row for row, each in enumerate(samples) if not each.params.greedy and valid[row]]

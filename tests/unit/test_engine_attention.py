@@ -74,8 +74,7 @@ def test_writes_reach_their_slots_and_no_other(spans: list[tuple[int, int]], blo
     CpuAttention().write(cache.layer(1), k_TKD, v_TKD, batch)
     for layer in range(3):
         assert torch.equal(cache.layer(layer), other.layer(layer))
-    slot = batch.slot_mapping_T[-1].item()
-    block, offset = divmod(int(slot), block_size)
+    block, offset = batch.slot_blocks_T[-1], batch.slot_offsets_T[-1]
     assert torch.equal(cache.layer(1)[block, :, :, offset], torch.stack((k_TKD[-1], v_TKD[-1])))
 
 

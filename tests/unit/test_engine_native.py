@@ -344,6 +344,19 @@ def test_gates(kernels: Kernels, size: int) -> None:
     assert bool(kernels.silu_mul(edges)[0, 4].isnan())
 
 
+@pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 64, 100, 1000])
+def test_the_best_of_a_row(kernels: Kernels, size: int) -> None:
+    torch.manual_seed(size)
+    few = torch.randint(-3, 3, (40, size)).float()  # many are equal
+    for x in (torch.randn(40, size), few, few.masked_fill(few > 0, float("-inf")), few.masked_fill(few > 1, torch.inf)):
+        values, indices = kernels.best(x)
+        assert values.tolist() == x.max(dim=1).values.tolist()
+        assert indices.tolist() == [row.index(max(row)) for row in x.tolist()]
+    spoiled = torch.randn(size, size)
+    spoiled.fill_diagonal_(float("nan"))
+    assert bool(kernels.best(spoiled)[0].isnan().all())
+
+
 def test_what_is_not_float32_or_not_in_order_is_refused(kernels: Kernels) -> None:
     for x in (torch.randn(4, 20).double(), torch.randn(20, 4).T):
         with pytest.raises(AssertionError):

@@ -18,9 +18,10 @@ from transformers import (
 )
 
 from common.contract.sampling import SamplingParams
-from common.engine.batch import InvalidLogitsError, Sample, SampledToken
+from common.engine.backend import TorchBackend
+from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
 from common.engine.philox import uniforms
-from common.engine.sampler import sample
+from common.engine.sampler import sample as sample_with
 
 torch.set_num_threads(1)
 
@@ -37,6 +38,10 @@ def ask(token_ids: list[int] | None = None, prompt_len: int = 1, choice: int = 0
         token_ids=tokens,
         prompt_len=prompt_len,
     )
+
+
+def sample(logits_NV: torch.Tensor, samples: list[Sample], eos_token_ids: frozenset[int]) -> list[Sampled]:
+    return sample_with(logits_NV, samples, eos_token_ids, TorchBackend().best)
 
 
 def tokens_of(logits_NV: torch.Tensor, samples: list[Sample]) -> list[int]:

@@ -56,6 +56,7 @@ class Kernels:
         }
         self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
         self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, p, n, i], None)
+        self._best = _function(library, "baton_best", [p, n, n, p, p, i], None)
         self._silu_mul = _function(library, "baton_silu_mul", [p, n, n, p, i], None)
 
     def linear(
@@ -207,6 +208,13 @@ class Kernels:
         out_TF = torch.empty(num_rows, size // 2)
         self._silu_mul(_floats(gate_up_TF), num_rows, size // 2, out_TF.data_ptr(), _threads())
         return out_TF
+
+    def best(self, x_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest number of each row, NaN if there is one, and its index, the first one of equals."""
+        num_rows, size = x_TV.shape
+        values_T, indices_T = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+        self._best(_floats(x_TV), num_rows, size, values_T.data_ptr(), indices_T.data_ptr(), _threads())
+        return values_T, indices_T
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any) -> Any:

@@ -18,6 +18,7 @@ class NativeBackend:
         self._kernels = kernels
         self.add_norm = kernels.add_norm
         self.silu_mul = kernels.silu_mul
+        self.best = kernels.best
 
     def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
         """See `Backend.embed`."""

@@ -410,8 +410,8 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
 }
 
 /* out `[N, H, D]` for tokens with queries `[H, D]`, in rows `q_stride` apart; token i is the last of `lens[i]` tokens
-   of the sequence whose blocks are `tables + i * width`, and sees the last `window` of them, or all if that is 0. Returns
-   0, or 1 without memory. */
+   of the sequence whose blocks are `tables + i * width`, and sees the last `window` of them, or all if that is 0.
+   Returns 0, or 1 without memory. */
 #define DECODE(NAME, TYPE)                                                                                             \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, const int64_t *tables, long width,    \
              const int64_t *lens, long N, long kv_heads, long group, long block_size, long head_dim, long window,      \
@@ -493,8 +493,8 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
 }
 
 /* out `[N, H, D]` for the tokens at positions `[start, start + N)` of the sequence whose blocks are `table`, with
-   queries `[H, D]` in rows `q_stride` apart; each sees what is before it, and itself, the last `window` of these, or all
-   if that is 0. Head by head, so that only one head's keys and values are unpacked at a time. Returns 0, or 1 without
+   queries `[H, D]` in rows `q_stride` apart; each sees what is before it, and itself, the last `window` of these, or
+   all if that is 0. Head by head, so that only one head's keys and values are unpacked at a time. Returns 0, or 1 without
    memory. */
 #define PREFILL(NAME, TYPE)                                                                                            \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, const int64_t *table, long start,     \
@@ -633,5 +633,41 @@ void baton_silu_mul(const float *gate_up, long T, long F, float *out, int thread
         memcpy(rest, gate + i, (F - i) * sizeof(float));
         const v8 last = silu_of(floats(rest));
         for (long j = i; j < F; j++) out[t * F + j] = last[j - i] * up[j];
+    }
+}
+
+/* The largest number of each row of x `[T, V]` and its index, the first one of equals; NaN if there is one. */
+void baton_best(const float *x, long T, long V, float *values, int64_t *indices, int threads) {
+    _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * V > WORTH_THREADS)")
+    for (long t = 0; t < T; t++) {
+        const float *row = x + t * V;
+        v8 best[4], invalid = splat(0);
+        i32x8 where[4];
+        for (int j = 0; j < 4; j++) best[j] = splat(-__builtin_inff()), where[j] = (i32x8){0};
+        long i = 0;
+        for (; i + 32 <= V; i += 32) {
+            UNROLL for (int j = 0; j < 4; j++) {
+                const v8 each = floats(row + i + 8 * j);
+                const i32x8 more = each > best[j];
+                best[j] = (v8)((more & (i32x8)each) | (~more & (i32x8)best[j]));
+                where[j] = (more & (int32_t)i) | (~more & where[j]);
+                invalid += each * splat(0); /* infinite ones too, which have to be looked at */
+            }
+        }
+        float top = -__builtin_inff(), sum = sum_of(invalid);
+        long at = 0;
+        for (int j = 0; j < 4; j++)
+            for (int lane = 0; lane < 8; lane++) {
+                const long index = where[j][lane] + 8 * j + lane;
+                if (best[j][lane] > top || (best[j][lane] == top && index < at)) top = best[j][lane], at = index;
+            }
+        for (; i < V; i++) {
+            sum += row[i] * 0;
+            if (row[i] > top) top = row[i], at = i;
+        }
+        for (i = 0; i < V && sum != sum; i++)
+            if (row[i] != row[i]) top = row[i], at = i;
+        values[t] = top;
+        indices[t] = at;
     }
 }
