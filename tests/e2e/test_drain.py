@@ -20,7 +20,8 @@ from gateway.dispatcher import Dispatcher
 from gateway.generation import GenerationFailed
 from gateway.registry import Registry
 
-LONG = {"max_tokens": 400, "ignore_eos": True}
+LONG = {"max_tokens": 1000, "ignore_eos": True}
+"""A stream that goes on for longer than anything here takes to be noticed."""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,17 @@ async def streaming(
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def has_moved_before(workers: Workers, dispatcher: Dispatcher, registry: Registry) -> None:
+    """The first read from a worker takes as long as many tokens: the connection is made."""
+    address = workers.decode[0].facts["control"]
+    async with streaming(workers, dispatcher, registry, 50) as (task, _):
+        dispatcher.tell(address, drain=True)
+        await asyncio.wait_for(task, 60)
+    assert dispatcher.recovery.moves == {"moved": 1}
+    dispatcher.tell(address, drain=False)
+    await until(lambda: registry.workers[address].usable, "it does not resume")
+
+
 def computed_by(workers: Workers) -> float:
     """Prompt tokens, and tokens computed again after a preemption."""
     again = sum(worker.metric("baton_tokens_recomputed_total") for worker in workers.decode)
@@ -84,6 +96,7 @@ async def test_a_stream_moves_and_computes_nothing_again(
     async with workers.dispatcher(registry) as dispatcher:
         expected = await answer(dispatcher, generation(prompt(length, length), **(LONG | sampling)))
         address = leaving.facts["control"]
+        await has_moved_before(workers, dispatcher, registry)
         tail = other.metric("baton_move_tail_blocks_total")
         async with streaming(workers, dispatcher, registry, length, **sampling) as (task, _):
             computed = computed_by(workers)
@@ -95,7 +108,7 @@ async def test_a_stream_moves_and_computes_nothing_again(
         assert len(numbers) == (LONG["max_tokens"] if "logprobs" in sampling else 0)
         assert [each.logprob for each in numbers] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
         assert computed_by(workers) == computed, "something was computed again"
-        assert dispatcher.recovery.moves == {"moved": 1}
+        assert dispatcher.recovery.moves == {"moved": 2}
         assert other.metric("baton_move_tail_blocks_total") - tail <= 3, "the pause grows with the sequence"
         await until(lambda: leaving.get("/ready")["safe_to_delete"], "it is not drained")
         assert leaving.get("/ready")["phase"] == "drained"
