@@ -70,7 +70,7 @@ def ours(url: str, options: argparse.Namespace, seed: int, folder: Path) -> Figu
     command += ["--output-tokens", str(options.output_tokens), "--requests", str(options.requests)]
     command += ["--concurrency", str(options.concurrency), "--seed", str(seed), "--output", str(output)]
     subprocess.run(command, check=True, capture_output=True)
-    summary = json.loads(output.read_text())["summary"]
+    summary = json.loads(output.read_text())["run"]["summary"]
     assert summary["succeeded"] == options.requests, summary["outcomes"]
     return {
         "ttft_mean_ms": 1e3 * summary["ttft_s"]["mean"],

@@ -104,7 +104,7 @@ def run(url: str, options: argparse.Namespace, concurrency: int, *, seed: int, s
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    summary = json.loads(output.read_text())["summary"]
+    summary = json.loads(output.read_text())["run"]["summary"]
     assert summary["succeeded"] == summary["requests"], summary["outcomes"]
     return {
         "output_tokens_per_s": summary["throughput"]["output_tokens_per_s"],

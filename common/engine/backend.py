@@ -1,17 +1,21 @@
 """What a device computes for the decoder between the matrix products, and how torch does it.
 
-Shapes: T tokens, E hidden size, F outputs of a projection, H query heads, K KV heads, D head dimension, V vocabulary.
+Shapes: T tokens, E hidden size, F outputs of a projection, H query heads, K KV heads, D head dimension, V vocabulary,
+R rows of logits, P of them that are sampled at random.
 `kv_layer` is one layer of the cache, `[num_blocks, 2, K, block_size, D]`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch.nn.functional import embedding, silu
 from torch.nn.functional import rms_norm as normalize
 
+from common.engine.batch import Sample
+from common.engine.draw import draw
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, rotate
 
@@ -55,6 +59,9 @@ class Backend(Protocol):
     def best(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest of each row of float32, NaN if there is one, and its token, the first one of equals."""
 
+    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+        """A token for each row, whose largest logit is `best_P`; see `common.engine.draw`."""
+
 
 class TorchBackend:
     """All of it but attention, in the type of the weights, rounding where transformers does."""
@@ -94,6 +101,10 @@ class TorchBackend:
         """See `Backend.best`."""
         values_R, tokens_R = logits_RV.max(dim=-1)
         return values_R, tokens_R
+
+    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+        """See `Backend.draw`."""
+        return draw(logits_PV, best_P, samples)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -86,7 +86,7 @@ class ModelRunner:
         logits_RV = self._decoder.forward(batch, self._cache, self._backend)
         # Several choices may be sampled from one row; otherwise there is nothing to copy.
         logits_NV = logits_RV if len(samples) == logits_RV.shape[0] else logits_RV[batch.sample_rows_N]
-        outcomes = iter(sample(logits_NV, samples, self.config.eos_token_ids, self._backend.best))
+        outcomes = iter(sample(logits_NV, samples, self.config.eos_token_ids, self._backend))
         return [tuple(next(outcomes) for _ in one.samples) for one in slices]
 
     def copy_block(self, src: int, dst: int) -> None:

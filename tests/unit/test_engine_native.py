@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.attention import ReferenceAttention
-from common.engine.batch import Slice
+from common.engine.batch import Sample, Slice
+from common.engine.draw import draw, random_numbers
 from common.engine.native import Kernels, pack
 from common.engine.native.backend import NativeBackend
 from common.engine.ragged import RaggedBatch
@@ -355,6 +358,69 @@ def test_the_best_of_a_row(kernels: Kernels, size: int) -> None:
     spoiled = torch.randn(size, size)
     spoiled.fill_diagonal_(float("nan"))
     assert bool(kernels.best(spoiled)[0].isnan().all())
+
+
+def ask(**params: Any) -> Sample:
+    seed = params.pop("seed")
+    return Sample(
+        params=SamplingParams(max_tokens=9, seed=seed, **params), choice=0, position=5, token_ids=[7] * 5, prompt_len=5
+    )
+
+
+def cumulative(logits: torch.Tensor, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distribution that a sample is drawn from, in float64, and its sums."""
+    params = sample.params
+    x = ((logits - logits.max()) / params.temperature).double()
+    if 0 < params.top_k < len(x):
+        x[x < x.sort(descending=True).values[params.top_k - 1]] = -torch.inf
+    if params.top_p < 1:
+        best = x.sort(descending=True).values
+        mass = best.softmax(0).cumsum(0) - best.softmax(0)
+        x[x < best[(mass < params.top_p).nonzero().max()]] = -torch.inf
+    if params.min_p > 0:
+        x[x < np.log(params.min_p)] = -torch.inf
+    weights = x.softmax(0)
+    return weights, weights.cumsum(0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
+@pytest.mark.parametrize("size", [1, 7, 8, 50, 256, 257, 1000, 5003])
+def test_what_is_drawn_is_where_the_distribution_reaches_the_number(kernels: Kernels, size: int, spread: float) -> None:
+    torch.manual_seed(size)
+    logits = torch.randn(48, size) * spread
+    if size > 7:
+        logits[:, 3] = -torch.inf
+    options: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.5, "min_p": 0.05},
+        {"temperature": 1.0, "top_k": 40, "top_p": 0.5, "min_p": 0.01},
+        {"temperature": 0.01, "top_p": 0.01},
+        {"temperature": 1.0, "top_k": size + 3, "top_p": 0.999},
+        {"temperature": 2.0, "top_k": 1},
+    ]
+    samples = [ask(seed=row, **options[row % len(options)]) for row in range(len(logits))]
+    best = logits.max(dim=1).values
+    tokens = NativeBackend(kernels).draw(logits, best, samples).tolist()
+    same = sum(a == b for a, b in zip(tokens, draw(logits, best, samples).tolist(), strict=True))
+    assert same >= len(tokens) - 1, "torch, which rounds elsewhere, draws another token now and then"
+    for row, (token, wanted) in enumerate(zip(tokens, random_numbers(samples), strict=True)):
+        weights, sums = cumulative(logits[row], samples[row])
+        assert weights[token] > 0, (row, token)
+        before = sums[token] - weights[token]
+        assert before - 1e-5 <= wanted <= sums[token] + 1e-5, (row, token)
+    for row in range(0, len(logits), 7):
+        alone = NativeBackend(kernels).draw(logits[row : row + 1], best[row : row + 1], samples[row : row + 1])
+        assert alone.tolist() == tokens[row : row + 1]
+
+
+def test_the_extremes_of_the_random_number(kernels: Kernels) -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -200.0]]).expand(2, 5).contiguous()
+    ones = torch.ones(2)
+    numbers = torch.tensor([1e-300, 1.0 - 2**-53], dtype=torch.float64)
+    none = torch.zeros(2, dtype=torch.int64), ones, torch.full((2,), -torch.inf)
+    assert kernels.draw(logits, torch.zeros(2), ones, *none, numbers).tolist() == [1, 3]
 
 
 def test_what_is_not_float32_or_not_in_order_is_refused(kernels: Kernels) -> None:

@@ -41,7 +41,7 @@ def ask(token_ids: list[int] | None = None, prompt_len: int = 1, choice: int = 0
 
 
 def sample(logits_NV: torch.Tensor, samples: list[Sample], eos_token_ids: frozenset[int]) -> list[Sampled]:
-    return sample_with(logits_NV, samples, eos_token_ids, TorchBackend().best)
+    return sample_with(logits_NV, samples, eos_token_ids, TorchBackend())
 
 
 def tokens_of(logits_NV: torch.Tensor, samples: list[Sample]) -> list[int]:

@@ -57,6 +57,7 @@ class Kernels:
         self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
         self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, p, n, i], None)
         self._best = _function(library, "baton_best", [p, n, n, p, p, i], None)
+        self._draw = _function(library, "baton_draw", [p, n, n, p, p, p, p, p, p, p, i], i)
         self._silu_mul = _function(library, "baton_silu_mul", [p, n, n, p, i], None)
 
     def linear(
@@ -215,6 +216,39 @@ class Kernels:
         values_T, indices_T = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
         self._best(_floats(x_TV), num_rows, size, values_T.data_ptr(), indices_T.data_ptr(), _threads())
         return values_T, indices_T
+
+    def draw(
+        self,
+        x_TV: torch.Tensor,
+        best_T: torch.Tensor,
+        temperature_T: torch.Tensor,
+        top_k_T: torch.Tensor,
+        top_p_T: torch.Tensor,
+        log_min_p_T: torch.Tensor,
+        random_T: torch.Tensor,
+    ) -> torch.Tensor:
+        """A token for each row of logits, `[T]` int64: the first at which the cumulative weights of those that top-k,
+        then top-p, then min-p leave reach `random_T` (float64) of their sum. `best_T` is the largest of a row; a
+        `top_k_T` of 0 leaves all."""
+        num_rows, size = x_TV.shape
+        assert (top_k_T.dtype, random_T.dtype) == (torch.int64, torch.float64)
+        tokens_T = torch.empty(num_rows, dtype=torch.int64)
+        failed = self._draw(
+            _floats(x_TV),
+            num_rows,
+            size,
+            _floats(best_T),
+            _floats(temperature_T),
+            top_k_T.data_ptr(),
+            _floats(top_p_T),
+            _floats(log_min_p_T),
+            random_T.data_ptr(),
+            tokens_T.data_ptr(),
+            _threads(),
+        )
+        if failed:
+            raise MemoryError("no memory to sample")
+        return tokens_T
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any) -> Any:

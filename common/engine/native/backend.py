@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import embedding
 
 from common.engine.backend import Norms
+from common.engine.batch import Sample
+from common.engine.draw import random_numbers, temperatures
 from common.engine.native import Kernels
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles
@@ -59,3 +63,15 @@ class NativeBackend:
                 )
             row, token = last, end
         return out_THD
+
+    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+        """See `Backend.draw`."""
+        return self._kernels.draw(
+            logits_PV,
+            best_P,
+            torch.tensor(temperatures(samples)),
+            torch.tensor([each.params.top_k for each in samples]),
+            torch.tensor([each.params.top_p for each in samples]),
+            torch.tensor([each.params.min_p for each in samples]).log(),
+            torch.from_numpy(random_numbers(samples)),
+        )

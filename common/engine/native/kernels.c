@@ -671,3 +671,117 @@ void baton_best(const float *x, long T, long V, float *values, int64_t *indices,
         indices[t] = at;
     }
 }
+
+/* --- sampling ----------------------------------------------------------------------------------------------------- */
+
+enum { BUCKETS = 2048, SEGMENT = 256 };
+
+/* Numbers <= 0 in an order in which the largest has the least key. */
+INLINE uint32_t key_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits & 0x7fffffff;
+}
+
+/* The largest number of x, all <= 0, such that at least `count` of them, or `mass` of their weights, are no less: found by
+   its key, 11 bits and then 10 and 10 at a time. */
+static float threshold(const float *x, const float *weights, long V, long count, double mass) {
+    uint32_t found = 0;
+    for (int shift = 20, bits = 11; shift >= 0; shift -= 10, bits = 10) {
+        long counts[BUCKETS] = {0};
+        double masses[BUCKETS] = {0};
+        for (long i = 0; i < V; i++) {
+            const uint32_t key = key_of(x[i]);
+            if (shift < 20 && key >> (shift + 10) != found) continue;
+            counts[key >> shift & ((1 << bits) - 1)]++;
+            masses[key >> shift & ((1 << bits) - 1)] += weights[i];
+        }
+        uint32_t bucket = 0, last = 0;
+        for (; bucket < 1u << bits; bucket++) {
+            if (!counts[bucket]) continue;
+            last = bucket; /* the mass may be missed by a rounding */
+            if (count > 0 ? counts[bucket] >= count : masses[bucket] >= mass) break;
+            count -= count > 0 ? counts[bucket] : 0;
+            mass -= masses[bucket];
+        }
+        found = found << bits | last;
+    }
+    float value;
+    memcpy(&value, &found, 4);
+    return -value;
+}
+
+/* The sum of up to SEGMENT weights. */
+INLINE double segment(const float *weights, long num) {
+    double sums[4] = {0};
+    long i = 0;
+    for (; i + 4 <= num; i += 4)
+        for (int j = 0; j < 4; j++) sums[j] += weights[i + j];
+    for (; i < num; i++) sums[0] += weights[i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+/* e^x for x `[V]`, padded to a multiple of 8, but 0 below `least`, and where it is next to nothing; returns their sum. */
+static double weigh_row(const float *x, float *weights, long V, float least) {
+    const v8 lowest = splat(least > -87.0f ? least : -87.0f);
+    for (long i = 0; i < V; i += 8) {
+        const v8 each = floats(x + i);
+        const i32x8 hidden = each < lowest;
+        store((char *)(weights + i), (v8)(~hidden & (i32x8)exp_of(each)), F32);
+    }
+    double total = 0;
+    for (long i = 0; i < V; i += SEGMENT) total += segment(weights + i, V - i < SEGMENT ? V - i : SEGMENT);
+    return total;
+}
+
+/* The first token at which the cumulative weights reach `wanted`, which is at most what `weigh_row` has returned. */
+static long token_at(const float *weights, long V, double wanted) {
+    double before = 0;
+    long i = 0, token = -1;
+    for (; i + SEGMENT < V; i += SEGMENT) {
+        const double sum = segment(weights + i, SEGMENT);
+        if (before + sum >= wanted) break;
+        before += sum;
+    }
+    for (const long end = i + SEGMENT < V ? i + SEGMENT : V; i < end && (before < wanted || token < 0); i++) {
+        before += weights[i];
+        if (weights[i] > 0) token = i;
+    }
+    return token < 0 ? 0 : token;
+}
+
+/* A token for each row of x `[T, V]`: the first at which the cumulative weights, e^((x - best) / temperature) of those that
+   top-k, top-p and min-p leave, reach `random` of their sum. A top_k of 0, a top_p of 1 and a `min_p`, which is a
+   logarithm, of minus infinity leave all. Returns 0, or 1 without memory. */
+int baton_draw(const float *x, long T, long V, const float *best, const float *temperature, const int64_t *top_k,
+               const float *top_p, const float *min_p, const double *random, int64_t *tokens, int threads) {
+    const long padded = (V + 7) / 8 * 8;
+    int failed = 0;
+    _Pragma("omp parallel for num_threads(threads) schedule(dynamic) reduction(|:failed) if (threads > 1 && T > 1)")
+    for (long t = 0; t < T; t++) {
+        float *scaled = room_for(2 * padded), *weights = scaled + padded;
+        failed |= !scaled;
+        if (!scaled) continue;
+        const float *row = x + t * V;
+        long i = 0;
+        for (; i + 8 <= V; i += 8)
+            store((char *)(scaled + i), (floats(row + i) - splat(best[t])) / splat(temperature[t]), F32);
+        for (; i < padded; i++) scaled[i] = i < V ? (row[i] - best[t]) / temperature[t] : -__builtin_inff();
+        float least = -__builtin_inff();
+        double total = weigh_row(scaled, weights, V, least);
+        if (top_k[t] > 0 && top_k[t] < V) {
+            least = threshold(scaled, weights, V, top_k[t], 0);
+            total = weigh_row(scaled, weights, V, least);
+        }
+        if (top_p[t] < 1) {
+            least = threshold(scaled, weights, V, 0, total * top_p[t]);
+            total = weigh_row(scaled, weights, V, least);
+        }
+        if (min_p[t] > least) {
+            least = min_p[t];
+            total = weigh_row(scaled, weights, V, least);
+        }
+        tokens[t] = token_at(weights, V, random[t] * total);
+    }
+    return failed;
+}
