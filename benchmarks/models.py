@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from common.runtime.checkpoint import DEMO_FOLDER
@@ -66,3 +70,15 @@ def _save(model: PreTrainedModel, folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder / name)
     return folder
+
+
+def give_every_token_text(folder: Path) -> None:
+    """Replace the tokenizer of a checkpoint by one in which every token of the model is a word.
+
+    Servers send a chunk for each token then; random weights mostly make tokens that the demo model's tokenizer lacks.
+    """
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer = Tokenizer(WordLevel({f"w{token} ": token for token in range(vocab_size)}, unk_token="w0 "))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -236,13 +236,25 @@ PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
 }
 
 
+CAPTIONS = {
+    "versus-15m-bfloat16-fixed": "Output tokens per second over the requests at a time",
+    "versus-0.5b-bfloat16-fixed": "Output tokens per second over the requests at a time",
+    "batching": "Ratio of throughput over the variation of lengths",
+    "steady": "Memory of each process over the requests",
+}
+"""Parts that have a picture, named like their record."""
+
+
 def part(name: str) -> str:
     """What stands between the marks of that name."""
     if name == "kv sizes":
         return f"\n{kv_sizes()}\n`baton kv-size`\n\n"
     record, render = PARTS.get(name) or (name, TABLES[name])
     run = load(record)
-    return f"\n{render(run)}{source(run)}\n" if run is not None else "\nNot measured yet.\n\n"
+    if run is None:
+        return "\nNot measured yet.\n\n"
+    picture = f"\n![{CAPTIONS[name]}](results/{record}.svg)\n" if name in CAPTIONS else ""
+    return f"\n{render(run)}{source(run)}{picture}\n"
 
 
 def rendered(page: str) -> str:

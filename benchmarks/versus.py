@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.local import local_stack
-from benchmarks.models import llama_15m, qwen2_05b
+from benchmarks.models import give_every_token_text, llama_15m, qwen2_05b
 from benchmarks.peers import vllm
 from benchmarks.record import record
 
@@ -49,6 +49,7 @@ def main() -> None:
         folder = Path(scratch) / "model"
         folder.mkdir()
         MODELS[options.model](folder)
+        give_every_token_text(folder)
         urls = {name: start(stack, name, folder, options.dtype) for name in options.systems}
         runs = measure(urls, options, Path(scratch))
     figures = summary(runs)

@@ -42,6 +42,7 @@ def test_a_table_has_its_run_below_it(tmp_path: Path, monkeypatch: pytest.Monkey
     }
     (tmp_path / "steady.json").write_text(json.dumps(run))
     lines = part("steady").splitlines()
+    assert "![Memory of each process over the requests](results/steady.svg)" in lines
     assert "| gateway | 10 | 11 | 13 |" in lines
     assert "`python -m benchmarks.steady`, commit 0123456, Abacus, 3 cores" in lines
 
