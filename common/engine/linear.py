@@ -7,7 +7,8 @@
 | CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type: `common.engine.native` |
 | CPU without either | float32, or widened to it | `[in, out]`: three times the speed of `[out, in]` for one token |
 
-In the last two cases a product of low-precision inputs is summed in float32 and rounded once, as hardware would do it.
+The kernels in C take and give float32, and round nothing. In the last case a product of low-precision inputs is summed
+in float32 and rounded once, as hardware would do it.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def sample(
     """
     if not samples:
         return []
-    logits_NV = _penalised(logits_NV.float(), samples)
+    logits_NV = _penalised(logits_NV.float().contiguous(), samples)
     logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
     best_N, tokens_N = backend.best(logits_NV)
     # The maximum of a row is NaN if any of it is, and infinite if nothing is left or something overflowed.

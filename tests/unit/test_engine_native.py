@@ -264,6 +264,29 @@ def test_a_chunk_does_not_see_what_comes_after_it(kernels: Kernels) -> None:
     assert torch.equal(prefill(kernels, q, layer, tables[0], 10, None, 0.25), before)
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_no_nan_is_lost(kernels: Kernels, bits: int) -> None:
+    _, layer, tables, _ = scene(torch.float32, 16, 1, 2, (40,))
+    layer[tables[0, 0], 0, 0, 3] = torch.tensor(bits - 2**32 if bits >= 2**31 else bits, dtype=torch.int32).view(
+        torch.float32
+    )
+    q = torch.randn(40, 2, 16)
+    assert bool(prefill(kernels, q, layer, tables[0], 0, None, 0.25)[3:].isnan().all())
+    assert bool(decode(kernels, q[:1], layer, tables, torch.tensor([40]), None, 0.25).isnan().all())
+
+
+@pytest.mark.parametrize("score", [-1e31, -1e37])
+def test_scores_that_are_very_low_count(kernels: Kernels, score: float) -> None:
+    _, layer, tables, _ = scene(torch.float32, 8, 1, 1, (3,))
+    layer[tables[0, 0], 0] = score / 8
+    q = torch.ones(3, 1, 8)
+    mean = layer[tables[0, 0], 1, 0, :3].mean(dim=0)
+    assert (
+        distance(decode(kernels, q[:1], layer, tables, torch.tensor([3]), None, 1.0)[0, 0], mean.double()) < TOLERANCE
+    )
+    assert distance(prefill(kernels, q, layer, tables[0], 0, None, 1.0)[2, 0], mean.double()) < TOLERANCE
+
+
 @pytest.mark.parametrize("lengths", [(1, 20, 1, 9, 1), (1, 1, 5), (7, 1, 1), (3, 4), (1, 1)])
 def test_slices_of_one_token_and_of_many(kernels: Kernels, lengths: tuple[int, ...]) -> None:
     torch.manual_seed(3)
@@ -345,6 +368,7 @@ def test_gates(kernels: Kernels, size: int) -> None:
     edges = torch.tensor([[0.0, -0.0, 200.0, -200.0, float("nan"), 1.0, 1.0, 1.0, 1.0, 1.0]])
     assert kernels.silu_mul(edges)[0, :4].tolist() == pytest.approx([0.0, 0.0, 200.0, 0.0], abs=1e-30)
     assert bool(kernels.silu_mul(edges)[0, 4].isnan())
+    assert kernels.silu_mul(torch.tensor([[-1e38, 1.0]])).item() == pytest.approx(0.0, abs=1e-30)
 
 
 @pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 64, 100, 1000])
@@ -472,6 +496,17 @@ def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monkey
     native._load()
     assert list((tmp_path / "baton").iterdir()) == [library]
     assert library.stat().st_mtime_ns == made
+
+
+def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native._load()
+    (library,) = (tmp_path / "baton").iterdir()
+    size = library.stat().st_size
+    library.unlink()  # it is loaded from there
+    library.write_bytes(b"half a library")
+    native._load()
+    assert library.stat().st_size == size
 
 
 def others_can_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,12 @@ from transformers import (
 )
 
 from common.contract.sampling import SamplingParams
+from common.engine import native
 from common.engine.backend import TorchBackend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
+from common.engine.native.backend import NativeBackend
 from common.engine.philox import uniforms
+from common.engine.sampler import Chooser
 from common.engine.sampler import sample as sample_with
 
 torch.set_num_threads(1)
@@ -40,8 +43,23 @@ def ask(token_ids: list[int] | None = None, prompt_len: int = 1, choice: int = 0
     )
 
 
+backend: Chooser = TorchBackend()
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "c"])
+def choose_backend(request: pytest.FixtureRequest) -> None:
+    """Everything here is so for either."""
+    global backend
+    backend = TorchBackend()
+    if request.param == "c":
+        kernels = native.kernels()
+        if kernels is None:
+            pytest.skip("no C compiler")
+        backend = NativeBackend(kernels)
+
+
 def sample(logits_NV: torch.Tensor, samples: list[Sample], eos_token_ids: frozenset[int]) -> list[Sampled]:
-    return sample_with(logits_NV, samples, eos_token_ids, TorchBackend())
+    return sample_with(logits_NV, samples, eos_token_ids, backend)
 
 
 def tokens_of(logits_NV: torch.Tensor, samples: list[Sample]) -> list[int]:

@@ -6,6 +6,7 @@ computes with torch alone and says so.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -36,8 +37,8 @@ def serves(head_dim: int) -> bool:
 class Kernels:
     """The compiled functions. They release the interpreter's lock while they run, and use as many threads as torch.
 
-    Activations are float32, weights and KV of any type. A row's result depends on that row alone. Shapes: T tokens, E
-    hidden size, H query heads, K KV heads, D head dimension (see `serves`), N sequences; `kv_layer` is
+    Activations are float32, weights and KV of any type. A row's result does not depend on the others. Shapes: T tokens,
+    E hidden size, H query heads, K KV heads, D head dimension (see `serves`), N sequences; `kv_layer` is
     `[num_blocks, 2, K, block_size, D]`, a block contiguous.
     """
 
@@ -68,7 +69,9 @@ class Kernels:
         Products are exact and summed in float32, in the order of the input features, whatever the number of rows.
         """
         rows, in_features = x.shape
-        assert packed.shape[1] == in_features, (packed.shape, x.shape)
+        assert packed.shape == (-(-out_features // PANEL), in_features, PANEL), (packed.shape, x.shape, out_features)
+        assert packed.is_contiguous()
+        assert bias is None or bias.shape == (out_features,)
         out = torch.empty(rows, out_features)
         self._of_type["linear", packed.dtype](
             _floats(x), rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads()
@@ -89,6 +92,9 @@ class Kernels:
         `out_NHD`."""
         assert (tables_NM.dtype, lens_N.dtype) == (torch.int64, torch.int64)
         assert tables_NM.stride(1) == 1
+        assert lens_N.is_contiguous()
+        assert len(q_NHD) == len(tables_NM) == len(lens_N)
+        assert out_NHD.shape == q_NHD.shape
         failed = self._of_type["decode", kv_layer.dtype](
             *_queries(q_NHD),
             *_cache(kv_layer),
@@ -117,6 +123,8 @@ class Kernels:
         """Attention of the tokens at positions `start` and on, into `out_THD`: of one sequence, whose blocks are
         `table_M` and hold these tokens too."""
         assert (table_M.dtype, table_M.stride(0)) == (torch.int64, 1)
+        assert start + len(q_THD) <= len(table_M) * kv_layer.shape[3]
+        assert out_THD.shape == q_THD.shape
         failed = self._of_type["prefill", kv_layer.dtype](
             *_queries(q_THD),
             *_cache(kv_layer),
@@ -145,6 +153,9 @@ class Kernels:
         assert k_TKD.stride() == v_TKD.stride(), (k_TKD.stride(), v_TKD.stride())
         assert k_TKD.stride()[1:] == (head_dim, 1)
         assert (blocks_T.dtype, offsets_T.dtype) == (torch.int64, torch.int64)
+        assert len(blocks_T) == len(offsets_T) == num_tokens
+        assert serves(head_dim), head_dim
+        assert head_dim == kv_layer.shape[4]
         self._of_type["write", kv_layer.dtype](
             k_TKD.data_ptr(),
             v_TKD.data_ptr(),
@@ -300,14 +311,16 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     The 16 of bf16 are in the order 0, 8, 1, 9, and so on.
     """
     out_features, in_features = weight.shape
-    panels = -(-out_features // PANEL)
-    packed = torch.zeros(panels, in_features, PANEL, dtype=weight.dtype)
-    full = out_features // PANEL
-    packed[:full] = weight[: full * PANEL].view(full, PANEL, in_features).transpose(1, 2)
-    if full < panels:
-        packed[full, :, : out_features - full * PANEL] = weight[full * PANEL :].T
-    if weight.dtype == torch.bfloat16:
-        packed = packed.view(panels, in_features, 2, PANEL // 2).transpose(2, 3).reshape(packed.shape)
+    full, rest = divmod(out_features, PANEL)
+    packed = torch.zeros(full + bool(rest), in_features, PANEL, dtype=weight.dtype)
+    last = torch.zeros(PANEL if rest else 0, in_features, dtype=weight.dtype)
+    last[:rest] = weight[out_features - rest :]
+    for panels, rows in ((packed[:full], weight[: out_features - rest]), (packed[full:], last)):
+        if weight.dtype == torch.bfloat16:
+            pairs = rows.view(-1, 2, PANEL // 2, in_features).permute(0, 3, 2, 1)
+            panels.view(-1, in_features, PANEL // 2, 2).copy_(pairs)
+        else:
+            panels.copy_(rows.view(-1, PANEL, in_features).transpose(1, 2))
     return packed
 
 
@@ -332,7 +345,8 @@ def _load() -> Kernels:
     cache = _cache_folder()
     library = cache / f"kernels-{identity.hexdigest()[:32]}.so" if cache is not None else None
     if library is not None and library.exists():
-        return Kernels(ctypes.CDLL(str(library)))
+        with contextlib.suppress(OSError):  # a damaged one is made again
+            return Kernels(ctypes.CDLL(str(library)))
     # Under a name of its own first: another process may be compiling, or loading, the same.
     with tempfile.TemporaryDirectory(prefix="baton-", dir=cache) as scratch:
         made = Path(scratch) / "kernels.so"

@@ -1,8 +1,9 @@
 /* What a decoder computes on a CPU: products with weights, attention, and what lies between. Compiled at first use
    (`common.engine.native`), in GCC's vector types.
 
-   Every output is one chain of fused multiply-adds in the order of the input features, whatever the number of rows: a
-   row's result does not depend on the rows beside it.
+   Sums are in a fixed order, whatever the number of rows: a row's result does not depend on the rows beside it. A
+   product is one chain in the order of the input features. Attention of a chunk's tokens is too; that of a single token
+   is summed in eight chains.
 
    Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type, those of bf16 in the
    order of `load_pair`; the last panel is padded with zeros. A tile of up to 6 rows and 16 outputs is held in registers
@@ -210,7 +211,7 @@ INLINE float sum_of(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[
 
 typedef int32_t i32x8 __attribute__((vector_size(32)));
 
-/* e to the power of x <= 0, within 2 units in the last place (Cody and Waite's reduction, a polynomial of degree 6). */
+/* e to the power of x <= 0, within 3 units in the last place (Cody and Waite's reduction, a polynomial of degree 6). */
 INLINE v8 exp_of(v8 x) {
     const i32x8 low = x < splat(-87.0f);
     x = (v8)((low & (i32x8)splat(-87.0f)) | (~low & (i32x8)x));
@@ -224,7 +225,7 @@ INLINE v8 exp_of(v8 x) {
     y = y * r + splat(0.16666667f);
     y = y * r + splat(0.5f);
     y = (y * r) * r + r + splat(1.0f);
-    return (v8)((i32x8)y + (n << 23));
+    return y * (v8)((n + 127) << 23); /* a NaN stays one */
 }
 
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i32x8){__VA_ARGS__})
@@ -311,7 +312,7 @@ INLINE void scores_of(int rows, int type, const float *q, long D, const char *k,
 /* The weights e^(score - most), in place, of the first `num` of `size` scores, a multiple of 8; returns one over their
    sum. What is beyond `num` becomes too small to count. */
 INLINE float softmax(float *row, long num, long size) {
-    for (long s = num; s < size; s++) row[s] = -1e30f;
+    for (long s = num; s < size; s++) row[s] = -__builtin_inff();
     v8 most = floats(row);
     for (long s = 8; s < size; s += 8) {
         v8 x = floats(row + s);
@@ -479,7 +480,7 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
         const long stop = start + (begin + r) / G + 1 - first, low = window && stop > window ? stop - window : 0;
         const long whole = low / 8 * 8;
         float *row = scores + r * row_size;
-        for (long s = whole; s < low; s++) row[s] = -1e30f;
+        for (long s = whole; s < low; s++) row[s] = -__builtin_inff();
         factors[r] = softmax(row + whole, stop - whole, (stop - whole + 7) / 8 * 8);
         memset(row, 0, low * sizeof(float));
         memset(row + stop, 0, (row_size - stop) * sizeof(float));
@@ -618,7 +619,8 @@ WRITE(baton_write_float16, F16)
 /* x / (1 + e^-x) */
 INLINE v8 silu_of(v8 x) {
     const i32x8 negative = x < splat(0);
-    const v8 e = exp_of((v8)((negative & (i32x8)x) | (~negative & (i32x8)-x)));
+    const v8 least = (v8)((negative & (i32x8)x) | (~negative & (i32x8)-x));
+    const v8 e = (v8)(~(least < splat(-87.0f)) & (i32x8)exp_of(least));
     return x * ((v8)((negative & (i32x8)e) | (~negative & (i32x8)splat(1))) / (splat(1) + e));
 }
 
@@ -665,7 +667,7 @@ void baton_best(const float *x, long T, long V, float *values, int64_t *indices,
             sum += row[i] * 0;
             if (row[i] > top) top = row[i], at = i;
         }
-        for (i = 0; i < V && sum != sum; i++)
+        for (i = 0; i < V && sum != sum && top == top; i++)
             if (row[i] != row[i]) top = row[i], at = i;
         values[t] = top;
         indices[t] = at;
@@ -774,7 +776,8 @@ int baton_draw(const float *x, long T, long V, const float *best, const float *t
             total = weigh_row(scaled, weights, V, least);
         }
         if (top_p[t] < 1) {
-            least = threshold(scaled, weights, V, 0, total * top_p[t]);
+            const float cutoff = threshold(scaled, weights, V, 0, total * top_p[t]);
+            least = cutoff > least ? cutoff : least;
             total = weigh_row(scaled, weights, V, least);
         }
         if (min_p[t] > least) {
