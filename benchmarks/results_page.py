@@ -228,7 +228,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "interference-long-prompt": interference,
 }
 PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
-    "batch throughput": ("decode-floor-0.5b-1", batch_throughput),
+    "batch throughput": ("decode-floor-15m-1", batch_throughput),
     "batching": ("claims", batching),
     "memory limited": ("claims", memory_limited),
     "empty slots": ("claims", empty_slots),
