@@ -295,6 +295,8 @@ def draw(folder: Path) -> list[Path]:
 
 def versus_picture(run: Run, axis: Any) -> None:
     """Tokens per second over concurrency, every round a point."""
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
     systems = list(dict.fromkeys(each["system"] for each in run["figures"]["runs"]))
     for system in systems:
         points = [each for each in run["figures"]["runs"] if each["system"] == system]
@@ -309,6 +311,10 @@ def versus_picture(run: Run, axis: Any) -> None:
             color=line.get_color(),
         )
     axis.set(xlabel="requests at a time", ylabel="output tokens/s", xscale="log", yscale="log")
+    axis.set_xticks(at, [str(each) for each in at], minor=False)
+    axis.xaxis.set_minor_locator(NullLocator())
+    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        formatter(ScalarFormatter())
     workload = run["workload"]
     axis.set_title(f"{workload['model']}, {workload['dtype']}, {workload['workload']} lengths, 2 cores")
 
