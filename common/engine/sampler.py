@@ -1,37 +1,29 @@
 """From logits to tokens. A row's outcome depends on that row alone: its logits, parameters and random number.
 
 Every step is a batched operation on the rows whose parameters ask for it, and on no others: a batch of greedy rows
-costs one argmax. Shapes: N rows (one for each sample), V vocabulary, P rows that a step concerns.
+costs one argmax. Shapes: N rows (one for each sample), V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from common.contract.messages import TokenLogprobs
+from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
 
 _HIDDEN = float("-inf")
-
-
-class Chooser(Protocol):
-    """What a backend does of it: see `common.engine.backend.Backend`."""
-
-    def best(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor: ...
 
 
 def sample(
     logits_NV: torch.Tensor,
     samples: Sequence[Sample],
     eos_token_ids: Collection[int],
-    backend: Chooser,
+    backend: Backend,
 ) -> list[Sampled]:
     """Choose a token for each sample from its row of `logits_NV`, which is left as it was.
 

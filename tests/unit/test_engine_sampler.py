@@ -19,11 +19,11 @@ from transformers import (
 
 from common.contract.sampling import SamplingParams
 from common.engine import native
-from common.engine.backend import TorchBackend
+from common.engine.attention import ReferenceAttention
+from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
 from common.engine.native.backend import NativeBackend
 from common.engine.philox import uniforms
-from common.engine.sampler import Chooser
 from common.engine.sampler import sample as sample_with
 
 torch.set_num_threads(1)
@@ -43,14 +43,14 @@ def ask(token_ids: list[int] | None = None, prompt_len: int = 1, choice: int = 0
     )
 
 
-backend: Chooser = TorchBackend()
+backend: Backend = ReferenceAttention()
 
 
 @pytest.fixture(scope="module", autouse=True, params=["torch", "c"])
 def choose_backend(request: pytest.FixtureRequest) -> None:
     """Everything here is so for either."""
     global backend
-    backend = TorchBackend()
+    backend = ReferenceAttention()
     if request.param == "c":
         kernels = native.kernels()
         if kernels is None:

@@ -16,7 +16,7 @@ from common.engine.rope import Angles
 
 
 class NativeBackend:
-    """Everything between the cache and the weights is float32. Wants head dimensions that are multiples of 8."""
+    """Everything between the cache and the weights is float32. Wants head dimensions that `native.serves`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
