@@ -4,8 +4,8 @@
 
 All systems are up during the whole run (idle, each takes a few percent of a core), and the load goes round: one run at
 each in turn, in another order each time. Equal cores: a pair has one for each of its workers, a single system has both.
-`baton bench` in a process of its own sends the load: token ids, the same to all in a round. Needs `python -m
-benchmarks.peers.install_vllm`.
+`baton bench` in a process of its own sends the load: token ids, the same to all in a round. What is there is recorded
+after each turn, so a run that is stopped is not lost. Needs `python -m benchmarks.peers.install_vllm`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=600, help="after this no other turn begins")
     parser.add_argument("--requests", type=int, default=3, help="for each place of the concurrency, in a run")
     parser.add_argument("--workload", choices=["fixed", "sharegpt"], default="fixed")
     parser.add_argument("--input-tokens", type=int, default=512)
@@ -51,14 +53,20 @@ def main() -> None:
         MODELS[options.model](folder)
         give_every_token_text(folder)
         urls = {name: start(stack, name, folder, options.dtype) for name in options.systems}
-        runs = measure(urls, options, Path(scratch))
-    figures = summary(runs)
-    for line in lines(figures):
+        runs: list[dict[str, Any]] = []
+        for turn in turns(urls, options, Path(scratch)):
+            runs.extend(turn)
+            if runs and not options.no_record:
+                keep(runs, options)
+    for line in lines(summary(runs)):
         print(line)
-    if not options.no_record:
-        workload = {name: value for name, value in vars(options).items() if name != "no_record"}
-        name = f"versus-{options.model}-{options.dtype}-{options.workload}"
-        record(name, workload=workload, figures={"ratios": figures, "runs": runs}, seed=0)
+
+
+def keep(runs: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Record the runs so far."""
+    workload = {name: value for name, value in vars(options).items() if name != "no_record"}
+    name = f"versus-{options.model}-{options.dtype}-{options.workload}"
+    record(name, workload=workload, figures={"ratios": summary(runs), "runs": runs}, seed=0)
 
 
 def start(stack: ExitStack, name: str, folder: Path, dtype: str) -> str:
@@ -77,19 +85,22 @@ def start(stack: ExitStack, name: str, folder: Path, dtype: str) -> str:
     raise SystemExit(f"no such system: {name}")
 
 
-def measure(urls: dict[str, str], options: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
-    """Every run's figures."""
-    runs = []
-    for concurrency in options.concurrency:
-        for number in range(-1, options.rounds):  # the first one warms up
+def turns(urls: dict[str, str], options: argparse.Namespace, scratch: Path) -> Iterator[list[dict[str, Any]]]:
+    """The figures of every system's run in one turn: a round at one concurrency. The first round warms up."""
+    end = time.monotonic() + 60 * options.minutes
+    for number in range(-1, options.rounds):
+        for concurrency in options.concurrency if number >= 0 else [min(options.concurrency)]:
+            if time.monotonic() > end:
+                return
+            turn = []
             names = list(urls)
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
                 figures = run(urls[name], options, concurrency, seed=1000 * concurrency + number + 1, scratch=scratch)
                 if number >= 0:
-                    runs.append({"system": name, "concurrency": concurrency, "round": number, **figures})
-                    print(f"{name:16} {concurrency:3} {figures['output_tokens_per_s']:8.1f} tok/s", flush=True)
-    return runs
+                    turn.append({"system": name, "concurrency": concurrency, "round": number, **figures})
+                print(f"{number:2} {name:16} {concurrency:3} {figures['output_tokens_per_s']:8.1f} tok/s", flush=True)
+            yield turn
 
 
 def run(url: str, options: argparse.Namespace, concurrency: int, *, seed: int, scratch: Path) -> dict[str, float]:

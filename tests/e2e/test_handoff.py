@@ -135,12 +135,14 @@ async def test_a_decode_worker_without_room_lets_requests_wait_and_every_one_fin
             await answer(dispatcher, generation(prompt(1, 300), max_tokens=100))
         assert refused.value.cause is Cause.TOO_LARGE
         assert "20" in refused.value.message
-        blocker = asyncio.create_task(answer(dispatcher, generation(prompt(0, 200), max_tokens=100, ignore_eos=True)))
-        await asyncio.sleep(0.05)
+        # There is room for one of these at a time, and the one that is in a hurry comes last.
+        works = [generation(prompt(seed, 250), max_tokens=60, ignore_eos=True) for seed in range(16)]
+        queue = [asyncio.create_task(answer(dispatcher, work)) for work in works]
+        await until(lambda: workers.decode[0].get("/ready")["waiting"] >= 10, "nobody waits for room")
         with pytest.raises(GenerationFailed) as late:
-            await answer(dispatcher, generation(prompt(2, 200), max_tokens=100, budget_s=0.05))
+            await answer(dispatcher, generation(prompt(99, 250), max_tokens=60, budget_s=0.05))
         assert late.value.cause is Cause.DEADLINE
-        await blocker
+        assert all(len(each.tokens[0]) == 60 for each in await asyncio.gather(*queue))
 
 
 async def test_gateways_share_workers_that_have_no_room_for_all(pool: Pool) -> None:
