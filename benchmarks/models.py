@@ -76,9 +76,11 @@ def give_every_token_text(folder: Path) -> None:
     """Replace the tokenizer of a checkpoint by one in which every token of the model is a word.
 
     Servers send a chunk for each token then; random weights mostly make tokens that the demo model's tokenizer lacks.
+    The special tokens are named, for the tokenizer that transformers has for Qwen2 would add one beyond the vocabulary.
     """
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer = Tokenizer(WordLevel({f"w{token} ": token for token in range(vocab_size)}, unk_token="w0 "))
     tokenizer.decoder = Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    special = {name: "w0 " for name in ("eos_token", "pad_token", "unk_token")}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
