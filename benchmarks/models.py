@@ -82,5 +82,5 @@ def give_every_token_text(folder: Path) -> None:
     tokenizer = Tokenizer(WordLevel({f"w{token} ": token for token in range(vocab_size)}, unk_token="w0 "))
     tokenizer.decoder = Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {name: "w0 " for name in ("eos_token", "pad_token", "unk_token")}
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "w0 ")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))

@@ -16,7 +16,7 @@ class ReferenceAttention(TorchBackend):
     """What attention means: one sequence after another, in float32."""
 
     def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
-        """See `Backend.write`."""
+        """See `TorchBackend.write`."""
         slots = zip(batch.slot_blocks_T.tolist(), batch.slot_offsets_T.tolist(), strict=True)
         for token, (block, offset) in enumerate(slots):
             kv_layer[block, 0, :, offset] = k_TKD[token]

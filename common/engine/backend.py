@@ -7,6 +7,7 @@ R rows of logits, P of them that are sampled at random.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,16 +35,21 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Add `delta_TE` to `h_TE`, in place; returns its root mean square normalisation, weighted."""
 
-    def rotate(
-        self, qkv_TF: torch.Tensor, num_heads: int, num_kv_heads: int, norms: Norms | None, eps: float, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries `[T, H, D]` and keys `[T, K, D]`, rotated, after normalisation if there are norms; values.
+    def rotate_and_write(
+        self,
+        qkv_TF: torch.Tensor,
+        kv_layer: torch.Tensor,
+        batch: RaggedBatch,
+        num_heads: int,
+        norms: Norms | None,
+        eps: float,
+        angles: Angles,
+    ) -> torch.Tensor:
+        """Rotate queries and keys, normalised if there are norms; keys and values go to their slots. The queries,
+        `[T, H, D]`.
 
         May overwrite `qkv_TF`, whose rows hold H queries, K keys and K values.
         """
-
-    def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
-        """Store the keys and values of the batch's tokens in their slots."""
 
     def attend(
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
@@ -63,7 +69,7 @@ class Backend(Protocol):
         """A token for each row, whose largest logit is `best_P`; see `common.engine.draw`."""
 
 
-class TorchBackend:
+class TorchBackend(ABC):
     """All of it but attention, in the type of the weights, rounding where transformers does."""
 
     def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
@@ -78,10 +84,29 @@ class TorchBackend:
             h_TE += delta_TE
         return _rms_norm(h_TE, weight_E, eps)
 
+    def rotate_and_write(
+        self,
+        qkv_TF: torch.Tensor,
+        kv_layer: torch.Tensor,
+        batch: RaggedBatch,
+        num_heads: int,
+        norms: Norms | None,
+        eps: float,
+        angles: Angles,
+    ) -> torch.Tensor:
+        """See `Backend.rotate_and_write`."""
+        q_THD, k_TKD, v_TKD = self.rotate(qkv_TF, num_heads, kv_layer.shape[2], norms, eps, angles)
+        self.write(kv_layer, k_TKD, v_TKD, batch)
+        return q_THD
+
+    @abstractmethod
+    def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
+        """Store the keys and values of the batch's tokens in their slots."""
+
     def rotate(
         self, qkv_TF: torch.Tensor, num_heads: int, num_kv_heads: int, norms: Norms | None, eps: float, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Backend.rotate`."""
+        """Queries `[T, H, D]` and keys `[T, K, D]`, rotated, after normalisation if there are norms; values."""
         qkv = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, -1)
         # Queries and keys are rotated in one go: they lie side by side.
         qk = qkv[:, : num_heads + num_kv_heads]

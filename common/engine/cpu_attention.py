@@ -95,7 +95,7 @@ class CpuAttention(TorchBackend):
         """Of `_batch`, for each window that layers use."""
 
     def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
-        """See `Backend.write`."""
+        """See `TorchBackend.write`."""
         where = (batch.slot_blocks_T, batch.slot_offsets_T)
         kv_layer[:, 0].transpose(1, 2).index_put_(where, k_TKD)
         kv_layer[:, 1].transpose(1, 2).index_put_(where, v_TKD)

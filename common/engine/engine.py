@@ -74,7 +74,7 @@ class Engine:
         if device == "cuda" and settings.checksums:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
         if device == "cuda":
-            log.warning("attention on CUDA is the plain reference: correct, and slow")
+            log.warning("the kernels have not been tested on a GPU")
         if device == "cpu":
             torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
         runner = load_runner(

@@ -32,11 +32,10 @@ class Decoder:
         delta_TE: torch.Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             x_TE = backend.add_norm(h_TE, delta_TE, layer.input_norm, eps)
-            q_THD, k_TKD, v_TKD = backend.rotate(
-                layer.qkv(x_TE), config.num_heads, config.num_kv_heads, layer.qk_norms, eps, angles
-            )
             kv_layer = cache.layer(index)
-            backend.write(kv_layer, k_TKD, v_TKD, batch)
+            q_THD = backend.rotate_and_write(
+                layer.qkv(x_TE), kv_layer, batch, config.num_heads, layer.qk_norms, eps, angles
+            )
             attended_THD = backend.attend(q_THD, kv_layer, batch, config.windows[index], config.head_dim**-0.5)
             x_TE = backend.add_norm(h_TE, layer.output(attended_THD.flatten(1)), layer.mlp_norm, eps)
             delta_TE = layer.down(backend.silu_mul(layer.gate_up(x_TE)))

@@ -16,7 +16,6 @@ import torch
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import KVLayout
 from common.engine import native
-from common.engine.attention import ReferenceAttention
 from common.engine.backend import Backend
 from common.engine.batch import Sample, Sampled, Slice
 from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
@@ -140,10 +139,15 @@ def load_runner(
             f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
         ) from error
     weights = load_weights(config, folder, dtype, on, progress, kernels)
-    backend: Backend = ReferenceAttention()
-    if on.type == "cpu":
-        backend = CpuAttention() if kernels is None else NativeBackend(kernels)
-    return ModelRunner(Decoder(config, weights), cache, swap, backend)
+    return ModelRunner(Decoder(config, weights), cache, swap, _backend(on, kernels))
+
+
+def _backend(device: torch.device, kernels: native.Kernels | None) -> Backend:
+    if device.type != "cpu":
+        from common.engine.kernels.backend import TritonBackend  # needs no triton where there is no GPU
+
+        return TritonBackend(device)
+    return CpuAttention() if kernels is None else NativeBackend(kernels)
 
 
 def measure_costs(runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> Costs:

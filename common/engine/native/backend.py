@@ -28,18 +28,23 @@ class NativeBackend:
         """See `Backend.embed`."""
         return embedding(token_ids_T, table_VE).float()
 
-    def rotate(
-        self, qkv_TF: torch.Tensor, num_heads: int, num_kv_heads: int, norms: Norms | None, eps: float, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Backend.rotate`."""
+    def rotate_and_write(
+        self,
+        qkv_TF: torch.Tensor,
+        kv_layer: torch.Tensor,
+        batch: RaggedBatch,
+        num_heads: int,
+        norms: Norms | None,
+        eps: float,
+        angles: Angles,
+    ) -> torch.Tensor:
+        """See `Backend.rotate_and_write`."""
+        num_kv_heads = kv_layer.shape[2]
         self._kernels.rotate(qkv_TF, num_heads, num_kv_heads, norms, eps, angles)
         qkv = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, -1)
-        keys_end = num_heads + num_kv_heads
-        return qkv[:, :num_heads], qkv[:, num_heads:keys_end], qkv[:, keys_end:]
-
-    def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
-        """See `Backend.write`."""
+        k_TKD, v_TKD = qkv[:, num_heads : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
         self._kernels.write(kv_layer, k_TKD, v_TKD, batch.slot_blocks_T, batch.slot_offsets_T)
+        return qkv[:, :num_heads]
 
     def attend(
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float

@@ -1,0 +1,1 @@
+"""What a GPU is measured by: `python -m benchmarks.gpu`."""

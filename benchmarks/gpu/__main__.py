@@ -1,0 +1,41 @@
+"""What Baton does on a GPU, measured.
+
+    python -m benchmarks.gpu tune       makes the tuning table of this GPU
+    python -m benchmarks.gpu kernels    every kernel, against the device and against others' kernels
+
+Each part takes less than 8 minutes, prints a short table, and writes `benchmarks/results/gpu-PART.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from benchmarks.record import record
+
+PARTS = ("tune", "kernels")
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: no CUDA device: the kernels' correctness is tested by `pytest tests/kernels` without one")
+    from benchmarks.gpu import kernels, tune
+    from benchmarks.gpu.timing import copy_bytes_per_s, matmul_flops_per_s
+
+    copy_rate, matmul_rate = copy_bytes_per_s(), matmul_flops_per_s()
+    gpu = torch.cuda.get_device_name()
+    print(f"{gpu}: copies {1e-12 * copy_rate:.2f} TB/s, bf16 products {1e-12 * matmul_rate:.0f} TFLOP/s", flush=True)
+    figures = {"entries": tune.run()} if options.part == "tune" else kernels.run(copy_rate)
+    device = {"gpu": gpu, "copy_bytes_per_s": copy_rate, "matmul_flops_per_s": matmul_rate}
+    command = f"python -m benchmarks.gpu {options.part}"
+    print(record(f"gpu-{options.part}", workload=device, figures=figures, seed=0, command=command))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Time of work on a GPU, without what it costs to ask for it; and what the device can do at best."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+_REPLAYS = 15
+_COLD_BYTES = 512 * 2**20
+"""Inputs are rotated until so much lies between two uses of one: ten times the last cache of an H200."""
+
+
+def num_copies(num_bytes: int, most: int = 64) -> int:
+    """Of inputs of that size, so that none is found in a cache."""
+    return max(2, min(most, -(-_COLD_BYTES // num_bytes)))
+
+
+def graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of one of `calls`, which are captured, one after another, in a graph that is replayed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    taken = []
+    for _ in range(_REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(1e3 * begin.elapsed_time(end) / len(calls))
+    return statistics.median(taken)
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes read plus bytes written in a second by the device's own copy of 2 GiB."""
+    source = torch.empty(2**30, dtype=torch.int16, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (1e-6 * graph_us([lambda: target.copy_(source)]))
+
+
+def matmul_flops_per_s(size: int = 8192) -> float:
+    """Of a product of two square matrices in bfloat16."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / (1e-6 * graph_us([lambda: torch.mm(a, b, out=out)]))

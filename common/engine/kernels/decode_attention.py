@@ -1,0 +1,233 @@
+"""Attention of one token per sequence to the paged cache, split along the context ("Flash-Decoding", 2023).
+
+A program takes the query heads of one KV head, of one sequence, over a run of key tiles. How many runs a context is cut
+into is fixed by the batch, so that a captured graph can be replayed; how long they are is read from the sequence's
+length on the device, and a run that is not needed ends at once. With one run its program writes the output itself.
+
+Shapes: B sequences, H query heads, K KV heads, G = H / K, D head dimension, M blocks of the longest table, S splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, tile_of, widens
+
+MAX_SPLITS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTiling:
+    """How the kernel is cut and compiled."""
+
+    tile: int = 64
+    """Keys that a program takes at a time; a power of two."""
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_processor: float = 2.0
+    """The context is split until there are so many programs for each multiprocessor."""
+    least_tiles: int = 2
+    """Tiles of a split: below this, splitting costs more than it gains."""
+
+    def num_splits(self, batch: int, num_kv_heads: int, max_seq_len: int, num_processors: int) -> int:
+        """Splits of each context, a power of two, for a batch of which no sequence is longer than `max_seq_len`."""
+        wanted = self.programs_per_processor * num_processors / (batch * num_kv_heads)
+        most = max(1, min(MAX_SPLITS, max_seq_len // (self.tile * self.least_tiles)))
+        num = 1
+        while 2 * num <= most and 1.5 * num < wanted:
+            num *= 2
+        return num
+
+
+def decode_attention(
+    q_BHD: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    num_splits: int,
+    tiling: DecodeTiling,
+    out_BHD: torch.Tensor,
+) -> None:
+    """Write each token's attention to its sequence into `out_BHD`: positions `[max(0, len - window), len)`.
+
+    `kv_layer` is `[num_blocks, 2, K, block_size, D]`, any stride between blocks; a length of 0 gives zeros.
+    """
+    batch, num_heads, head_dim = q_BHD.shape
+    _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    group = num_heads // num_kv_heads
+    assert kv_layer.stride()[1:] == (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    assert q_BHD.stride(2) == out_BHD.stride(2) == block_tables_BM.stride(1) == 1
+    tile = tile_of(tiling.tile, block_size)
+    if num_splits == 1:
+        partial, stats = out_BHD, out_BHD
+    else:
+        partial = q_BHD.new_empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32)
+        stats = q_BHD.new_empty(batch, num_heads, num_splits, 2, dtype=torch.float32)
+    _decode[batch, num_kv_heads, num_splits](
+        q_BHD,
+        kv_layer,
+        block_tables_BM,
+        seq_lens_B,
+        out_BHD,
+        partial,
+        stats,
+        scale * LOG2_E,
+        2**31 - 1 if window is None else window,
+        q_BHD.stride(0),
+        q_BHD.stride(1),
+        out_BHD.stride(0),
+        out_BHD.stride(1),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        block_tables_BM.stride(0),
+        GROUP=group,
+        GROUP_PAD=padded(group),
+        D=head_dim,
+        D_PAD=padded(head_dim),
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        SPLITS=num_splits,
+        LEAST_TILES=tiling.least_tiles,
+        WIDEN=widens(q_BHD),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    if num_splits > 1:
+        _combine[batch, num_heads](
+            partial,
+            stats,
+            seq_lens_B,
+            out_BHD,
+            2**31 - 1 if window is None else window,
+            out_BHD.stride(0),
+            out_BHD.stride(1),
+            D=head_dim,
+            D_PAD=padded(head_dim),
+            TILE=tile,
+            SPLITS=num_splits,
+            LEAST_TILES=tiling.least_tiles,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _run_of(seq_len, window, split, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr):
+    """(first visible position, first tile of a split's run, one past its last); no tiles if the split is not needed."""
+    first = tl.maximum(seq_len - window, 0)
+    first_tile = first // TILE
+    end_tile = tl.cdiv(seq_len, TILE)
+    per_split = tl.maximum(tl.cdiv(end_tile - first_tile, SPLITS), LEAST_TILES)
+    begin = first_tile + split * per_split
+    return first, begin, tl.minimum(begin + per_split, end_tile)
+
+
+@triton.jit
+def _decode(
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    lens_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    scale_log2,
+    window,
+    q_stride_b,
+    q_stride_h,
+    out_stride_b,
+    out_stride_h,
+    block_stride,
+    values_stride,
+    head_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(lens_ptr + row).to(tl.int32)
+    first, begin, end = _run_of(seq_len, window, split, TILE, SPLITS, LEAST_TILES)
+    if SPLITS > 1:
+        if begin >= end:
+            return
+    heads = kv_head * GROUP + tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, D_PAD)
+    inside = (tl.arange(0, GROUP_PAD) < GROUP)[:, None] & (dims < D)[None, :]
+    q_GD = tl.load(q_ptr + row * q_stride_b + heads[:, None] * q_stride_h + dims[None, :], mask=inside, other=0.0)
+    if WIDEN:
+        q_GD = q_GD.to(tl.float32)
+    keys_ptr = kv_ptr + kv_head * head_stride
+    max_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    sum_G = tl.zeros([GROUP_PAD], tl.float32)
+    acc_GD = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+    for tile in range(begin, end):
+        start = tile * TILE
+        positions = start + tl.arange(0, TILE)
+        written = positions < seq_len
+        offsets = key_offsets(
+            tables_ptr + row * table_stride, start, seq_len, block_stride, D, BLOCK_SIZE, TILE
+        )  # fmt: skip
+        k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, q_GD)
+        v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, q_GD)
+        visible = (written & (positions >= first))[None, :]
+        acc_GD, max_G, sum_G = soften(q_GD, k_ND, v_ND, visible, acc_GD, max_G, sum_G, scale_log2, True)
+    if SPLITS == 1:
+        out = acc_GD / tl.where(sum_G > 0, sum_G, 1.0)[:, None]
+        place = out_ptr + row * out_stride_b + heads[:, None] * out_stride_h + dims[None, :]
+        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        num_heads = tl.num_programs(1) * GROUP
+        run_G = (row * num_heads + heads) * SPLITS + split
+        tl.store(partial_ptr + run_G[:, None] * D + dims[None, :], acc_GD, mask=inside)
+        one_of_ours = tl.arange(0, GROUP_PAD) < GROUP
+        tl.store(stats_ptr + run_G * 2, max_G, mask=one_of_ours)
+        tl.store(stats_ptr + run_G * 2 + 1, sum_G, mask=one_of_ours)
+
+
+@triton.jit
+def _combine(
+    partial_ptr,
+    stats_ptr,
+    lens_ptr,
+    out_ptr,
+    window,
+    out_stride_b,
+    out_stride_h,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+):
+    """Of the runs that were needed, which is known from the length: the others have written nothing."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seq_len = tl.load(lens_ptr + row).to(tl.int32)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
+    _, begin_S, end_S = _run_of(seq_len, window, splits, TILE, SPLITS, LEAST_TILES)
+    used_S = begin_S < end_S
+    run_S = (row * tl.num_programs(1) + head) * SPLITS + splits
+    max_S = tl.load(stats_ptr + run_S * 2, mask=used_S, other=float("-inf"))
+    sum_S = tl.load(stats_ptr + run_S * 2 + 1, mask=used_S, other=0.0)
+    highest = tl.max(max_S, axis=0)
+    weight_S = tl.exp2(max_S - tl.where(highest == float("-inf"), 0.0, highest))
+    partial = tl.load(
+        partial_ptr + run_S[:, None] * D + dims[None, :], mask=used_S[:, None] & (dims < D)[None, :], other=0.0
+    )
+    total = tl.sum(sum_S * weight_S, axis=0)
+    out = tl.sum(partial * weight_S[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    place = out_ptr + row * out_stride_b + head * out_stride_h + dims
+    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=dims < D)

@@ -1,0 +1,210 @@
+"""Attention of chunks of prompts, of any length, to the paged cache: what a ragged batch of any mix needs.
+
+A program takes a tile of queries: some tokens of one sequence, with all the query heads that share a KV head. Keys that
+every row of the tile sees need no mask; those at the diagonal, or at a window's edge, have one. The softmax is online
+("FlashAttention-2", arXiv 2307.08691, algorithm 1).
+
+Shapes: T tokens of B slices, H query heads, K KV heads, G = H / K, D head dimension, Q tiles of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, tile_of, widens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTiling:
+    """How the kernel is cut and compiled."""
+
+    rows: int = 128
+    """Rows of queries, tokens times heads, that a program takes; a power of two."""
+    tile: int = 64
+    """Keys that it takes at a time; a power of two."""
+    num_warps: int = 8
+    num_stages: int = 2
+
+    def num_tokens(self, group: int) -> int:
+        """Tokens of a tile of queries; at least one."""
+        return max(1, self.rows // group)
+
+
+def query_tiles(query_lens: Sequence[int], num_tokens: int) -> list[tuple[int, int]]:
+    """(slice, first token within it) of each tile. The longest slices come first: their last tiles take longest."""
+    order = sorted(range(len(query_lens)), key=lambda index: -query_lens[index])
+    return [(index, first) for index in order for first in range(0, query_lens[index], num_tokens)]
+
+
+def prefill_attention(
+    q_THD: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_start_B1: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+    tiles_Q2: torch.Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    tiling: PrefillTiling,
+    out_THD: torch.Tensor,
+) -> None:
+    """Write each token's causal attention to its sequence in the cache into `out_THD`.
+
+    Slice `b` is the last `query_start_B1[b + 1] - query_start_B1[b]` tokens of its `seq_lens_B[b]`; `tiles_Q2` is of
+    `query_tiles`. `kv_layer` is `[num_blocks, 2, K, block_size, D]`, any stride between blocks.
+    """
+    _, num_heads, head_dim = q_THD.shape
+    _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    group = num_heads // num_kv_heads
+    num_tokens = tiling.num_tokens(group)
+    assert kv_layer.stride()[1:] == (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    assert q_THD.stride(2) == out_THD.stride(2) == block_tables_BM.stride(1) == 1
+    _prefill[tiles_Q2.shape[0], num_kv_heads](
+        q_THD,
+        kv_layer,
+        block_tables_BM,
+        query_start_B1,
+        seq_lens_B,
+        tiles_Q2,
+        out_THD,
+        scale * LOG2_E,
+        2**31 - 1 if window is None else window,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        out_THD.stride(0),
+        out_THD.stride(1),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        block_tables_BM.stride(0),
+        GROUP=group,
+        TOKENS=num_tokens,
+        ROWS=padded(num_tokens * group),
+        D=head_dim,
+        D_PAD=padded(head_dim),
+        BLOCK_SIZE=block_size,
+        TILE=tile_of(tiling.tile, block_size),
+        WIDEN=widens(q_THD),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+
+
+@triton.jit
+def _prefill(
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    query_start_ptr,
+    lens_ptr,
+    tiles_ptr,
+    out_ptr,
+    scale_log2,
+    window,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    block_stride,
+    values_stride,
+    head_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    kv_head = tl.program_id(1)
+    row = tl.load(tiles_ptr + tl.program_id(0) * 2).to(tl.int64)
+    first_token = tl.load(tiles_ptr + tl.program_id(0) * 2 + 1).to(tl.int32)
+    begin = tl.load(query_start_ptr + row)
+    query_len = (tl.load(query_start_ptr + row + 1) - begin).to(tl.int32)
+    seq_len = tl.load(lens_ptr + row).to(tl.int32)
+
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, D_PAD)
+    tokens = first_token + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    ours = (rows < TOKENS * GROUP) & (tokens < query_len)
+    inside = ours[:, None] & (dims < D)[None, :]
+    place_M = (begin + tokens) * q_stride_t + heads * q_stride_h
+    q_MD = tl.load(q_ptr + place_M[:, None] + dims[None, :], mask=inside, other=0.0)
+    if WIDEN:
+        q_MD = q_MD.to(tl.float32)
+
+    # Position p sees (p - window, p]. Rows that are nobody's see what the last row sees.
+    lowest = seq_len - query_len + first_token
+    highest = tl.minimum(lowest + TOKENS, seq_len) - 1
+    position_M = tl.minimum(lowest + rows // GROUP, highest)
+    begin_tile = tl.maximum(lowest - window + 1, 0) // TILE
+    # Tiles [clear_begin, clear_end) are seen by every row.
+    clear_begin = tl.cdiv(tl.maximum(highest - window + 1, 0), TILE)
+    clear_end = tl.maximum((lowest + 1) // TILE, clear_begin)
+    end_tile = tl.cdiv(highest + 1, TILE)
+
+    max_M = tl.full([ROWS], float("-inf"), tl.float32)
+    sum_M = tl.zeros([ROWS], tl.float32)
+    acc_MD = tl.zeros([ROWS, D_PAD], tl.float32)
+    keys_ptr = kv_ptr + kv_head * head_stride
+    table_ptr = tables_ptr + row * table_stride
+    for tile in range(begin_tile, tl.minimum(clear_begin, end_tile)):
+        acc_MD, max_M, sum_M = _take(
+            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride, values_stride,
+            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, True,
+        )  # fmt: skip
+    for tile in range(clear_begin, clear_end):
+        acc_MD, max_M, sum_M = _take(
+            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride, values_stride,
+            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, False,
+        )  # fmt: skip
+    for tile in range(clear_end, end_tile):
+        acc_MD, max_M, sum_M = _take(
+            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride, values_stride,
+            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, True,
+        )  # fmt: skip
+    out_MD = acc_MD / sum_M[:, None]
+    place_M = (begin + tokens) * out_stride_t + heads * out_stride_h
+    tl.store(out_ptr + place_M[:, None] + dims[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _take(
+    q_MD,
+    keys_ptr,
+    table_ptr,
+    tile,
+    seq_len,
+    position_M,
+    window,
+    block_stride,
+    values_stride,
+    acc_MD,
+    max_M,
+    sum_M,
+    scale_log2,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDEN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One tile of keys and values."""
+    start = tile * TILE
+    positions = start + tl.arange(0, TILE)
+    written = positions < seq_len
+    offsets = key_offsets(table_ptr, start, seq_len, block_stride, D, BLOCK_SIZE, TILE)
+    k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, q_MD)
+    v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, q_MD)
+    behind_MN = position_M[:, None] - positions[None, :]
+    visible_MN = (behind_MN >= 0) & (behind_MN < window)
+    return soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED)

@@ -1,0 +1,243 @@
+"""From logits to tokens: the most likely one, or a random one, as `common.engine.draw` does it, without a sort.
+
+A row is cut into chunks so that a small batch fills the device. A random token takes one pass for the weight of each
+chunk, and a look into the one in which the distribution reaches the random number. Where top-k, top-p or min-p hide
+tokens, a pass before finds the least likely token that is kept: the distance of a logit from the largest is a float
+that is not negative, such floats are ordered as their bits are, and so the threshold is found four bits at a time, by
+counting, or weighing, what lies below each of sixteen edges. Nothing depends on how flat the distribution is.
+
+Shapes: N rows, V vocabulary, C chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from common.engine.kernels.tiles import padded
+
+_CHUNK = 8192
+"""Tokens of a chunk."""
+_TILE = 1024
+_EVERYTHING = tl.constexpr(0x7F800000)
+"""The bits of infinity: no token is further away."""
+
+
+def best(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row of float32, NaN if there is one, and its token, int64, the first one of equals."""
+    num_rows, size = logits_NV.shape
+    num_chunks = triton.cdiv(size, _CHUNK)
+    values_NC = logits_NV.new_empty(num_rows, num_chunks)
+    tokens_NC = logits_NV.new_empty(num_rows, num_chunks, dtype=torch.int32)
+    best_N = logits_NV.new_empty(num_rows)
+    token_N = logits_NV.new_empty(num_rows, dtype=torch.int64)
+    assert logits_NV.stride(1) == 1
+    _best_of_chunks[num_rows, num_chunks](
+        logits_NV, values_NC, tokens_NC, size, logits_NV.stride(0), CHUNK=_CHUNK, TILE=_TILE, num_warps=4
+    )
+    _best[(num_rows,)](
+        values_NC, tokens_NC, best_N, token_N, num_chunks, CHUNKS_PAD=padded(num_chunks, least=1), num_warps=1
+    )
+    return best_N, token_N
+
+
+@triton.jit
+def _best_of_chunks(
+    logits_ptr, values_ptr, tokens_ptr, size, stride, CHUNK: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = chunk * CHUNK
+    best = float("-inf")
+    token = begin
+    spoiled = 0
+    for start in range(begin, min(begin + CHUNK, size), TILE):
+        columns = start + tl.arange(0, TILE)
+        logits = tl.load(logits_ptr + row * stride + columns, mask=columns < size, other=float("-inf"))
+        spoiled += tl.sum((logits != logits).to(tl.int32), axis=0)
+        highest = tl.max(logits, axis=0)
+        first = tl.min(tl.where(logits == highest, columns, size), axis=0)
+        token = tl.where(highest > best, first, token)
+        best = tl.maximum(highest, best)
+    place = row * tl.num_programs(1) + chunk
+    tl.store(values_ptr + place, tl.where(spoiled > 0, float("nan"), best))
+    tl.store(tokens_ptr + place, token)
+
+
+@triton.jit
+def _best(values_ptr, tokens_ptr, best_ptr, token_ptr, num_chunks, CHUNKS_PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS_PAD)
+    inside = chunks < num_chunks
+    values = tl.load(values_ptr + row * num_chunks + chunks, mask=inside, other=float("-inf"))
+    tokens = tl.load(tokens_ptr + row * num_chunks + chunks, mask=inside, other=0x7FFFFFFF)
+    spoiled = tl.max((values != values).to(tl.int32), axis=0)
+    clean = tl.where(values != values, float("-inf"), values)
+    highest = tl.max(clean, axis=0)
+    tl.store(best_ptr + row, tl.where(spoiled > 0, float("nan"), highest))
+    tl.store(token_ptr + row, tl.min(tl.where(inside & (clean == highest), tokens, 0x7FFFFFFF), axis=0).to(tl.int64))
+
+
+def draw(
+    logits_NV: torch.Tensor,
+    best_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+    random_N: torch.Tensor,
+    *,
+    hiding: bool,
+) -> torch.Tensor:
+    """A token, int64, for each row of float32 logits, whose largest is `best_N`.
+
+    `temperature_N`, `top_p_N` and `min_p_N` are float32, `top_k_N` int32, 0 for all; `random_N` is float64 in (0, 1).
+    `hiding`: whether some row has a top-k, top-p or min-p. Rows that are not finite get any token.
+    """
+    num_rows, size = logits_NV.shape
+    num_chunks = triton.cdiv(size, _CHUNK)
+    assert logits_NV.stride(1) == 1
+    limit_N = torch.full_like(top_k_N, int(_EVERYTHING.value))
+    weights_NC = logits_NV.new_empty(num_rows, num_chunks, dtype=torch.float64)
+    token_N = logits_NV.new_empty(num_rows, dtype=torch.int64)
+    if hiding:
+        _limit[(num_rows,)](
+            logits_NV, best_N, temperature_N, top_k_N, top_p_N, min_p_N, limit_N, size, logits_NV.stride(0),
+            TILE=_TILE, num_warps=8,
+        )  # fmt: skip
+    _weigh_chunks[num_rows, num_chunks](
+        logits_NV, best_N, temperature_N, limit_N, weights_NC, size, logits_NV.stride(0),
+        CHUNK=_CHUNK, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
+    _pick[(num_rows,)](
+        logits_NV, best_N, temperature_N, limit_N, weights_NC, random_N, token_N, size, num_chunks, logits_NV.stride(0),
+        CHUNK=_CHUNK, CHUNKS_PAD=padded(num_chunks, least=1), TILE=_TILE, num_warps=4,
+    )  # fmt: skip
+    return token_N
+
+
+@triton.jit
+def _distances(row_ptr, start, size, best, temperature, TILE: tl.constexpr):
+    """How far each logit of a tile is below the largest, over the temperature; infinitely, beyond the row's end."""
+    columns = start + tl.arange(0, TILE)
+    logits = tl.load(row_ptr + columns, mask=columns < size, other=float("-inf"))
+    return (best - logits) / temperature
+
+
+@triton.jit
+def _weights(distances, limit):
+    """Probabilities, but for their sum, of the tokens that are kept."""
+    return tl.where(distances.to(tl.int32, bitcast=True) <= limit, tl.exp(-distances), 0.0)
+
+
+@triton.jit
+def _least_limit(row_ptr, size, best, temperature, limit, wanted, WEIGH: tl.constexpr, TILE: tl.constexpr):
+    """The least limit, `limit` at most, at which the kept tokens are `wanted` or more in number, or in weight."""
+    found = 0
+    for digit in range(8):
+        shift = tl.maximum(27 - 4 * digit, 0)
+        edges = found + ((tl.arange(0, 16) + 1) << shift) - 1
+        amounts = tl.zeros([16], tl.float32)
+        for start in range(0, size, TILE):
+            distances = _distances(row_ptr, start, size, best, temperature, TILE)
+            bits = distances.to(tl.int32, bitcast=True)
+            if WEIGH:
+                values = _weights(distances, limit)
+            else:
+                values = (start + tl.arange(0, TILE) < size).to(tl.float32)
+            amounts += tl.sum(tl.where(bits[:, None] <= edges[None, :], values[:, None], 0.0), axis=0)
+        digit_value = tl.minimum(tl.sum((amounts < wanted).to(tl.int32), axis=0), 15)
+        found += digit_value << shift
+    return tl.minimum(found, limit)
+
+
+@triton.jit
+def _limit(
+    logits_ptr,
+    best_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    limit_ptr,
+    size,
+    stride,
+    TILE: tl.constexpr,
+):
+    """The bits of the largest distance that is kept: of top-k, then of top-p among what that keeps, then of min-p."""
+    row = tl.program_id(0).to(tl.int64)
+    best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    row_ptr = logits_ptr + row * stride
+    limit = tl.full([], _EVERYTHING, tl.int32)
+    if (top_k > 0) & (top_k < size):
+        limit = _least_limit(row_ptr, size, best, temperature, limit, top_k.to(tl.float32), False, TILE)
+    if top_p < 1.0:
+        total = 0.0
+        for start in range(0, size, TILE):
+            total += tl.sum(_weights(_distances(row_ptr, start, size, best, temperature, TILE), limit), axis=0)
+        limit = _least_limit(row_ptr, size, best, temperature, limit, top_p * total, True, TILE)
+    if min_p > 0.0:
+        limit = tl.minimum(limit, (-tl.log(min_p)).to(tl.int32, bitcast=True))
+    tl.store(limit_ptr + row, limit)
+
+
+@triton.jit
+def _weigh_chunks(
+    logits_ptr,
+    best_ptr,
+    temperature_ptr,
+    limit_ptr,
+    weights_ptr,
+    size,
+    stride,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
+    limit = tl.load(limit_ptr + row)
+    total = tl.zeros([], tl.float64)
+    for start in range(chunk * CHUNK, min((chunk + 1) * CHUNK, size), TILE):
+        distances = _distances(logits_ptr + row * stride, start, size, best, temperature, TILE)
+        total += tl.sum(_weights(distances, limit), axis=0).to(tl.float64)
+    tl.store(weights_ptr + row * tl.num_programs(1) + chunk, total)
+
+
+@triton.jit
+def _pick(
+    logits_ptr,
+    best_ptr,
+    temperature_ptr,
+    limit_ptr,
+    weights_ptr,
+    random_ptr,
+    token_ptr,
+    size,
+    num_chunks,
+    stride,
+    CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The first token at which the distribution reaches the random number; never one of weight 0."""
+    row = tl.program_id(0).to(tl.int64)
+    best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
+    limit = tl.load(limit_ptr + row)
+    chunks = tl.arange(0, CHUNKS_PAD)
+    weights_C = tl.load(weights_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
+    reached_C = tl.cumsum(weights_C, axis=0)
+    wanted = tl.load(random_ptr + row) * tl.sum(weights_C, axis=0)
+    last = tl.max(tl.where(weights_C > 0.0, chunks, 0), axis=0)
+    chunk = tl.minimum(tl.sum((reached_C < wanted).to(tl.int32), axis=0), last)
+    reached = tl.sum(tl.where(chunks < chunk, weights_C, 0.0), axis=0)
+    token = chunk * CHUNK
+    last_kept = token
+    for start in range(chunk * CHUNK, min((chunk + 1) * CHUNK, size), TILE):
+        distances = _distances(logits_ptr + row * stride, start, size, best, temperature, TILE)
+        weights = _weights(distances, limit)
+        reached_T = reached + tl.cumsum(weights.to(tl.float64), axis=0)
+        token += tl.sum((reached_T < wanted).to(tl.int32), axis=0)
+        last_kept = tl.maximum(last_kept, tl.max(tl.where(weights > 0.0, start + tl.arange(0, TILE), 0), axis=0))
+        reached += tl.sum(weights, axis=0).to(tl.float64)
+    tl.store(token_ptr + row, tl.minimum(token, last_kept).to(tl.int64))

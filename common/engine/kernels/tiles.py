@@ -1,0 +1,79 @@
+"""What the two attention kernels share: where a tile of keys lies in the paged cache, and a step of online softmax.
+
+Shapes: M rows of queries (tokens times the query heads that share a KV head), N keys of a tile, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels of this process run in Triton's interpreter."""
+LOG2_E = 1.4426950408889634
+MIN_DOT = 16
+"""Least rows, columns and depth of `tl.dot`."""
+
+
+def widens(tensor: torch.Tensor) -> bool:
+    """Whether a kernel must turn what it loads of `tensor` into float32 before it multiplies.
+
+    The interpreter takes bfloat16 for integers.
+    """
+    return INTERPRETED and tensor.dtype == torch.bfloat16
+
+
+def padded(size: int, least: int = MIN_DOT) -> int:
+    """The power of two that holds `size`."""
+    return max(least, int(triton.next_power_of_2(size)))
+
+
+def tile_of(tile: int, block_size: int) -> int:
+    """A tile of about that size that lies in one block, or is longer than one."""
+    return padded(block_size) if tile <= block_size and block_size % tile else tile
+
+
+@triton.jit
+def key_offsets(
+    table_ptr, start, seq_len, block_stride, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Offsets `[TILE]` of the keys at positions `[start, start + TILE)` of one head; `start` is a multiple of TILE.
+
+    A tile that lies in one block, or is one, needs one entry of the block table.
+    """
+    if TILE <= BLOCK_SIZE:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        return block * block_stride + (start % BLOCK_SIZE + tl.arange(0, TILE)) * D
+    else:
+        positions = start + tl.arange(0, TILE)
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < seq_len, other=0).to(tl.int64)
+        return blocks * block_stride + (positions % BLOCK_SIZE) * D
+
+
+@triton.jit
+def load_tile(kv_ptr, key_offsets_N, written_N, D: tl.constexpr, D_PAD: tl.constexpr, WIDEN: tl.constexpr, like):
+    """Keys or values `[TILE, D_PAD]`, in the type of `like`; zero where nothing is written."""
+    dims = tl.arange(0, D_PAD)
+    inside = written_N[:, None] & (dims < D)[None, :]
+    tile = tl.load(kv_ptr + key_offsets_N[:, None] + dims[None, :], mask=inside, other=0.0)
+    return tile.to(tl.float32) if WIDEN else tile.to(like.dtype)
+
+
+@triton.jit
+def soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED: tl.constexpr):
+    """Take a tile of keys into the running softmax: (accumulator, maximum, sum), base 2.
+
+    A row that has seen no key yet has maximum -inf and sum 0 ("Online normalizer calculation for softmax", arXiv
+    1805.02867).
+    """
+    scores = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
+    if MASKED:
+        scores = tl.where(visible_MN, scores, float("-inf"))
+    highest = tl.maximum(max_M, tl.max(scores, axis=1))
+    base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+    weights = tl.exp2(scores - base[:, None])
+    faded = tl.exp2(max_M - base)
+    sum_M = sum_M * faded + tl.sum(weights, axis=1)
+    acc_MD = tl.dot(weights.to(v_ND.dtype), v_ND, acc_MD * faded[:, None], input_precision="ieee")
+    return acc_MD, highest, sum_M

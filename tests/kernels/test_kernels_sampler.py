@@ -1,0 +1,153 @@
+"""Sampling kernels against the sampler in torch, which sorts, and against what the words mean."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.contract.sampling import SamplingParams
+from common.engine.batch import Sample
+from common.engine.draw import draw, random_numbers, temperatures
+from common.engine.kernels import sampler
+
+SIZES = st.one_of(st.integers(2, 60), st.sampled_from([1023, 1024, 1025, 8191, 8192, 8193, 9000]))
+
+
+def sample_of(seed: int, **parameters: object) -> Sample:
+    """A sample with these parameters."""
+    params = SamplingParams(max_tokens=10, seed=seed, **parameters)
+    return Sample(params=params, choice=seed % 3, position=seed % 1000, token_ids=(), prompt_len=0)
+
+
+def drawn(logits: torch.Tensor, best: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
+    """By the kernels."""
+    device = logits.device
+    params = [each.params for each in samples]
+    return sampler.draw(
+        logits,
+        best,
+        torch.tensor(temperatures(samples), device=device),
+        torch.tensor([each.top_k for each in params], dtype=torch.int32, device=device),
+        torch.tensor([each.top_p for each in params], device=device),
+        torch.tensor([each.min_p for each in params], device=device),
+        torch.from_numpy(random_numbers(samples)).to(device),
+        hiding=any(each.top_k or each.top_p < 1 or each.min_p for each in params),
+    )
+
+
+def near_tie(logits: torch.Tensor, sample: Sample, one: int, other: int) -> bool:
+    """Whether two tokens differ by less than float32 can tell: the distribution at the number, or at a threshold."""
+    params = sample.params
+    x = (logits.double() - logits.double().max()) / temperatures([sample])[0]
+    order = x.sort(descending=True)
+    probabilities = x.softmax(-1)
+    # A threshold within rounding of two values, or the number within rounding of the border between two tokens.
+    sorted_p = order.values.softmax(-1).cumsum(-1)
+    at_top_p = params.top_p < 1 and bool(((sorted_p - params.top_p).abs() < 1e-5).any())
+    at_min_p = params.min_p > 0 and bool(((x - math.log(params.min_p)).abs() < 1e-5).any())
+    number = random_numbers([sample])[0]
+    kept = torch.ones_like(x, dtype=torch.bool)
+    if params.top_k:
+        kept &= x >= order.values[min(params.top_k, len(x)) - 1]
+    if params.top_p < 1:
+        mass = torch.where(kept, x, -math.inf).sort(descending=True).values.softmax(-1).cumsum(-1)
+        last = int((mass < params.top_p).sum().clamp(max=len(x) - 1))
+        kept &= x >= order.values[last]
+    if params.min_p:
+        kept &= x >= math.log(params.min_p)
+    cumulative = (probabilities * kept).cumsum(-1)
+    cumulative /= cumulative[-1].clone()
+    at_number = abs(float(cumulative[min(one, other)]) - number) < 1e-5
+    return at_top_p or at_min_p or at_number
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=SIZES, rows=st.integers(1, 3), seed=st.integers(0, 2**31), spoil=st.sampled_from(["", "nan", "inf", "ties"])
+)
+def test_best(device: torch.device, size: int, rows: int, seed: int, spoil: str) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(rows, size)
+    place = seed % size
+    if spoil == "ties":
+        logits = logits.round()
+    elif spoil:
+        logits[-1, place] = float(spoil)
+    logits = logits.to(device)
+    values, tokens = sampler.best(logits)
+    expected, _ = logits.max(-1)
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+    for row in range(rows):
+        if not expected[row].isnan():
+            first = int((logits[row] == expected[row]).nonzero()[0])
+            assert int(tokens[row]) == first
+        assert 0 <= int(tokens[row]) < size
+
+
+def test_of_nothing_the_best_is_minus_infinity(device: torch.device) -> None:
+    values, tokens = sampler.best(torch.full((1, 20), -math.inf, device=device))
+    assert values.tolist() == [-math.inf]
+    assert 0 <= int(tokens) < 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=SIZES,
+    seed=st.integers(0, 2**31),
+    temperature=st.sampled_from([1e-20, 0.3, 1.0, 4.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 50, 10**6]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5]),
+    spread=st.sampled_from([0.01, 1.0, 8.0]),
+    ties=st.booleans(),
+    hidden=st.booleans(),
+)
+def test_draw_as_the_sampler_in_torch_does(
+    device: torch.device,
+    size: int,
+    seed: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    spread: float,
+    ties: bool,
+    hidden: bool,
+) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(4, size) * spread
+    if ties:
+        logits = logits.round()
+    if hidden:
+        logits[:, 1::3] = -math.inf
+    logits = logits.to(device)
+    plain = sample_of(seed + 1, temperature=temperature)
+    wanted = [sample_of(seed + row, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p) for row in range(3)]
+    samples = [*wanted, plain]
+    best = logits.max(-1).values
+    ours, theirs = drawn(logits, best, samples).tolist(), draw(logits, best, samples).tolist()
+    for row, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert logits[row, one] > -math.inf
+        assert one == other or near_tie(logits[row], samples[row], one, other), (row, one, other)
+
+
+@pytest.mark.parametrize("number", [2.0**-53, 0.5, 1 - 2.0**-53])
+def test_every_number_finds_a_token_that_is_kept(device: torch.device, number: float) -> None:
+    logits = torch.full((1, 9000), -50.0, device=device)
+    logits[0, 17] = 0.0
+    logits[0, 8500] = -0.5
+    token = sampler.draw(
+        logits,
+        torch.zeros(1, device=device),
+        torch.ones(1, device=device),
+        torch.tensor([2], dtype=torch.int32, device=device),
+        torch.ones(1, device=device),
+        torch.zeros(1, device=device),
+        torch.tensor([number], dtype=torch.float64, device=device),
+        hiding=True,
+    )
+    assert token.tolist() == [17 if number <= 0.5 else 8500]
