@@ -18,7 +18,9 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
     from kv_transfer.regions import Region
     from kv_transfer.transports import transport_maker
 
-    engine = await Engine.load(settings, folder, host.progress, swap_bytes=settings.swap_bytes)
+    engine = await Engine.load(
+        settings, folder, host.progress, swap_bytes=settings.swap_bytes, graph_seqs=settings.max_num_seqs
+    )
     cache = engine.runner.cache
     region = Region(
         address=cache.address,

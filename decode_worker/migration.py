@@ -60,6 +60,11 @@ class Departures:
         self.num_moved = 0
         """Sequences that others have gone on with."""
 
+    @property
+    def awaited(self) -> bool:
+        """Whether sequences are to be cut as soon as no step is in flight."""
+        return bool(self._wanted)
+
     def attach(self, sink: Incarnation, message: AttachSequence, generation: Generation | None) -> None:
         """A sink wants a sequence, or wants it again after lost messages; `generation` is it, if it is here."""
         if message.key in self._cut or message in self._wanted.values():

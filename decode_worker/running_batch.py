@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection
 
 from common.engine.fair_queue import AGED_SHARE
 from common.engine.lazy_heap import LazyHeap
@@ -40,6 +41,8 @@ class RunningBatch:
         self._due: defaultdict[int, dict[Generation, None]] = defaultdict(dict)
         """Step → running sequences that need a block before it."""
         self._stepped_aside: list[Generation] = []
+        self._ahead: Collection[Generation] = ()
+        """Sequences whose next token is computed by the step before this one."""
         self.step = 0
         """The number of the step that is being prepared, or was last."""
 
@@ -75,13 +78,14 @@ class RunningBatch:
         self._ready.add(generation, seniority(generation))
         self._ready_since[generation] = now
 
-    def next_step(self, now: float) -> list[Generation]:
-        """Begin the next step: fill the batch; those that have joined.
+    def next_step(self, now: float, ahead: Collection[Generation] = ()) -> list[Generation]:
+        """Begin the next step: fill the batch; those that have joined. Those `ahead` have a token more than is known.
 
         Senior sequences first, and in place of those of lower tiers; but whoever has waited beyond the ageing time
         comes before them, as long as no more than one place in `AGED_SHARE` is taken so.
         """
         self.step += 1
+        self._ahead = ahead
         joined = []
         while (generation := self._ready.first()) is not None:
             oldest, since = next(iter(self._ready_since.items()))
@@ -119,7 +123,8 @@ class RunningBatch:
         for generation in generations:
             sequence = generation.sequence
             num_slots = len(sequence.block_table) * self._block_size
-            generation.due_step = due_step = self.step + max(0, num_slots - len(sequence.token_ids) + 1)
+            num_tokens = len(sequence.token_ids) + (generation in self._ahead)
+            generation.due_step = due_step = self.step + max(0, num_slots - num_tokens + 1)
             self._due[due_step][generation] = None
 
     def sit_out(self, generation: Generation) -> None:

@@ -16,7 +16,7 @@ Life cycle of a request here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -208,9 +208,12 @@ class DecodeScheduler:
 
     # --- a step --------------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> Step:
+    def schedule(self, now: float, before: Step | None = None) -> Step:
         """The next step. To be called after the pool's `step_started`: blocks that the step still reads, of copies and
-        of swapped sequences, are not used again before it has finished."""
+        of swapped sequences, are not used again before it has finished.
+
+        `before` is the step that still runs, if one does, which `may_run_ahead` has allowed.
+        """
         step = Step(copies=self._copies)
         self._copies = []
         self._arriving.clear()
@@ -220,9 +223,11 @@ class DecodeScheduler:
             budget = self._policy.token_budget
             step.chunks = self._chunks.schedule(budget, budget, now, self._permitted((), now))
             return step
-        joined = self._join(now)
+        ahead: frozenset[Generation] = frozenset() if before is None else frozenset(before.decodes)
+        ending = {generation for generation in ahead if generation in self._batch and self._ends(generation)}
+        joined = self._join(now, ahead)
         self._relieve(step, now)
-        sitting_out = self._grow(step, now)
+        sitting_out = self._grow(step, now, ending) | ending
         step.decodes = (
             [g for g in self._batch.running() if g not in sitting_out] if sitting_out else self._batch.running()
         )
@@ -235,6 +240,12 @@ class DecodeScheduler:
             budget = min(left, self._policy.prefill_tokens) if step.decodes else left
             step.chunks = self._chunks.schedule(budget, budget, now, permitted)
         return step
+
+    def may_run_ahead(self, step: Step) -> bool:
+        """Whether the next step may be scheduled while `step`, the last one, runs: what it chooses is not needed, and
+        nothing but decode tokens is on its way."""
+        plain = not (step.chunks or step.copies or step.swap_outs or step.swap_ins)
+        return plain and not self.trials and not any(each.sequence.sampling.penalised for each in step.decodes)
 
     def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""
@@ -506,9 +517,9 @@ class DecodeScheduler:
 
     # --- a step's parts ------------------------------------------------------------------------------------------
 
-    def _join(self, now: float) -> list[Generation]:
+    def _join(self, now: float, ahead: Collection[Generation]) -> list[Generation]:
         """Begin a step: fill the batch, and look again at those that live longer than was expected."""
-        joined = self._batch.next_step(now)
+        joined = self._batch.next_step(now, ahead)
         for generation in joined:
             self._flow(generation, _OUTPUT_CHARGE)
             self._admission.joined(generation, self._batch.step)
@@ -519,6 +530,12 @@ class DecodeScheduler:
         self._waiting.advance(self._batch.step)
         self._admission.look_again(self._batch.step)
         return joined
+
+    def _ends(self, generation: Generation) -> bool:
+        """Whether the next token is the last that it may have."""
+        sequence = generation.sequence
+        full = sequence.num_tokens + 1 >= self._policy.max_sequence_tokens
+        return full or sequence.num_output + 1 >= sequence.sampling.max_tokens
 
     def _permitted(self, decodes: Seq[Generation], now: float) -> Callable[[Generation | LocalPrompt], bool] | None:
         """Whom the step may have; None where there are no suspects. Who is left out stays as it is."""
@@ -537,10 +554,14 @@ class DecodeScheduler:
                 generation.host_slots = []
                 self._arriving.add(generation)
 
-    def _grow(self, step: Step, now: float) -> set[Generation]:
-        """Give each sequence that is due its next block; those for whom there is none sit this step out, and newer
-        ones of lower tiers lose theirs, so that there will be."""
+    def _grow(self, step: Step, now: float, ending: set[Generation]) -> set[Generation]:
+        """Give each sequence that is due, and not at its end, its next block; those for whom there is none sit this
+        step out, and newer ones of lower tiers lose theirs, so that there will be."""
         due = self._batch.due()
+        if ending:
+            for generation in ending.intersection(due):
+                self._batch.sit_out(generation)
+            due = [generation for generation in due if generation not in ending]
         blocks = self._pool.allocate(min(len(due), self._pool.num_free))
         fed, lacking = due[: len(blocks)], due[len(blocks) :]
         for generation, block in zip(fed, blocks, strict=True):

@@ -28,20 +28,23 @@ class Step:
         """Whether there is nothing to do."""
         return not (self.decodes or self.chunks or self.copies or self.swap_outs or self.swap_ins)
 
-    def slices(self) -> list[Slice]:
-        """What the engine computes: the decodes, then the chunks."""
-        decodes = [_decode_slice(generation) for generation in self.decodes]
+    def slices(self, before: Step | None = None) -> list[Slice]:
+        """What the engine computes: the decodes, then the chunks. `before` is the step that still runs, if one does."""
+        samples = {} if before is None else {each: index for index, each in enumerate(before.decodes)}
+        decodes = [_decode_slice(generation, samples.get(generation)) for generation in self.decodes]
         return decodes + [_chunk_slice(chunk) for chunk in self.chunks]
 
 
-def _decode_slice(generation: Generation) -> Slice:
-    """The last token of a sequence, and the one to come."""
+def _decode_slice(generation: Generation, follows: int | None) -> Slice:
+    """The last token of a sequence, which may still be unknown, and the one to come."""
     sequence = generation.sequence
+    num_tokens = sequence.num_tokens + (follows is not None)
     return Slice(
         token_ids=sequence.token_ids[-1:],
-        start=sequence.num_tokens - 1,
+        start=num_tokens - 1,
         block_table=sequence.block_table,
-        samples=(_next_token(generation),),
+        samples=(_next_token(generation, num_tokens),),
+        follows=follows,
     )
 
 
@@ -53,16 +56,16 @@ def _chunk_slice(chunk: Chunk[LocalPrompt]) -> Slice:
         token_ids=prompt.token_ids[chunk.start : chunk.end],
         start=chunk.start,
         block_table=prompt.block_table,
-        samples=(_next_token(prompt.generation),) if chunk.last else (),
+        samples=(_next_token(prompt.generation, len(prompt.token_ids)),) if chunk.last else (),
     )
 
 
-def _next_token(generation: Generation) -> Sample:
+def _next_token(generation: Generation, position: int) -> Sample:
     sequence = generation.sequence
     return Sample(
         params=sequence.sampling,
         choice=sequence.choice,
-        position=sequence.num_tokens,
+        position=position,
         token_ids=sequence.token_ids,
         prompt_len=sequence.prompt_len,
     )

@@ -20,7 +20,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prometheus_client.metrics_core import Metric
 
@@ -53,7 +53,7 @@ from common.contract.messages import (
 )
 from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
-from common.engine.engine import Engine
+from common.engine.engine import Engine, Started
 from common.engine.prompt import first_tokens
 from common.engine.sequence import finish_reason
 from common.engine.trials import NOTICE_S, TRIAL_TOKENS
@@ -79,6 +79,17 @@ MAX_UNACKNOWLEDGED = 4096
 """Finished requests whose tokens are kept for a gateway that may ask again."""
 _TICK_S = 0.25
 """Between two looks at deadlines and quarantine, while a request is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that the engine has been handed."""
+
+    number: int
+    """The pool's."""
+    step: Step
+    submitted: asyncio.Future[Started]
+    """The engine's."""
 
 
 class DecodeWorker:
@@ -130,6 +141,8 @@ class DecodeWorker:
         self._departures = Departures(
             self._scheduler, self._pool, self._lender, server.send, region.crc32 if settings.checksums else None
         )
+        on_gpu = engine.runner.cache.device.type == "cuda"
+        self._runs_ahead = on_gpu if settings.run_ahead == "auto" else settings.run_ahead == "on"
         self._draining = False
         self._fence = AttemptFence()
         self._requests: dict[RequestId, DecodeRequest] = {}
@@ -140,6 +153,8 @@ class DecodeWorker:
         self._generation_tokens = 0
         self._prompt_tokens = 0
         self._recomputed_tokens = 0
+        self._steps_ahead = 0
+        """Steps that were planned while another one ran."""
         self._block_steps = 0
         """Blocks in use, summed over the steps."""
 
@@ -161,22 +176,48 @@ class DecodeWorker:
             self._engine.close()
 
     async def _step_loop(self) -> None:
+        before: _InFlight | None = None
         while True:
             number = self._pool.step_started()
-            step = self._scheduler.schedule(self._clock())
+            step_before = None if before is None else before.step
+            step = self._scheduler.schedule(self._clock(), step_before)
             if step.empty:
                 self._pool.step_finished(number)
-                self._wake.clear()
-                self._departures.cut()
-                self._reserve()
-                if not (self._scheduler.num_running and self._pool.num_free):
-                    await self._wake.wait()
+                if before is None:
+                    await self._rest()
+                else:
+                    await self._finish(before)
+                    before = None
                 continue
             await self._tell_who_is_alone()
-            outcomes = await self._engine.step(step.slices(), step.copies, step.swap_outs, step.swap_ins)
-            self._block_steps += self._pool.num_used
-            self._pool.step_finished(number)
-            self._after_step(step, outcomes)
+            slices = step.slices(step_before)
+            self._steps_ahead += before is not None
+            submitted = self._engine.submit(slices, step.copies, step.swap_outs, step.swap_ins)
+            if before is not None:
+                await self._finish(before)
+            before = _InFlight(number, step, submitted)
+            if not self._may_run_ahead(step):
+                await self._finish(before)
+                before = None
+
+    def _may_run_ahead(self, step: Step) -> bool:
+        """Whether the next step is planned, and handed to the engine, while this one runs."""
+        return self._runs_ahead and not self._departures.awaited and self._scheduler.may_run_ahead(step)
+
+    async def _finish(self, in_flight: _InFlight) -> None:
+        """Wait for a step's outcomes, and do what follows from them."""
+        outcomes = await self._engine.outcomes(in_flight.submitted)
+        self._block_steps += self._pool.num_used
+        self._pool.step_finished(in_flight.number)
+        self._after_step(in_flight.step, outcomes)
+
+    async def _rest(self) -> None:
+        """Nothing can be computed: wait for something, unless what had to be waited for is there now."""
+        self._wake.clear()
+        self._departures.cut()
+        self._reserve()
+        if not (self._scheduler.num_running and self._pool.num_free):
+            await self._wake.wait()
 
     async def _tell_who_is_alone(self) -> None:
         """Before a step that may be this worker's last."""
@@ -448,7 +489,8 @@ class DecodeWorker:
         if step.chunks and not step.decodes:
             num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
             self._engine.costs.observe_prefill(num_tokens, self._engine.last_step_s)
-        self._departures.cut()
+        if not self._pool.num_in_flight:
+            self._departures.cut()
         self._reserve()
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
@@ -663,6 +705,7 @@ class DecodeWorker:
         yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
         yield counter("baton_engine_steps", "Engine steps.", self._engine.num_steps)
+        yield counter("baton_steps_ahead", "Steps planned while another one ran.", self._steps_ahead)
         yield counter("baton_frames_refused", "Control frames refused.", traffic.frames_refused)
         yield counter("baton_sessions_lost", "Clients lost.", traffic.sessions_lost)
 

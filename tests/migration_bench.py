@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from played_source import FINGERPRINT
@@ -119,7 +119,7 @@ class Engine:
         self.runner = SimpleNamespace(
             config=config,
             layout=SimpleNamespace(block_size=BLOCK_SIZE),
-            cache=SimpleNamespace(num_blocks=num_blocks),
+            cache=SimpleNamespace(num_blocks=num_blocks, device=SimpleNamespace(type="cpu")),
             num_host_blocks=num_host_blocks,
         )
         self.costs = Costs()
@@ -131,11 +131,17 @@ class Engine:
         self.host: dict[int, dict[int, int]] = {}
         self.computed: Counter[int] = Counter()
         """How often each KV was computed here."""
+        self.chosen: list[int] = []
+        """By the samples of the last step."""
 
-    def step(self, slices: Sequence[Slice], *moves: Sequence[tuple[int, int]]) -> Pause:
+    def submit(self, slices: Sequence[Slice], *moves: Sequence[tuple[int, int]]) -> Pause:
         """Begin a step."""
         self.num_steps += 1
         return Pause((slices, *moves))
+
+    async def outcomes(self, step: Pause) -> list[tuple[SampledToken, ...]]:
+        """Wait for it."""
+        return cast("list[tuple[SampledToken, ...]]", await step)
 
     def close(self) -> None:
         """Nothing to do."""
@@ -154,14 +160,17 @@ class Engine:
             self.host[slot] = dict(self.memory.get(block, {}))
         for slot, block in swap_ins:
             self.memory[block] = dict(self.host[slot])
-        return [self._compute(each) for each in slices]
+        outcomes = [self._compute(each) for each in slices]
+        self.chosen = [outcome.token_id for each in outcomes for outcome in each]
+        return outcomes
 
     def at(self, table: Sequence[int], position: int) -> int | None:
         """The KV at this position of a sequence."""
         return self.memory.get(table[position // BLOCK_SIZE], {}).get(position % BLOCK_SIZE)
 
     def _compute(self, work: Slice) -> tuple[SampledToken, ...]:
-        for position, token in enumerate(work.token_ids, work.start):
+        token_ids = work.token_ids if work.follows is None else [self.chosen[work.follows]]
+        for position, token in enumerate(token_ids, work.start):
             before = 1 if position == 0 else self.at(work.block_table, position - 1)
             assert before is not None, "computes a token after one that has no KV"
             state = kv(before, token)

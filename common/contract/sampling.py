@@ -56,6 +56,11 @@ class SamplingParams:
     """Report log probabilities, with this many alternatives; None reports none."""
 
     @property
+    def penalised(self) -> bool:
+        """Whether the tokens so far change what is likely."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0

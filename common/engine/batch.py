@@ -35,6 +35,9 @@ class Slice:
     """Blocks that hold `[0, start + len(token_ids))`, in order; there may be more."""
     samples: tuple[Sample, ...] = ()
     """Choices to sample from the logits of the last token; empty in the middle of a prompt."""
+    follows: int | None = None
+    """Number, among the samples of the step before, of the one that chooses this slice's only token: a step that is
+    planned while that one runs does not know it, and nothing reads `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)

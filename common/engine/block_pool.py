@@ -238,6 +238,11 @@ class BlockPool:
         """
         return sum(self._ref_counts[block] == 0 and block not in self._limbo for block in blocks)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that have started, and not finished."""
+        return len(self._in_flight)
+
     def step_started(self) -> int:
         """A step that may name any block now used is about to run; its number."""
         self._last_step += 1

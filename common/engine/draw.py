@@ -41,7 +41,7 @@ def draw(logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample
     random_P = random_numbers(samples)
     # The first token at which the distribution reaches a number in (0, total): never one of probability 0.
     wanted_P1 = torch.from_numpy(random_P).to(device)[:, None] * cumulative_PV[:, -1:]
-    return torch.searchsorted(cumulative_PV, wanted_P1)[:, 0]
+    return torch.searchsorted(cumulative_PV, wanted_P1)[:, 0].clamp_(max=x_PV.shape[1] - 1)  # of a row with NaN, any
 
 
 def temperatures(samples: Sequence[Sample]) -> list[float]:

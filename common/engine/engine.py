@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,13 +18,23 @@ from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
 from common.engine.batch import Sampled, Slice
 from common.engine.costs import Costs
-from common.engine.runner import ModelRunner, load_runner, measure_costs
+from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.config import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A step whose turn on the engine's thread has come; times are of `time.perf_counter`."""
+
+    begin: float
+    end: float
+    """When the engine's thread had done its part, which without a GPU is all of it."""
+    submitted: Submitted
 
 
 class Engine:
@@ -37,6 +48,8 @@ class Engine:
         costs: Costs | None = None,
     ) -> None:
         self._executor = executor
+        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="waiter")
+        """Waits for a GPU while the engine's thread hands it the next step; has no thread without one."""
         self.runner = runner
         self.fingerprint = fingerprint
         self.costs = Costs() if costs is None else costs
@@ -44,19 +57,26 @@ class Engine:
         self.num_steps = 0
         """Steps finished; stands still when the engine is wedged."""
         self.last_step_s = 0.0
-        """What the last finished step took on the engine's thread, without its wait for the thread."""
+        """What the last finished step took, from its turn on the engine's thread."""
 
     @classmethod
     async def load(
-        cls, settings: WorkerSettings, folder: Path, progress: Callable[[int, int], None], *, swap_bytes: int = 0
+        cls,
+        settings: WorkerSettings,
+        folder: Path,
+        progress: Callable[[int, int], None],
+        *,
+        swap_bytes: int = 0,
+        graph_seqs: int = 0,
     ) -> Engine:
         """Load the model and measure its costs on the engine's thread; `progress(done, total)` is called there.
 
-        `swap_bytes` is host memory for the KV of preempted sequences. Raises `OperatorError`.
+        `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs` decode
+        tokens become CUDA graphs. Raises `OperatorError`.
         """
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         return await asyncio.get_running_loop().run_in_executor(
-            executor, cls._load, executor, settings, folder, progress, swap_bytes
+            executor, cls._load, executor, settings, folder, progress, swap_bytes, graph_seqs
         )
 
     @classmethod
@@ -67,6 +87,7 @@ class Engine:
         folder: Path,
         progress: Callable[[int, int], None],
         swap_bytes: int,
+        graph_seqs: int,
     ) -> Engine:
         device = settings.device
         if device == "auto":
@@ -91,43 +112,61 @@ class Engine:
             config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=runner.layout
         )
         log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
+        if device == "cuda" and graph_seqs:
+            runner.capture_graphs(graph_seqs, progress)
         costs = measure_costs(runner)
         log.info("prefill takes %.3f ms for a token", 1e3 * costs.prefill_s_per_token)
         if runner.num_host_blocks:
             log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
         return cls(executor, runner, fingerprint, costs)
 
-    async def step(
+    def submit(
         self,
         slices: Sequence[Slice],
         copies: Sequence[tuple[int, int]] = (),
         swap_outs: Sequence[tuple[int, int]] = (),
         swap_ins: Sequence[tuple[int, int]] = (),
-    ) -> list[tuple[Sampled, ...]]:
+    ) -> asyncio.Future[Started]:
         """One step, in this order: copy, swap out, swap in, compute `slices`, of which there may be none.
 
         Pairs are (from, to): blocks for `copies`, (block, host slot) for `swap_outs`, (host slot, block) for
         `swap_ins`. What is swapped out may thus be swapped in at once, and a block that was swapped out may be the
-        target of a swap in. See `ModelRunner.step` for the answer.
+        target of a swap in. The step begins after those that were submitted before, and `outcomes` waits for it.
         """
 
-        def work() -> tuple[list[tuple[Sampled, ...]], float]:
+        def work() -> Started:
             begin = time.perf_counter()
             for source, destination in copies:
                 self.runner.copy_block(source, destination)
             self.runner.swap_out(swap_outs)
             self.runner.swap_in(swap_ins)
-            outcome = self.runner.step(slices)
-            return outcome, time.perf_counter() - begin
+            submitted = self.runner.submit(slices)
+            return Started(begin, time.perf_counter(), submitted)
 
-        outcome, self.last_step_s = await self.call(work)
+        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def outcomes(self, step: asyncio.Future[Started]) -> list[tuple[Sampled, ...]]:
+        """What has come of a step; see `Submitted.outcomes`."""
+        started = await step
+        end = started.end
+        if started.submitted.done:
+            outcomes = started.submitted.outcomes()
+        else:
+            outcomes = await asyncio.get_running_loop().run_in_executor(self._waiter, started.submitted.outcomes)
+            end = time.perf_counter()
+        self.last_step_s = end - started.begin
         self.num_steps += 1
-        return outcome
+        return outcomes
+
+    async def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+        """Compute `slices`, and wait for the outcomes."""
+        return await self.outcomes(self.submit(slices))
 
     async def call(self, work: Callable[[], _Result]) -> _Result:
         """Run `work` on the engine's thread, between two steps."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
-        """End the thread once the step in flight is over."""
+        """End the threads once the steps in flight are over."""
         self._executor.shutdown(wait=True)
+        self._waiter.shutdown(wait=True)

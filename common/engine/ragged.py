@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from common.engine.batch import Slice
+from common.engine.host_copy import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +46,16 @@ class RaggedBatch:
     num_tokens: int
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
+
+    def follow(self, slices: Sequence[Slice], chosen_N: torch.Tensor) -> None:
+        """Put the tokens that the samples of the step before have chosen in the places of `slices` that follow them."""
+        sources = [each.follows for each in slices if each.follows is not None]
+        if not sources:
+            return
+        ends = accumulate(self.query_lens)
+        places = [end - 1 for end, each in zip(ends, slices, strict=True) if each.follows is not None]
+        device = chosen_N.device
+        self.token_ids_T[to_device(places, torch.int64, device)] = chosen_N[to_device(sources, torch.int64, device)]
 
     @classmethod
     def of(cls, slices: Sequence[Slice], block_size: int, device: torch.device) -> RaggedBatch:
@@ -78,7 +89,7 @@ class RaggedBatch:
         sample_rows = np.repeat(np.arange(sampled.sum()), num_samples[sampled])
 
         def tensor(array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
+            return to_device(array, torch.int64, device)
 
         return cls(
             token_ids_T=tensor(token_ids),

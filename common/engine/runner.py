@@ -20,6 +20,7 @@ from common.engine.backend import Backend
 from common.engine.batch import Sample, Sampled, Slice
 from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
 from common.engine.cpu_attention import CpuAttention
+from common.engine.graphs import DecodeGraphs
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
 from common.engine.linear import multiplies_natively
@@ -27,7 +28,7 @@ from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
 from common.engine.native.backend import NativeBackend
 from common.engine.ragged import RaggedBatch
-from common.engine.sampler import sample
+from common.engine.sampler import Choice, choose
 from common.engine.weights import Progress, load_weights, resolve_dtype
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,31 @@ _MEASURE_S = 1.0
 """A run that could end later than this after the first began is left out."""
 
 
+class Submitted:
+    """A step that the device computes, or has computed."""
+
+    def __init__(self, slices: Sequence[Slice], choice: Choice | None, cache: KVCache) -> None:
+        self._num_samples = [len(one.samples) for one in slices]
+        self._choice = choice
+        self._cache = cache
+
+    @property
+    def done(self) -> bool:
+        """Whether `outcomes` has nothing to wait for."""
+        return self._cache.device.type == "cpu"
+
+    def outcomes(self) -> list[tuple[Sampled, ...]]:
+        """One tuple for each slice, with one outcome for each of its samples; waits for the device.
+
+        From then on the KV of the slices, and whatever was copied or swapped before, is in the cache.
+        """
+        if self._choice is None:
+            self._cache.synchronize()
+            return [() for _ in self._num_samples]
+        outcomes = iter(self._choice.outcomes())
+        return [tuple(next(outcomes) for _ in range(num)) for num in self._num_samples]
+
+
 class ModelRunner:
     """A loaded model with its KV cache and swap space. Not thread-safe: one engine thread calls it."""
 
@@ -47,6 +73,22 @@ class ModelRunner:
         self._cache = cache
         self._swap = swap
         self._backend = backend
+        self._chosen_N = torch.empty(0, dtype=torch.int64, device=cache.device)
+        """By the samples of the last step that had any."""
+        self._graphs: DecodeGraphs | None = None
+
+    def capture_graphs(self, max_num_seqs: int, progress: Progress | None = None) -> None:
+        """On a GPU: let steps of decode tokens alone, of up to so many sequences, be replays of CUDA graphs."""
+        longest = min(self.config.max_sequence_tokens, self._cache.num_blocks * self.layout.block_size)
+        graphs = DecodeGraphs(
+            self._decoder,
+            self._cache,
+            self._backend,
+            max_num_seqs=max_num_seqs,
+            max_blocks=self.layout.blocks_for(longest),
+        )
+        graphs.capture(progress)
+        self._graphs = graphs
 
     @property
     def config(self) -> ModelConfig:
@@ -68,25 +110,31 @@ class ModelRunner:
         """Blocks that the swap space holds: host slots are `[0, num_host_blocks)`."""
         return self._swap.num_blocks
 
-    @torch.inference_mode()
     def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+        """Compute `slices`, as `submit` does, and wait for the outcomes."""
+        return self.submit(slices).outcomes()
+
+    @torch.inference_mode()
+    def submit(self, slices: Sequence[Slice]) -> Submitted:
         """Compute `slices`, any mix of prompt chunks and decode tokens, or none, and sample what they ask for.
 
-        Returns one tuple for each slice, with one outcome for each of its samples. On return the KV of the slices, and
-        whatever was copied or swapped before, is in the cache.
+        Does not wait for a GPU. The slices may follow samples of the step that was submitted before.
         """
-        outcomes = self._compute(slices) if slices else []
-        self._cache.synchronize()
-        return outcomes
-
-    def _compute(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+        if not slices:
+            return Submitted(slices, None, self._cache)
         batch = RaggedBatch.of(slices, self.layout.block_size, self._cache.device)
+        batch.follow(slices, self._chosen_N)
         samples: list[Sample] = [each for one in slices for each in one.samples]
-        logits_RV = self._decoder.forward(batch, self._cache, self._backend)
+        logits_RV = None if self._graphs is None else self._graphs.logits(batch)
+        if logits_RV is None:
+            logits_RV = self._decoder.forward(batch, self._cache, self._backend)
+        if not samples:
+            return Submitted(slices, None, self._cache)
         # Several choices may be sampled from one row; otherwise there is nothing to copy.
         logits_NV = logits_RV if len(samples) == logits_RV.shape[0] else logits_RV[batch.sample_rows_N]
-        outcomes = iter(sample(logits_NV, samples, self.config.eos_token_ids, self._backend))
-        return [tuple(next(outcomes) for _ in one.samples) for one in slices]
+        choice = choose(logits_NV, samples, self.config.eos_token_ids, self._backend)
+        self._chosen_N = choice.tokens_N
+        return Submitted(slices, choice, self._cache)
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copy the KV of block `src` to block `dst`."""

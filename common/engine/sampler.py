@@ -7,7 +7,9 @@ costs one argmax. Shapes: N rows (one for each sample), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from math import isfinite
 
 import numpy as np
 import torch
@@ -15,41 +17,80 @@ import torch
 from common.contract.messages import TokenLogprobs
 from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
+from common.engine.host_copy import HostCopy, to_device
 
 _HIDDEN = float("-inf")
 
 
-def sample(
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    """Log probabilities on the device, of the rows that ask for them (W of them), and the most likely tokens."""
+
+    rows: list[int]
+    nums: list[int]
+    """How many of the most likely tokens each row wants."""
+    taken_W: torch.Tensor
+    top_values: torch.Tensor
+    top_tokens: torch.Tensor
+
+
+class Choice:
+    """The tokens of a step, chosen on the device; the host hears of them later."""
+
+    def __init__(
+        self, samples: Sequence[Sample], tokens_N: torch.Tensor, best_N: torch.Tensor, reported: _Reported | None
+    ) -> None:
+        self.tokens_N = tokens_N
+        """On the device; of a row that cannot be sampled from, any token."""
+        self._samples = samples
+        self._reported = reported
+        more = () if reported is None else (reported.taken_W, reported.top_values, reported.top_tokens)
+        self._copy = HostCopy(tokens_N, best_N, *more)
+
+    def outcomes(self) -> list[Sampled]:
+        """One for each sample; waits for the device."""
+        tokens_N, best_N, *more = self._copy.wait()
+        reported: dict[int, TokenLogprobs] = {}
+        if self._reported is not None:
+            taken, values, tokens = (each.tolist() for each in more)
+            of_rows = zip(self._reported.rows, self._reported.nums, taken, values, tokens, strict=True)
+            for row, num, logprob, row_values, row_tokens in of_rows:
+                # Hidden tokens have a log probability of minus infinity, which is not reported.
+                best = tuple(
+                    pair for pair in zip(row_tokens[:num], row_values[:num], strict=True) if pair[1] != _HIDDEN
+                )
+                reported[row] = TokenLogprobs(logprob=logprob, top=best)
+        # The maximum of a row is NaN if any of it is, and infinite if nothing is left or something overflowed.
+        return [
+            SampledToken(token_id, reported.get(row)) if isfinite(best) else InvalidLogitsError(_why(best, sample))
+            for row, (token_id, best, sample) in enumerate(
+                zip(tokens_N.tolist(), best_N.tolist(), self._samples, strict=True)
+            )
+        ]
+
+
+def choose(
     logits_NV: torch.Tensor,
     samples: Sequence[Sample],
     eos_token_ids: Collection[int],
     backend: Backend,
-) -> list[Sampled]:
-    """Choose a token for each sample from its row of `logits_NV`, which is left as it was.
+) -> Choice:
+    """Choose a token for each sample from its row of `logits_NV`, which is left as it was, without waiting for it.
 
     In order: repetition, presence and frequency penalties; no ending token before `min_tokens`; log probabilities;
     then the most likely token, or temperature, top-k, top-p, min-p and the inverse of the cumulative distribution at
     the random number of (seed, choice, position).
     """
-    if not samples:
-        return []
     logits_NV = _penalised(logits_NV.float().contiguous(), samples)
     logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
     best_N, tokens_N = backend.best(logits_NV)
-    # The maximum of a row is NaN if any of it is, and infinite if nothing is left or something overflowed.
-    valid = best_N.isfinite().tolist()
-    random = [row for row, each in enumerate(samples) if not each.params.greedy and valid[row]]
-    if len(random) == len(samples):
+    random = [row for row, each in enumerate(samples) if not each.params.greedy]
+    if random and len(random) == len(samples):
         tokens_N = backend.draw(logits_NV, best_N, samples)
     elif random:
-        rows = torch.tensor(random, device=logits_NV.device)
+        rows = to_device(random, torch.int64, logits_NV.device)
         tokens_N[rows] = backend.draw(logits_NV[rows], best_N[rows], [samples[row] for row in random])
-    token_ids = tokens_N.tolist()
-    reported = _logprobs(logits_NV, tokens_N, samples, valid)
-    return [
-        SampledToken(token_id, reported.get(row)) if ok else InvalidLogitsError(_why(best_N[row].item(), samples[row]))
-        for row, (token_id, ok) in enumerate(zip(token_ids, valid, strict=True))
-    ]
+    return Choice(samples, tokens_N, best_N, _report(logits_NV, tokens_N, samples))
 
 
 def _penalised(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
@@ -57,11 +98,7 @@ def _penalised(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tens
 
     Only the cells of tokens that occur are touched: C cells, one for each (row, distinct token).
     """
-    rows = [
-        row
-        for row, each in enumerate(samples)
-        if each.params.repetition_penalty != 1.0 or each.params.presence_penalty or each.params.frequency_penalty
-    ]
+    rows = [row for row, each in enumerate(samples) if each.params.penalised]
     if not rows:
         return logits_NV
     lengths = np.array([len(samples[row].token_ids) for row in rows])
@@ -72,16 +109,14 @@ def _penalised(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tens
     is_output = np.arange(len(token_ids)) - np.repeat(starts + prompt_lens, lengths) >= 0
 
     cells, cell_of_token = np.unique(row_of_token * logits_NV.shape[1] + token_ids, return_inverse=True)
-    num_output_C = torch.from_numpy(np.bincount(cell_of_token, weights=is_output)).float().to(logits_NV.device)
-    row_C = torch.from_numpy(cells // logits_NV.shape[1])
-    repetition_C, presence_C, frequency_C = (
-        torch.tensor(
-            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (each.params for each in samples)]
-        )[row_C]
-        .to(logits_NV.device)
-        .T
+    device = logits_NV.device
+    num_output_C = to_device(np.bincount(cell_of_token, weights=is_output), torch.float32, device)
+    params = (each.params for each in samples)
+    penalties_N3 = np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params])
+    repetition_C, presence_C, frequency_C = to_device(
+        penalties_N3[cells // logits_NV.shape[1]].T, torch.float32, device
     )
-    index_C = torch.from_numpy(cells).to(logits_NV.device)
+    index_C = to_device(cells, torch.int64, device)
     x_C = logits_NV.take(index_C)
     x_C = torch.where(x_C > 0, x_C / repetition_C, x_C * repetition_C)
     x_C -= presence_C * (num_output_C > 0) + frequency_C * num_output_C
@@ -102,31 +137,21 @@ def _without_endings(
             columns += endings
     if not rows:
         return logits_NV
-    index = (torch.tensor(rows, device=logits_NV.device), torch.tensor(columns, device=logits_NV.device))
-    return logits_NV.index_put(index, torch.tensor(_HIDDEN, device=logits_NV.device))
+    device = logits_NV.device
+    index = (to_device(rows, torch.int64, device), to_device(columns, torch.int64, device))
+    return logits_NV.index_put(index, logits_NV.new_full((), _HIDDEN))
 
 
-def _logprobs(
-    logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Sequence[Sample], valid: Sequence[bool]
-) -> dict[int, TokenLogprobs]:
-    """Log probabilities of the rows that ask for them, by row."""
-    wanted = {
-        row: each.params.logprobs for row, each in enumerate(samples) if each.params.logprobs is not None and valid[row]
-    }
+def _report(logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Sequence[Sample]) -> _Reported | None:
+    """Log probabilities of the rows that ask for them."""
+    wanted = {row: each.params.logprobs for row, each in enumerate(samples) if each.params.logprobs is not None}
     if not wanted:
-        return {}
-    rows = torch.tensor(list(wanted), device=logits_NV.device)
-    logprobs_PV = logits_NV[rows].log_softmax(dim=-1)
-    taken = logprobs_PV.gather(1, tokens_N[rows, None])[:, 0].tolist()
-    top = logprobs_PV.topk(min(max(wanted.values()), logits_NV.shape[1]), dim=-1)
-    reported = {}
-    for row, num, logprob, values, token_ids in zip(
-        wanted, wanted.values(), taken, top.values.tolist(), top.indices.tolist(), strict=True
-    ):
-        # Hidden tokens have a log probability of minus infinity, which is not reported.
-        best = tuple(pair for pair in zip(token_ids[:num], values[:num], strict=True) if pair[1] != _HIDDEN)
-        reported[row] = TokenLogprobs(logprob=logprob, top=best)
-    return reported
+        return None
+    rows = to_device(list(wanted), torch.int64, logits_NV.device)
+    logprobs_WV = logits_NV[rows].log_softmax(dim=-1)
+    taken_W = logprobs_WV.gather(1, tokens_N[rows, None])[:, 0]
+    top = logprobs_WV.topk(min(max(wanted.values()), logits_NV.shape[1]), dim=-1)
+    return _Reported(list(wanted), list(wanted.values()), taken_W, top.values, top.indices)
 
 
 def _why(best: float, each: Sample) -> str:

@@ -130,6 +130,9 @@ class DecodeSettings(WorkerSettings):
     preempt_by: Literal["cost", "swap", "recompute"] = Field(
         "cost", description="how a sequence gives up its blocks: cost takes the cheaper way"
     )
+    run_ahead: Literal["auto", "on", "off"] = Field(
+        "auto", description="plan a step while the one before it runs: auto does on a GPU"
+    )
 
     @model_validator(mode="after")
     def _budget_holds_the_batch(self) -> Self:

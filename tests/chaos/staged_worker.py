@@ -95,7 +95,7 @@ class StagedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def step(self, *arguments: Any) -> Any:
+    def submit(self, *arguments: Any) -> Any:
         """Wait, then compute."""
         with self._stage.step_opened:
             if self._stage.stops("step"):
@@ -104,7 +104,7 @@ class StagedRunner:
                 self._stage.go("step")
         if any(slice_.token_ids and self._begins(slice_) == self._poison for slice_ in arguments[0]):
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._runner.step(*arguments)
+        return self._runner.submit(*arguments)
 
     @staticmethod
     def _begins(slice_: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from common.contract.sampling import SamplingParams
 from common.engine.attention import ReferenceAttention
 from common.engine.backend import Backend
 from common.engine.batch import Sample, SampledToken, Slice
+from common.engine.graphs import DecodeGraphs, ladder
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
-from common.engine.runner import ModelRunner
+from common.engine.ragged import RaggedBatch
+from common.engine.runner import ModelRunner, load_runner
 from common.engine.weights import load_weights
 
 BLOCK_SIZE = 16
@@ -28,6 +31,8 @@ PARAMS = {
     "temperature": SamplingParams(max_tokens=9, temperature=1.3, seed=5),
     "top-k": SamplingParams(max_tokens=9, temperature=2.0, top_k=7, top_p=0.9, seed=6),
 }
+
+ANY = Sample(params=SamplingParams(max_tokens=9), choice=0, position=1, token_ids=(), prompt_len=1)
 
 
 def runner_of(folder: Path, device: torch.device, backend: Backend) -> ModelRunner:
@@ -75,3 +80,94 @@ def test_tokens_are_those_of_the_reference(
     expected = tokens_of(runner_of(folder, torch.device("cpu"), ReferenceAttention()), prompts, 6)
     assert [len(each) for each in expected] == [5, 5, 4]
     assert tokens_of(runner_of(folder, device, TritonBackend(device)), prompts, 6) == expected
+
+
+class EagerGraphs(DecodeGraphs):
+    """Computes what a graph would have captured, over the same buffers."""
+
+    def _replay(self, size: int) -> torch.Tensor:
+        self.replayed = size
+        return self._decoder.forward(self._places(size), self._cache, self._backend)
+
+
+def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(
+    device: torch.device, checkpoint: Callable[[str], Path]
+) -> None:
+    """A small batch after a large one: what that has left in the buffers does nothing."""
+    runner = runner_of(checkpoint("llama"), device, TritonBackend(device))
+    graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=6, max_blocks=4)
+    token_ids = torch.randint(5, VOCAB_SIZE, (5, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    tables = [[4 * row + column for column in range(4)] for row in range(5)]
+    lens = [20, 33, 1, 17, 16]
+    for row, length in enumerate(lens):
+        runner.step([Slice(token_ids=token_ids[row][:length], start=0, block_table=tables[row])])
+    before = runner.cache.blocks.clone()
+
+    def batch(rows: list[int]) -> RaggedBatch:
+        slices = [
+            Slice(token_ids=[token_ids[row][lens[row]]], start=lens[row], block_table=tables[row], samples=(ANY,))
+            for row in rows
+        ]
+        return RaggedBatch.of(slices, BLOCK_SIZE, device)
+
+    for rows, places in (([0, 1, 2, 3, 4], 6), ([3, 0, 2], 4), ([1], 1)):
+        runner.cache.blocks.copy_(before)
+        expected = runner._decoder.forward(batch(rows), runner.cache, runner._backend)
+        written = runner.cache.blocks.clone()
+        runner.cache.blocks.copy_(before)
+        logits = graphs.logits(batch(rows))
+        assert graphs.replayed == places
+        assert logits is not None
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(runner.cache.blocks, written, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_batch_of_decode_tokens_has_no_graph(
+    device: torch.device, checkpoint: Callable[[str], Path]
+) -> None:
+    runner = runner_of(checkpoint("llama"), device, TritonBackend(device))
+    graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=2, max_blocks=4)
+    decode = Slice(token_ids=[7], start=3, block_table=[0], samples=(ANY,))
+    for slices in (
+        [Slice(token_ids=[7, 8], start=0, block_table=[1], samples=(ANY,))],
+        [decode, Slice(token_ids=[7], start=0, block_table=[1])],
+        [decode] * 3,
+        [Slice(token_ids=[7], start=70, block_table=[0, 1, 2, 3, 4], samples=(ANY,))],
+    ):
+        assert graphs.logits(RaggedBatch.of(slices, BLOCK_SIZE, device)) is None
+
+
+def test_sizes_that_have_a_graph() -> None:
+    assert ladder(1) == [1]
+    assert ladder(6) == [1, 2, 4, 6]
+    assert ladder(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert all(b - a <= max(8, a // 16 + 8) for a, b in pairwise(ladder(512)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_engine_gives_the_tokens_of_a_cpu(checkpoint: Callable[[str], Path]) -> None:
+    prompts = [list(range(10, 50)), list(range(60, 77)), [5]]
+    for family in FAMILIES:
+        folder = checkpoint(family)
+        on_cpu = load_runner(folder, kv_cache_bytes=2**22, dtype="float32")
+        on_gpu = load_runner(folder, kv_cache_bytes=2**22, dtype="float32", device="cuda")
+        on_gpu.capture_graphs(4)
+        assert tokens_of(on_gpu, prompts, 9) == tokens_of(on_cpu, prompts, 9), family
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_step_is_submitted_without_waiting(checkpoint: Callable[[str], Path]) -> None:
+    runner = load_runner(checkpoint("llama"), kv_cache_bytes=2**22, dtype="float32", device="cuda")
+    runner.capture_graphs(4)
+    for follows in (None, 0, 0):
+        decode = Slice(token_ids=[7], start=3, block_table=[0], samples=(ANY,), follows=follows)
+        submitted = runner.submit([decode])  # the first one compiles
+        submitted.outcomes()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        submitted = runner.submit([Slice(token_ids=[7], start=3, block_table=[0], samples=(ANY,), follows=0)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(submitted.outcomes()) == 1

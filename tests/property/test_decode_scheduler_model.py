@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -41,11 +42,22 @@ Content = tuple[Any, ...]
 class Write:
     """What a step does to one slot, as it was told when it began."""
 
-    def __init__(self, generation_or_prompt: Any, table: Seq[int], salt: str, tokens: Seq[int], position: int) -> None:
+    def __init__(self, table: Seq[int], salt: str, tokens: Seq[int], position: int) -> None:
         self.block, self.slot = table[position // BLOCK_SIZE], position % BLOCK_SIZE
         self.before = [(table[at // BLOCK_SIZE], at % BLOCK_SIZE) for at in range(position)]
         self.expected = [(salt, *tokens[: at + 1]) for at in range(position)]
         self.content: Content = (salt, *tokens[: position + 1])
+
+
+@dataclass
+class InFlight:
+    """A step that has begun, and not ended."""
+
+    number: int
+    step: Step
+    writes: list[Write]
+    done: bool = False
+    """Whether the device has done its work."""
 
 
 class Traffic:
@@ -78,18 +90,19 @@ class Traffic:
         self.computing: list[DecodeRequest] = []
         self.decoding: list[DecodeRequest] = []
         self.lent: list[list[int]] = []
-        self.step: Step | None = None
-        self.step_number = 0
-        self.step_done = True
-        self.writes: list[Write] = []
+        self.runs_ahead = self.pick([False, True, True])
+        self.in_flight: list[InFlight] = []
+        """The first one runs; of two, the second was scheduled meanwhile."""
         self.num_finished = 0
         self.num_steps = 0
+        self.num_ahead = 0
 
     # --- what may happen -----------------------------------------------------------------------------------------
 
     def steps(self) -> list[Callable[[], None]]:
         steps = [self.arrive] * 2 + [self.reserve] * 2
-        steps += [self.begin_step] * 5 if self.step is None else [self.run_step, *[self.end_step] * 4]
+        steps += [self.begin_step] * (10 if self.in_flight else 5) if self.may_begin() else []
+        steps += [self.run_step, *[self.end_step] * 4] if self.in_flight else []
         steps += [self.settle] * 4 if self.pulling else []
         steps += [self.give_up] if self.waiting or self.pulling or self.computing or self.decoding else []
         steps += [self.lend] + ([self.take_back] * 3 if self.lent else [])
@@ -189,12 +202,18 @@ class Traffic:
         """Every generated token is unmistakable."""
         return 10_000 * int(request.work.request[1:]) + 1000 * (choice + 1) + position
 
+    def may_begin(self) -> bool:
+        if not self.in_flight:
+            return True
+        return self.runs_ahead and len(self.in_flight) == 1 and self.scheduler.may_run_ahead(self.in_flight[0].step)
+
     def begin_step(self) -> None:
         self.now += 1.0
-        self.step_number = self.pool.step_started()
+        number = self.pool.step_started()
         batch = self.scheduler._batch
         held = batch.num_running + batch.num_ready
-        step = self.scheduler.schedule(self.now)
+        before = self.in_flight[0].step if self.in_flight else None
+        step = self.scheduler.schedule(self.now, before)
         self.sort_out_local()
         num_tokens = len(step.decodes) + sum(chunk.end - chunk.start for chunk in step.chunks)
         assert num_tokens <= max(self.policy.token_budget, self.policy.max_num_seqs), "the budget is exceeded"
@@ -206,28 +225,38 @@ class Traffic:
         elif not step.swap_outs and held <= NUM_BLOCKS // 4:
             assert self.scheduler.num_running <= self.policy.max_num_seqs
         if step.empty:
-            self.pool.step_finished(self.step_number)
+            self.pool.step_finished(number)
             return
-        self.step, self.step_done = step, False
-        self.writes = [
-            Write(g, g.sequence.block_table, g.request.work.cache_salt, g.sequence.token_ids, g.sequence.num_tokens - 1)
-            for g in step.decodes
-        ]
+        self.num_ahead += len(self.in_flight)
+        slices = step.slices(before)
+        writes = []
+        for g, each in zip(step.decodes, slices, strict=False):
+            tokens = list(g.sequence.token_ids)
+            if each.follows is not None:
+                assert before is not None
+                assert before.decodes[each.follows] is g, "follows the token of another"
+                tokens.append(self.token(g.request, g.sequence.choice, len(tokens)))
+            assert (each.start, each.samples[0].position) == (len(tokens) - 1, len(tokens))
+            assert len(tokens) - g.sequence.prompt_len < g.sequence.sampling.max_tokens, "goes on beyond its end"
+            assert len(tokens) < MAX_SEQUENCE_TOKENS, "goes on beyond its end"
+            writes.append(Write(g.sequence.block_table, g.request.work.cache_salt, tokens, len(tokens) - 1))
         for chunk in step.chunks:
             prompt = chunk.prompt
-            self.writes += [
-                Write(prompt, prompt.block_table, prompt.request.work.cache_salt, prompt.token_ids, position)
+            writes += [
+                Write(prompt.block_table, prompt.request.work.cache_salt, prompt.token_ids, position)
                 for position in range(chunk.start, chunk.end)
             ]
-        for write in self.writes:
+        for write in writes:
             assert self.pool.ref_count(write.block) == 1, "a step writes to a block that others read"
+        self.in_flight.append(InFlight(number, step, writes))
 
     def run_step(self) -> None:
         """The device does the copies, the swaps, then computes each token from those before it."""
-        step = self.step
-        if step is None or self.step_done:
+        running = next((each for each in self.in_flight if not each.done), None)
+        if running is None:
             return
-        self.step_done = True
+        running.done = True
+        step = running.step
         for source, destination in step.copies:
             for slot in range(BLOCK_SIZE):
                 self.move((source, slot), (destination, slot))
@@ -240,7 +269,7 @@ class Traffic:
                 self.memory.pop((block, slot), None)
                 if content is not None:
                     self.memory[block, slot] = content
-        for write in self.writes:
+        for write in running.writes:
             found = [self.memory.get(at) for at in write.before]
             assert found == write.expected, f"{write.content} is computed from {found}"
             self.memory[write.block, write.slot] = write.content
@@ -251,11 +280,12 @@ class Traffic:
             self.memory[destination] = self.memory[source]
 
     def end_step(self) -> None:
-        self.run_step()
-        assert self.step is not None
-        step, self.step = self.step, None
+        if not self.in_flight[0].done:
+            self.run_step()
+        ended = self.in_flight.pop(0)
+        step = ended.step
         self.num_steps += 1
-        self.pool.step_finished(self.step_number)
+        self.pool.step_finished(ended.number)
         for generation in step.decodes:
             if self.scheduler.is_running(generation):
                 self.sample(generation)
@@ -357,7 +387,7 @@ class Traffic:
         while self.lent:
             self.take_back()
         for _ in range(60 * (self.num_requests + 1)):
-            if self.step is not None:
+            while self.in_flight:
                 self.end_step()
             self.reserve()
             while self.pulling:
@@ -366,13 +396,15 @@ class Traffic:
             if not self.waiting and not self.decoding and not self.computing:
                 break
             self.begin_step()
+            if self.may_begin():
+                self.begin_step()
         assert not self.waiting, "a request starves"
         assert not self.computing, "a prompt starves"
         assert not self.decoding, "a sequence starves"
-        if self.step is not None:
+        while self.in_flight:
             self.end_step()
         self.begin_step()  # lets go of copies that nobody needs any more
-        if self.step is not None:
+        while self.in_flight:
             self.end_step()
         assert self.pool.num_free == NUM_BLOCKS, "a block was lost"
         assert self.scheduler.num_host_used == 0, "host memory was lost"
@@ -389,7 +421,7 @@ def test_every_token_is_where_the_block_table_says(data: st.DataObject, num_even
 
 def test_many_long_runs() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
-    num_finished = num_swapped = num_recomputed = num_hit = num_steps = 0
+    num_finished = num_swapped = num_recomputed = num_hit = num_steps = num_ahead = 0
     for seed in range(500):
         traffic = Traffic(Random(seed).choice)
         try:
@@ -402,7 +434,10 @@ def test_many_long_runs() -> None:
         num_recomputed += traffic.scheduler.num_recomputed
         num_hit += traffic.scheduler.num_prefix_hit
         num_steps += traffic.num_steps
-    print(f"{num_steps} steps, {num_finished} finished, {num_swapped} swapped, {num_recomputed} recomputed")
+        num_ahead += traffic.num_ahead
+    print(f"{num_steps} steps, {num_ahead} of them planned ahead, {num_finished} finished")
+    print(f"{num_swapped} swapped, {num_recomputed} recomputed")
     assert num_steps > 10_000
+    assert num_ahead > 1000, "the runs show nothing of planning ahead"
     assert min(num_finished, num_hit) > 1000, "the runs show nothing"
     assert min(num_swapped, num_recomputed) > 100, "the runs show nothing of preemption"

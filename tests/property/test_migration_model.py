@@ -42,6 +42,7 @@ class Play:
             num_host_blocks=choose([0, 8]),
             max_num_seqs=choose([2, 4, 8]),
             prefix_cache=choose([True, True, True, False]),
+            run_ahead=choose(["on", "off"]),
         )
         self.calm = choose([10, 40, 150])
         """How often what leads on is chosen, compared with what disturbs."""

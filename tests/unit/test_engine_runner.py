@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,59 @@ def decode(runner: ModelRunner, tokens: list[int], table: list[int], num: int) -
     return outcomes
 
 
+def test_a_step_may_follow_one_whose_tokens_nobody_knows_yet(runner: ModelRunner) -> None:
+    """Two sequences, one of which leaves, and a third one that comes: in other places each time."""
+    greedy, drawn = SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, temperature=1.5, seed=4)
+    prompts = {name: PROMPT[:size] for name, size in (("a", 5), ("b", 9), ("c", 3))}
+    tables = {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9, 10, 11]}
+    plan = ["ab", "ba", "bac", "cb", "bc"]
+
+    def slices(step: int, tokens: dict[str, list[int]], *, known: bool) -> list[Slice]:
+        made = []
+        for name in plan[step]:
+            ran_before = step > 0 and name in plan[step - 1]
+            num_tokens = len(tokens[name]) + (ran_before and not known)
+            params = drawn if name == "b" else greedy
+            follows = plan[step - 1].index(name) if ran_before and not known else None
+            first = name not in "".join(plan[:step])
+            made.append(
+                Slice(
+                    token_ids=tokens[name] if first else [0] if follows is not None else tokens[name][-1:],
+                    start=0 if first else num_tokens - 1,
+                    block_table=tables[name],
+                    samples=(
+                        Sample(
+                            params=params, choice=0, position=num_tokens, token_ids=(), prompt_len=len(prompts[name])
+                        ),
+                    ),
+                    follows=follows,
+                )
+            )
+        return made
+
+    texts = []
+    for ahead in (False, True):
+        runner.cache.blocks.zero_()
+        tokens = {name: list(prompt) for name, prompt in prompts.items()}
+        waiting: list[tuple[str, Any]] = []
+        for step in range(len(plan)):
+            waiting.append((plan[step], runner.submit(slices(step, tokens, known=not ahead))))
+            if not ahead or step > 0:
+                hear(waiting.pop(0), tokens)
+        for each in waiting:
+            hear(each, tokens)
+        texts.append(tokens)
+    assert texts[0] == texts[1]
+    assert [len(texts[0][name]) - len(prompts[name]) for name in "abc"] == [3, 5, 3]
+
+
+def hear(submitted: tuple[str, Any], tokens: dict[str, list[int]]) -> None:
+    """The outcomes of a step."""
+    for name, (outcome,) in zip(submitted[0], submitted[1].outcomes(), strict=True):
+        assert isinstance(outcome, SampledToken)
+        tokens[name].append(outcome.token_id)
+
+
 def test_a_sequence_that_was_swapped_goes_on_as_if_it_never_was(runner: ModelRunner) -> None:
     """Preempted in the middle of a block, and again later; meanwhile others use its blocks and its slots."""
     runner.step([Slice(token_ids=PROMPT[:-1], start=0, block_table=[0, 1, 2])])
@@ -204,13 +258,14 @@ async def test_a_step_copies_then_swaps_out_then_in_then_computes(engine: Engine
     right, *wrong = answers
     assert right not in wrong, "another order cannot be told from the right one"
     prepare()
-    assert await engine.step([last], [(2, 5)], [(5, 1)], [(1, 7)]) == right
+    assert await engine.outcomes(engine.submit([last], [(2, 5)], [(5, 1)], [(1, 7)])) == right
 
 
 async def test_a_step_may_only_move_blocks(engine: Engine) -> None:
     cache = engine.runner.cache
     cache.blocks[2] = 1.0
-    assert await engine.step([], copies=[(2, 5)], swap_outs=[(5, 1)], swap_ins=[(1, 7)]) == []
+    moves = engine.submit([], copies=[(2, 5)], swap_outs=[(5, 1)], swap_ins=[(1, 7)])
+    assert await engine.outcomes(moves) == []
     assert bool((cache.blocks[[2, 5, 7]] == 1.0).all())
     assert await engine.step([]) == []
     assert engine.num_steps == 2
@@ -233,7 +288,7 @@ async def test_a_step_is_timed_on_its_thread(engine: Engine) -> None:
 
 async def test_a_step_that_fails_does_not_count(engine: Engine) -> None:
     with pytest.raises(AssertionError, match="no room at 8"):
-        await engine.step([], swap_outs=[(0, 8)])
+        await engine.outcomes(engine.submit([], swap_outs=[(0, 8)]))
     assert (engine.num_steps, engine.last_step_s) == (0, 0.0)
 
 

@@ -24,7 +24,7 @@ from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
 from common.engine.native.backend import NativeBackend
 from common.engine.philox import uniforms
-from common.engine.sampler import sample as sample_with
+from common.engine.sampler import choose
 
 torch.set_num_threads(1)
 
@@ -59,7 +59,7 @@ def choose_backend(request: pytest.FixtureRequest) -> None:
 
 
 def sample(logits_NV: torch.Tensor, samples: list[Sample], eos_token_ids: frozenset[int]) -> list[Sampled]:
-    return sample_with(logits_NV, samples, eos_token_ids, backend)
+    return choose(logits_NV, samples, eos_token_ids, backend).outcomes()
 
 
 def tokens_of(logits_NV: torch.Tensor, samples: list[Sample]) -> list[int]:

@@ -10,6 +10,7 @@ from torch.nn.functional import embedding
 from common.engine.backend import Norms
 from common.engine.batch import Sample
 from common.engine.draw import random_numbers, temperatures
+from common.engine.host_copy import to_device
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import decode_attention
 from common.engine.kernels.prefill_attention import prefill_attention, query_tiles
@@ -100,11 +101,11 @@ class TritonBackend:
         return sampler.draw(
             logits_PV,
             best_P,
-            torch.tensor(temperatures(samples)).to(device),
-            torch.tensor([each.top_k for each in params], dtype=torch.int32).to(device),
-            torch.tensor([each.top_p for each in params]).to(device),
-            torch.tensor([each.min_p for each in params]).to(device),
-            torch.from_numpy(random_numbers(samples)).to(device),
+            to_device(temperatures(samples), torch.float32, device),
+            to_device([each.top_k for each in params], torch.int32, device),
+            to_device([each.top_p for each in params], torch.float32, device),
+            to_device([each.min_p for each in params], torch.float32, device),
+            to_device(random_numbers(samples), torch.float64, device),
             hiding=any(each.top_k or each.top_p < 1.0 or each.min_p for each in params),
         )
 
@@ -113,6 +114,6 @@ class TritonBackend:
         if batch is not self._batch:
             self._batch, self._tiles = batch, {}
         if num_tokens not in self._tiles:
-            tiles = torch.tensor(query_tiles(batch.query_lens, num_tokens), dtype=torch.int32)
-            self._tiles[num_tokens] = tiles.to(batch.query_start_B1.device)
+            tiles = query_tiles(batch.query_lens, num_tokens)
+            self._tiles[num_tokens] = to_device(tiles, torch.int32, batch.query_start_B1.device)
         return self._tiles[num_tokens]

@@ -1,0 +1,35 @@
+"""Between the host and the device, without waiting for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of `values` (an array, or nested lists), on its way to `device`, for whatever is asked of that next."""
+    tensor = torch.from_numpy(values).to(dtype) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class HostCopy:
+    """Tensors on their way from a device to the host."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = tensors
+        self._event: torch.cuda.Event | None = None
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            pinned = tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors)
+            for copy, tensor in zip(pinned, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            self._tensors = pinned
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """The copies, once everything that was asked of the device before them is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
