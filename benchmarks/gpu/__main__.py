@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu tune       makes the tuning table of this GPU
     python -m benchmarks.gpu kernels    every kernel, against the device and against others' kernels
+    python -m benchmarks.gpu engine     whole steps of models of well-known shapes, against their floors
+    python -m benchmarks.gpu transfer   NIXL between two processes on the GPU
 
 Each part takes less than 8 minutes, prints a short table, and writes `benchmarks/results/gpu-PART.json`.
 """
@@ -10,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from benchmarks.record import record
 
-PARTS = ("tune", "kernels")
+PARTS = ("tune", "kernels", "engine", "transfer")
 
 
 def main() -> None:
@@ -25,13 +29,19 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: no CUDA device: the kernels' correctness is tested by `pytest tests/kernels` without one")
-    from benchmarks.gpu import kernels, tune
+    from benchmarks.gpu import engine, kernels, transfer, tune
     from benchmarks.gpu.timing import copy_bytes_per_s, matmul_flops_per_s
 
     copy_rate, matmul_rate = copy_bytes_per_s(), matmul_flops_per_s()
     gpu = torch.cuda.get_device_name()
     print(f"{gpu}: copies {1e-12 * copy_rate:.2f} TB/s, bf16 products {1e-12 * matmul_rate:.0f} TFLOP/s", flush=True)
-    figures = {"entries": tune.run()} if options.part == "tune" else kernels.run(copy_rate)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "tune": tune.run,
+        "kernels": lambda: kernels.run(copy_rate),
+        "engine": lambda: engine.run(copy_rate, matmul_rate),
+        "transfer": transfer.run,
+    }
+    figures = parts[options.part]()
     device = {"gpu": gpu, "copy_bytes_per_s": copy_rate, "matmul_flops_per_s": matmul_rate}
     command = f"python -m benchmarks.gpu {options.part}"
     print(record(f"gpu-{options.part}", workload=device, figures=figures, seed=0, command=command))

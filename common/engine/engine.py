@@ -98,9 +98,33 @@ class Engine:
             log.warning("the kernels have not been tested on a GPU")
         if device == "cpu":
             torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+        try:
+            runner, costs = cls._load_runner(settings, folder, device, progress, swap_bytes, graph_seqs)
+        except torch.OutOfMemoryError as error:
+            advice = "lower --kv-cache-bytes or --max-num-seqs, or raise --gpu-reserve-bytes"
+            raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
+        fingerprint = Fingerprint(
+            config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=runner.layout
+        )
+        log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
+        log.info("prefill takes %.3f ms for a token", 1e3 * costs.prefill_s_per_token)
+        if runner.num_host_blocks:
+            log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
+        return cls(executor, runner, fingerprint, costs)
+
+    @staticmethod
+    def _load_runner(
+        settings: WorkerSettings,
+        folder: Path,
+        device: str,
+        progress: Callable[[int, int], None],
+        swap_bytes: int,
+        graph_seqs: int,
+    ) -> tuple[ModelRunner, Costs]:
         runner = load_runner(
             folder,
             kv_cache_bytes=settings.kv_cache_bytes,
+            gpu_reserve_bytes=settings.gpu_reserve_bytes,
             swap_bytes=swap_bytes,
             block_size=settings.block_size,
             dtype=settings.dtype,
@@ -108,17 +132,9 @@ class Engine:
             progress=progress,
             cpu_kernels=settings.cpu_kernels,
         )
-        fingerprint = Fingerprint(
-            config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=runner.layout
-        )
-        log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
         if device == "cuda" and graph_seqs:
             runner.capture_graphs(graph_seqs, progress)
-        costs = measure_costs(runner)
-        log.info("prefill takes %.3f ms for a token", 1e3 * costs.prefill_s_per_token)
-        if runner.num_host_blocks:
-            log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
-        return cls(executor, runner, fingerprint, costs)
+        return runner, measure_costs(runner)
 
     def submit(
         self,

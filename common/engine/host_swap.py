@@ -33,14 +33,12 @@ class HostSwap:
         self._slots = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=device.type == "cuda")
 
     def swap_out(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of `cache` to slots: pairs (block, host slot). On return the blocks may be reused."""
+        """Copy blocks of `cache` to slots: pairs (block, host slot), before whatever the device is asked next."""
         _copy(cache.blocks, self._slots, pairs)
-        cache.synchronize()
 
     def swap_in(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slots to blocks of `cache`: pairs (host slot, block). On return the slots may be reused."""
+        """Copy slots to blocks of `cache`: pairs (host slot, block), before whatever the device is asked next."""
         _copy(self._slots, cache.blocks, pairs)
-        cache.synchronize()
 
 
 def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:

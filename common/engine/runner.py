@@ -33,6 +33,8 @@ from common.engine.weights import Progress, load_weights, resolve_dtype
 
 _log = logging.getLogger(__name__)
 
+CPU_CACHE_BYTES = 256 * 2**20
+"""The KV cache of a worker on a CPU that was not given a size."""
 _MEASURED_TOKENS = (MIN_OBSERVED_TOKENS, 32, 64, 128, 128)
 _MEASURED_BLOCKS = (1, 8, 8)
 """Sizes of the runs that `measure_costs` times: the first warms up and tells what the next would take at most."""
@@ -152,7 +154,8 @@ class ModelRunner:
 def load_runner(
     folder: Path,
     *,
-    kv_cache_bytes: int,
+    kv_cache_bytes: int | None,
+    gpu_reserve_bytes: int = 0,
     swap_bytes: int = 0,
     block_size: int = 16,
     dtype: str = "auto",
@@ -162,32 +165,43 @@ def load_runner(
 ) -> ModelRunner:
     """Load the checkpoint in `folder` and allocate its KV cache, and `swap_bytes` of host memory for swapped blocks.
 
-    `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16", and is also the cache's; `progress` is
-    called with (tensors loaded, tensors to load). `cpu_kernels` lets a CPU use the kernels in C, compiling them if need
-    be. Raises `OperatorError` for whatever the operator must change.
+    Without `kv_cache_bytes` the cache has `CPU_CACHE_BYTES`, on a GPU what is free beside the weights, but for
+    `gpu_reserve_bytes`. `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16", also of the cache.
+    `progress` is called with (tensors loaded, tensors to load). `cpu_kernels` lets a CPU use the kernels in C, compiled
+    if need be. Raises `OperatorError` for whatever the operator must change.
     """
     config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config, folder, dtype)
     layout = config.layout(block_size, dtype)
-    num_blocks = kv_cache_bytes // layout.block_bytes
-    if num_blocks < 1:
-        raise OperatorError(
-            f"a KV cache of {kv_cache_bytes} bytes does not hold one block: {layout.block_bytes} bytes for "
-            f"{block_size} tokens of {folder}"
-        )
     on = torch.device(device)
+    if kv_cache_bytes is None and on.type == "cpu":
+        kv_cache_bytes = CPU_CACHE_BYTES
+    if kv_cache_bytes is not None:
+        _require_a_block(kv_cache_bytes, layout, folder)
     kernels = native.kernels() if on.type == "cpu" and cpu_kernels and native.serves(config.head_dim) else None
     if on.type == "cpu" and kernels is None and not multiplies_natively(TORCH_DTYPES[dtype]):
         _log.warning("this CPU has no instructions for %s: weights are held, and multiplied, in float32", dtype)
+    weights = load_weights(config, folder, dtype, on, progress, kernels)
+    if kv_cache_bytes is None:
+        free, _ = torch.cuda.mem_get_info(on)
+        kv_cache_bytes = max(0, free - gpu_reserve_bytes)
+        _require_a_block(kv_cache_bytes, layout, folder)
     try:
-        cache = KVCache(layout, num_blocks, on)
+        cache = KVCache(layout, kv_cache_bytes // layout.block_bytes, on)
         swap = HostSwap(layout, swap_bytes // layout.block_bytes, on)
     except RuntimeError as error:
         raise OperatorError(
             f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
         ) from error
-    weights = load_weights(config, folder, dtype, on, progress, kernels)
     return ModelRunner(Decoder(config, weights), cache, swap, _backend(on, kernels))
+
+
+def _require_a_block(kv_cache_bytes: int, layout: KVLayout, folder: Path) -> None:
+    if kv_cache_bytes < layout.block_bytes:
+        raise OperatorError(
+            f"a KV cache of {kv_cache_bytes} bytes does not hold one block: {layout.block_bytes} bytes for "
+            f"{layout.block_size} tokens of {folder}"
+        )
 
 
 def _backend(device: torch.device, kernels: native.Kernels | None) -> Backend:
@@ -216,6 +230,7 @@ def measure_costs(runner: ModelRunner, clock: Callable[[], float] = time.perf_co
     def swap(num: int) -> None:
         runner.swap_out([(block, block) for block in range(num)])
         runner.swap_in([(block, block) for block in range(num)])
+        cache.synchronize()
 
     prefill_s = _least_s(prefill, [min(num, num_blocks * layout.block_size) for num in _MEASURED_TOKENS], clock)
     swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf

@@ -75,7 +75,14 @@ class WorkerSettings(ProcessSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
     block_size: int = Field(16, ge=1, le=256, description="token slots in a KV block")
-    kv_cache_bytes: int = Field(256 * 2**20, ge=1, description="bytes of the KV cache")
+    kv_cache_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="bytes of the KV cache (none: 256 MiB on a CPU; what is free on a GPU, less the reserve)",
+    )
+    gpu_reserve_bytes: int = Field(
+        4 * 2**30, ge=0, description="GPU memory that a KV cache without a size leaves to activations and CUDA graphs"
+    )
     cpu_kernels: bool = Field(True, description="on a CPU: compute with kernels in C, compiled at first use")
     num_threads: int = Field(0, ge=0, le=1024, description="threads of the engine on a CPU (0: one for each core)")
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")

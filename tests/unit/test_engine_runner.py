@@ -20,7 +20,7 @@ from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.costs import Costs
 from common.engine.engine import Engine
-from common.engine.runner import ModelRunner, load_runner
+from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
 from common.runtime.config import DecodeSettings, WorkerSettings
 
 torch.set_num_threads(1)
@@ -298,6 +298,22 @@ async def load(settings: WorkerSettings, folder: Path, swap_bytes: int) -> tuple
         return engine.costs, engine.runner.num_host_blocks, bool(engine.runner.cache.blocks.any())
     finally:
         engine.close()
+
+
+async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr("common.engine.engine.measure_costs", full)
+    with pytest.raises(OperatorError, match=r"--kv-cache-bytes.*--max-num-seqs.*tried to allocate 3 GiB"):
+        await load(DecodeSettings(model=str(folder), device="cpu"), folder, 0)
+
+
+async def test_a_cache_without_a_size_has_the_default_on_a_cpu(folder: Path) -> None:
+    runner = load_runner(folder, kv_cache_bytes=None)
+    assert runner.cache.num_blocks == CPU_CACHE_BYTES // runner.layout.block_bytes
 
 
 async def test_loading_measures_the_costs(folder: Path) -> None:
