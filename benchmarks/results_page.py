@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,11 @@ def versus(run: Run) -> str:
             ]
         )
     head = ["systems", "concurrency", "output tokens/s", "ratio", "TTFT p50, ms", "ITL P99, ms"]
-    return table(head, rows)
+    failed = Counter[str]()
+    for each in run["figures"]["runs"]:
+        failed[each["system"]] += each.get("failed", 0)
+    note = ", ".join(f"{number} of {system}" for system, number in failed.items() if number)
+    return table(head, rows) + (f"\nFailed requests: {note}.\n" if note else "")
 
 
 def decode_floor(run: Run) -> str:

@@ -97,6 +97,7 @@ def turns(urls: dict[str, str], options: argparse.Namespace, scratch: Path) -> I
             first = number % len(names)
             for name in names[first:] + names[:first]:
                 figures = run(urls[name], options, concurrency, seed=1000 * concurrency + number + 1, scratch=scratch)
+                assert not figures["failed"] or name.startswith("vllm"), f"{name}: {figures}"
                 if number >= 0:
                     turn.append({"system": name, "concurrency": concurrency, "round": number, **figures})
                 print(f"{number:2} {name:16} {concurrency:3} {figures['output_tokens_per_s']:8.1f} tok/s", flush=True)
@@ -117,8 +118,8 @@ def run(url: str, options: argparse.Namespace, concurrency: int, *, seed: int, s
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
     summary = json.loads(output.read_text())["run"]["summary"]
-    assert summary["succeeded"] == summary["requests"], summary["outcomes"]
     return {
+        "failed": summary["requests"] - summary["succeeded"],
         "output_tokens_per_s": summary["throughput"]["output_tokens_per_s"],
         "ttft_p50_s": summary["ttft_s"]["p50"],
         "itl_p99_s": summary["itl_s"]["p99"],

@@ -227,7 +227,7 @@ class DecodeScheduler:
         ending = {generation for generation in ahead if generation in self._batch and self._ends(generation)}
         joined = self._join(now, ahead)
         self._relieve(step, now)
-        sitting_out = self._grow(step, now, ending) | ending
+        sitting_out = self._grow(step, now, ahead, ending) | ending
         step.decodes = (
             [g for g in self._batch.running() if g not in sitting_out] if sitting_out else self._batch.running()
         )
@@ -554,7 +554,7 @@ class DecodeScheduler:
                 generation.host_slots = []
                 self._arriving.add(generation)
 
-    def _grow(self, step: Step, now: float, ending: set[Generation]) -> set[Generation]:
+    def _grow(self, step: Step, now: float, ahead: Collection[Generation], ending: set[Generation]) -> set[Generation]:
         """Give each sequence that is due, and not at its end, its next block; those for whom there is none sit this
         step out, and newer ones of lower tiers lose theirs, so that there will be."""
         due = self._batch.due()
@@ -568,6 +568,8 @@ class DecodeScheduler:
             generation.sequence.block_table.append(block)
         self._batch.fed(*fed)
         num_freed = 0
+        if ahead:  # what the step that still runs gives back when it ends, and those that end with it
+            num_freed = self._pool.num_limbo + sum(self._num_private(each.sequence.block_table) for each in ending)
         while num_freed < sum(generation in self._batch for generation in lacking):
             newest = self._newest()
             assert newest is not None, "those that lack a block are candidates themselves"

@@ -189,8 +189,8 @@ class DecodeWorker:
                     await self._finish(before)
                     before = None
                 continue
+            slices = step.slices(step_before)  # before anything is awaited: an abort takes a sequence's blocks
             await self._tell_who_is_alone()
-            slices = step.slices(step_before)
             self._steps_ahead += before is not None
             submitted = self._engine.submit(slices, step.copies, step.swap_outs, step.swap_ins)
             if before is not None:

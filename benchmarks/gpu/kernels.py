@@ -43,9 +43,9 @@ def run(copy_rate: float) -> dict[str, Any]:
 class Scene:
     """A cache with sequences of one length, and queries; bf16 on the device."""
 
-    def __init__(self, batch: int, length: int, query_len: int, copies: int) -> None:
-        blocks = -(-length // BLOCK)
-        shape = (copies * batch * blocks, 1, 2, KV_HEADS, BLOCK, HEAD_DIM)
+    def __init__(self, batch: int, length: int, query_len: int, copies: int, block_size: int = BLOCK) -> None:
+        blocks = -(-length // block_size)
+        shape = (copies * batch * blocks, 1, 2, KV_HEADS, block_size, HEAD_DIM)
         self.kv_layer = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()[:, 0]
         order = torch.randperm(shape[0], device="cuda")
         self.tables = order.view(copies, batch, blocks)
@@ -75,7 +75,12 @@ def decode_shape(batch: int, length: int, copy_rate: float) -> dict[str, Any]:
     scene = Scene(batch, length, 1, num_copies(num_bytes))
     name = torch.cuda.get_device_name()
     tiling = Tuning(name).decode(
-        head_dim=HEAD_DIM, group=HEADS // KV_HEADS, num_rows=batch * KV_HEADS, max_seq_len=length
+        head_dim=HEAD_DIM,
+        itemsize=2,
+        block_size=BLOCK,
+        group=HEADS // KV_HEADS,
+        num_rows=batch * KV_HEADS,
+        max_seq_len=length,
     )
     ours = graph_us(decode_calls(scene, tiling, length))
     entry: dict[str, Any] = {
@@ -131,7 +136,7 @@ def prefill_context(context: int) -> dict[str, Any]:
     flops = 4 * HEADS * HEAD_DIM * (PREFILL_CHUNK * context - PREFILL_CHUNK * (PREFILL_CHUNK - 1) / 2)
     entry: dict[str, Any] = {"chunk": PREFILL_CHUNK, "context": context}
     entry["us"] = graph_us([prefill_call(scene, Tuning(torch.cuda.get_device_name()).prefill(
-        head_dim=HEAD_DIM, group=HEADS // KV_HEADS
+        head_dim=HEAD_DIM, itemsize=2, block_size=BLOCK, group=HEADS // KV_HEADS
     ))])  # fmt: skip
     entry["tflops"] = 1e-12 * flops / (1e-6 * entry["us"])
     print(f"prefill {PREFILL_CHUNK} of {context:6}: {entry['us']:8.1f} us, {entry['tflops']:.0f} TFLOP/s", flush=True)

@@ -58,6 +58,7 @@ class Engine:
         """Steps finished; stands still when the engine is wedged."""
         self.last_step_s = 0.0
         """What the last finished step took, from its turn on the engine's thread."""
+        self._last_end = 0.0
 
     @classmethod
     async def load(
@@ -132,8 +133,10 @@ class Engine:
             progress=progress,
             cpu_kernels=settings.cpu_kernels,
         )
-        if device == "cuda" and graph_seqs:
-            runner.capture_graphs(graph_seqs, progress)
+        if device == "cuda":
+            if graph_seqs:
+                runner.capture_graphs(graph_seqs, progress)
+            runner.warm_up()
         return runner, measure_costs(runner)
 
     def submit(
@@ -170,7 +173,9 @@ class Engine:
         else:
             outcomes = await asyncio.get_running_loop().run_in_executor(self._waiter, started.submitted.outcomes)
             end = time.perf_counter()
-        self.last_step_s = end - started.begin
+        # A step that was handed to a GPU while another one ran began when that ended.
+        self.last_step_s = end - max(started.begin, self._last_end)
+        self._last_end = end
         self.num_steps += 1
         return outcomes
 

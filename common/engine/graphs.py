@@ -40,8 +40,10 @@ class DecodeGraphs:
         self._decoder, self._cache, self._backend = decoder, cache, backend
         self._sizes = ladder(max_num_seqs)
         self._max_blocks = max_blocks
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        """Places → graph and its logits `[P, V]`."""
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        """Places → graph."""
+        self._logits_PV = torch.empty(0)
+        """Where every graph leaves its logits."""
 
         def places(value: int, *more: int) -> torch.Tensor:
             return torch.full((max_num_seqs, *more), value, dtype=torch.int64, device=cache.device)
@@ -54,18 +56,19 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """Capture them all, the largest first: the others share its memory."""
-        pool = torch.cuda.graph_pool_handle()
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         for index, size in enumerate(reversed(self._sizes)):
             batch = self._places(size)
-            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles kernels, and lets libraries allocate what they need
-                self._decoder.forward(batch, self._cache, self._backend)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
                 logits_PV = self._decoder.forward(batch, self._cache, self._backend)
-            self._graphs[size] = graph, logits_PV
+            torch.cuda.current_stream().wait_stream(stream)
+            if index == 0:
+                self._logits_PV = torch.empty_like(logits_PV)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._logits_PV[:size] = self._decoder.forward(batch, self._cache, self._backend)
+            self._graphs[size] = graph
             if progress is not None:
                 progress(index + 1, len(self._sizes))
 
@@ -84,9 +87,8 @@ class DecodeGraphs:
         return self._replay(size)[:num]
 
     def _replay(self, size: int) -> torch.Tensor:
-        graph, logits_PV = self._graphs[size]
-        graph.replay()
-        return logits_PV
+        self._graphs[size].replay()
+        return self._logits_PV
 
     def _fill(self, batch: RaggedBatch, num: int, size: int) -> None:
         """Copy a batch into the first places, and empty the others of the graph's."""

@@ -25,7 +25,7 @@ class HostCopy:
             for copy, tensor in zip(pinned, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
             self._tensors = pinned
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> tuple[torch.Tensor, ...]:

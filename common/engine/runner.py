@@ -15,6 +15,7 @@ import torch
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import KVLayout
+from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.backend import Backend
 from common.engine.batch import Sample, Sampled, Slice
@@ -91,6 +92,21 @@ class ModelRunner:
         )
         graphs.capture(progress)
         self._graphs = graphs
+
+    def warm_up(self) -> None:
+        """Compile every kernel before anybody waits for it, by steps of each kind over the first blocks."""
+        num_tokens = min(2 * self.layout.block_size, self._cache.num_blocks * self.layout.block_size)
+        table = list(range(self.layout.blocks_for(num_tokens)))
+        for params in (
+            SamplingParams(max_tokens=1),
+            SamplingParams(max_tokens=1, temperature=1.0),
+            SamplingParams(max_tokens=1, temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, logprobs=1),
+        ):
+            sample = Sample(params=params, choice=0, position=num_tokens, token_ids=(), prompt_len=num_tokens)
+            tokens = [0] * num_tokens
+            self.step([Slice(token_ids=tokens, start=0, block_table=table, samples=(sample,))])
+            self.step([Slice(token_ids=[0], start=num_tokens - 1, block_table=table, samples=(sample,))])
+        self._cache.clear(torch.tensor(table, device=self._cache.device))
 
     @property
     def config(self) -> ModelConfig:

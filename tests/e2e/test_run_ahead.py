@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable
 
 import pytest
-from stack import BLOCK_BYTES, Workers, answer, generation, prompt
+from stack import BLOCK_BYTES, Answer, Workers, answer, generation, prompt
 
+from common.contract.messages import TokenLogprobs
 from gateway.generation import Generation
 
 Pool = Callable[..., Workers]
@@ -30,6 +31,11 @@ def works(stop_token: int) -> list[Generation]:
         for index, kind in enumerate(kinds)
         for max_tokens in (1, 2, 40)
     ]
+
+
+def logprobs_of(each: Answer) -> list[TokenLogprobs]:
+    """Of its first choice."""
+    return [logprob for delta in each.deltas for logprob in delta.logprobs or () if delta.choice == 0]
 
 
 @pytest.mark.parametrize("room", ["enough", "little"])
@@ -59,6 +65,7 @@ async def test_planning_ahead_changes_nothing_that_clients_see(main_pool: Worker
             await asyncio.gather(*disturbing)
             for index, each in zip(order, got, strict=True):
                 assert (each.tokens, each.reasons) == (expected[index].tokens, expected[index].reasons), index
+                assert logprobs_of(each) == logprobs_of(expected[index]), index
     steps = [(w.metric("baton_steps_ahead_total"), w.metric("baton_engine_steps_total")) for w in ahead.decode]
     assert all(2 * num_ahead > num for num_ahead, num in steps), steps
     if room == "little":

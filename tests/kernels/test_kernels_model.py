@@ -141,7 +141,7 @@ def test_sizes_that_have_a_graph() -> None:
     assert ladder(1) == [1]
     assert ladder(6) == [1, 2, 4, 6]
     assert ladder(40) == [1, 2, 4, 8, 16, 24, 32, 40]
-    assert all(b - a <= max(8, a // 16 + 8) for a, b in pairwise(ladder(512)))
+    assert all(b - a <= max(8, a // 16) for a, b in pairwise(ladder(512)))
 
 
 @pytest.mark.gpu

@@ -39,30 +39,33 @@ def drawn(logits: torch.Tensor, best: torch.Tensor, samples: list[Sample]) -> to
     )
 
 
-def near_tie(logits: torch.Tensor, sample: Sample, one: int, other: int) -> bool:
-    """Whether two tokens differ by less than float32 can tell: the distribution at the number, or at a threshold."""
+def kept_by(logits: torch.Tensor, sample: Sample) -> tuple[torch.Tensor, bool]:
+    """Which tokens top-k, top-p and min-p keep, in float64; whether float32 could see a threshold otherwise."""
     params = sample.params
     x = (logits.double() - logits.double().max()) / temperatures([sample])[0]
-    order = x.sort(descending=True)
-    probabilities = x.softmax(-1)
-    # A threshold within rounding of two values, or the number within rounding of the border between two tokens.
-    sorted_p = order.values.softmax(-1).cumsum(-1)
-    at_top_p = params.top_p < 1 and bool(((sorted_p - params.top_p).abs() < 1e-5).any())
-    at_min_p = params.min_p > 0 and bool(((x - math.log(params.min_p)).abs() < 1e-5).any())
-    number = random_numbers([sample])[0]
-    kept = torch.ones_like(x, dtype=torch.bool)
+    order = x.sort(descending=True).values
+    kept, doubtful = torch.ones_like(x, dtype=torch.bool), False
     if params.top_k:
-        kept &= x >= order.values[min(params.top_k, len(x)) - 1]
+        kept &= x >= order[min(params.top_k, len(x)) - 1]
     if params.top_p < 1:
         mass = torch.where(kept, x, -math.inf).sort(descending=True).values.softmax(-1).cumsum(-1)
-        last = int((mass < params.top_p).sum().clamp(max=len(x) - 1))
-        kept &= x >= order.values[last]
+        doubtful |= bool(((mass - params.top_p).abs() < 1e-5).any())
+        kept &= x >= order[int((mass < params.top_p).sum().clamp(max=len(x) - 1))]
     if params.min_p:
+        doubtful |= bool(((x - math.log(params.min_p)).abs() < 1e-5).logical_and(x < 0).any())
         kept &= x >= math.log(params.min_p)
-    cumulative = (probabilities * kept).cumsum(-1)
+    return kept & (x > -math.inf), doubtful
+
+
+def near_tie(logits: torch.Tensor, sample: Sample, one: int, other: int) -> bool:
+    """Whether the number is within rounding of the border between two tokens that are kept."""
+    kept, _ = kept_by(logits, sample)
+    x = (logits.double() - logits.double().max()) / temperatures([sample])[0]
+    cumulative = (x.exp() * kept).cumsum(-1)
     cumulative /= cumulative[-1].clone()
-    at_number = abs(float(cumulative[min(one, other)]) - number) < 1e-5
-    return at_top_p or at_min_p or at_number
+    first = min(one, other)
+    between = not bool(kept[first + 1 : max(one, other)].any())
+    return between and abs(float(cumulative[first]) - float(random_numbers([sample])[0])) < 1e-5
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,7 +104,7 @@ def test_of_nothing_the_best_is_minus_infinity(device: torch.device) -> None:
     temperature=st.sampled_from([1e-20, 0.3, 1.0, 4.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 50, 10**6]),
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
-    min_p=st.sampled_from([0.0, 0.02, 0.5]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
     spread=st.sampled_from([0.01, 1.0, 8.0]),
     ties=st.booleans(),
     hidden=st.booleans(),
@@ -131,8 +134,49 @@ def test_draw_as_the_sampler_in_torch_does(
     best = logits.max(-1).values
     ours, theirs = drawn(logits, best, samples).tolist(), draw(logits, best, samples).tolist()
     for row, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert logits[row, one] > -math.inf
-        assert one == other or near_tie(logits[row], samples[row], one, other), (row, one, other)
+        kept, doubtful = kept_by(logits[row], samples[row])
+        if not doubtful:
+            assert bool(kept[one]), "a token that is hidden"
+            assert one == other or near_tie(logits[row], samples[row], one, other), (row, one, other)
+
+
+def test_a_min_p_of_one_keeps_the_most_likely_token(device: torch.device) -> None:
+    logits = torch.linspace(-1, 1, 60, device=device)[None].expand(5, -1)
+    samples = [sample_of(seed, temperature=1.0, min_p=1.0) for seed in range(5)]
+    assert drawn(logits, logits.max(-1).values, samples).tolist() == [59] * 5
+
+
+def test_a_number_at_a_border_finds_a_token_that_is_kept(device: torch.device) -> None:
+    """Between tiles of tokens that are hidden, wherever the number is."""
+    logits = torch.full((1, 5000), -math.inf)
+    places = [3, 1023, 1024, 1500, 2047, 3000, 4999]
+    logits[0, places] = torch.linspace(-1.0, 1.0, len(places))
+    weights = logits.double().exp()[0, places]
+    borders = (weights.cumsum(0) / weights.sum()).tolist()
+    numbers = [border + shift for border in borders for shift in (-1e-7, -1e-9, 0.0, 1e-9, 1e-7)]
+    numbers = [number for number in numbers if 0 < number < 1]
+    rows = len(numbers)
+    ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
+    tokens = sampler.draw(
+        logits.to(device).expand(rows, -1),
+        ones * logits.max(),
+        ones,
+        torch.zeros(rows, dtype=torch.int32, device=device),
+        ones,
+        zeros,
+        torch.tensor(numbers, dtype=torch.float64, device=device),
+        hiding=False,
+    ).tolist()
+    for number, token in zip(numbers, tokens, strict=True):
+        low = next(place for place, border in zip(places, borders, strict=True) if border >= number - 1e-6)
+        assert (
+            low
+            <= token
+            <= next(
+                (place for place, border in zip(places, borders, strict=True) if border >= number + 1e-6), places[-1]
+            )
+        )
+        assert token in places
 
 
 @pytest.mark.parametrize("number", [2.0**-53, 0.5, 1 - 2.0**-53])

@@ -65,7 +65,12 @@ class TritonBackend:
         if num_tokens == len(batch.query_lens):
             longest = max(batch.seq_lens)
             decode_tiling = self._tuning.decode(
-                head_dim=head_dim, group=group, num_rows=num_tokens * num_kv_heads, max_seq_len=longest
+                head_dim=head_dim,
+                itemsize=kv_layer.itemsize,
+                block_size=batch.block_size,
+                group=group,
+                num_rows=num_tokens * num_kv_heads,
+                max_seq_len=longest,
             )
             decode_attention(
                 q_THD,
@@ -79,7 +84,9 @@ class TritonBackend:
                 out_BHD=out_THD,
             )
             return out_THD
-        tiling = self._tuning.prefill(head_dim=head_dim, group=group)
+        tiling = self._tuning.prefill(
+            head_dim=head_dim, itemsize=kv_layer.itemsize, block_size=batch.block_size, group=group
+        )
         prefill_attention(
             q_THD,
             kv_layer,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, tile_of, widens
+from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, widens
 
 MAX_SPLITS = 128
 
@@ -27,7 +27,8 @@ class DecodeTiling:
     tile: int = 64
     """Keys that a program takes at a time; a power of two."""
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 5
+    """The address of a tile comes from the block table, by another load: so many keep two tiles on their way."""
     programs_per_processor: float = 2.0
     """The context is split until there are so many programs for each multiprocessor."""
     least_tiles: int = 2
@@ -64,7 +65,6 @@ def decode_attention(
     group = num_heads // num_kv_heads
     assert kv_layer.stride()[1:] == (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
     assert q_BHD.stride(2) == out_BHD.stride(2) == block_tables_BM.stride(1) == 1
-    tile = tile_of(tiling.tile, block_size)
     if num_splits == 1:
         partial, stats = out_BHD, out_BHD
     else:
@@ -93,7 +93,7 @@ def decode_attention(
         D=head_dim,
         D_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
-        TILE=tile,
+        TILE=tiling.tile,
         SPLITS=num_splits,
         LEAST_TILES=tiling.least_tiles,
         WIDEN=widens(q_BHD),
@@ -111,7 +111,7 @@ def decode_attention(
             out_BHD.stride(1),
             D=head_dim,
             D_PAD=padded(head_dim),
-            TILE=tile,
+            TILE=tiling.tile,
             SPLITS=num_splits,
             LEAST_TILES=tiling.least_tiles,
             num_warps=4,
@@ -129,7 +129,7 @@ def _run_of(seq_len, window, split, TILE: tl.constexpr, SPLITS: tl.constexpr, LE
     return first, begin, tl.minimum(begin + per_split, end_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     q_ptr,
     kv_ptr,

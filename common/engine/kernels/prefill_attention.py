@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, tile_of, widens
+from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, widens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +89,14 @@ def prefill_attention(
         D=head_dim,
         D_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
-        TILE=tile_of(tiling.tile, block_size),
+        TILE=tiling.tile,
         WIDEN=widens(q_THD),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
     q_ptr,
     kv_ptr,

@@ -137,7 +137,7 @@ def _least_limit(row_ptr, size, best, temperature, limit, wanted, WEIGH: tl.cons
     for digit in range(8):
         shift = tl.maximum(27 - 4 * digit, 0)
         edges = found + ((tl.arange(0, 16) + 1) << shift) - 1
-        amounts = tl.zeros([16], tl.float32)
+        amounts = tl.zeros([TILE, 16], tl.float32)
         for start in range(0, size, TILE):
             distances = _distances(row_ptr, start, size, best, temperature, TILE)
             bits = distances.to(tl.int32, bitcast=True)
@@ -145,8 +145,9 @@ def _least_limit(row_ptr, size, best, temperature, limit, wanted, WEIGH: tl.cons
                 values = _weights(distances, limit)
             else:
                 values = (start + tl.arange(0, TILE) < size).to(tl.float32)
-            amounts += tl.sum(tl.where(bits[:, None] <= edges[None, :], values[:, None], 0.0), axis=0)
-        digit_value = tl.minimum(tl.sum((amounts < wanted).to(tl.int32), axis=0), 15)
+            amounts += tl.where(bits[:, None] <= edges[None, :], values[:, None], 0.0)
+        below = tl.sum(amounts, axis=0) < wanted
+        digit_value = tl.minimum(tl.sum(below.to(tl.int32), axis=0), 15)
         found += digit_value << shift
     return tl.minimum(found, limit)
 
@@ -178,7 +179,8 @@ def _limit(
             total += tl.sum(_weights(_distances(row_ptr, start, size, best, temperature, TILE), limit), axis=0)
         limit = _least_limit(row_ptr, size, best, temperature, limit, top_p * total, True, TILE)
     if min_p > 0.0:
-        limit = tl.minimum(limit, (-tl.log(min_p)).to(tl.int32, bitcast=True))
+        furthest = (-tl.log(min_p)).to(tl.int32, bitcast=True)
+        limit = tl.minimum(limit, tl.maximum(furthest, 0))  # of 1 it is minus zero
     tl.store(limit_ptr + row, limit)
 
 
@@ -200,7 +202,7 @@ def _weigh_chunks(
     total = tl.zeros([], tl.float64)
     for start in range(chunk * CHUNK, min((chunk + 1) * CHUNK, size), TILE):
         distances = _distances(logits_ptr + row * stride, start, size, best, temperature, TILE)
-        total += tl.sum(_weights(distances, limit), axis=0).to(tl.float64)
+        total += tl.sum(_weights(distances, limit).to(tl.float64), axis=0)
     tl.store(weights_ptr + row * tl.num_programs(1) + chunk, total)
 
 
@@ -231,13 +233,16 @@ def _pick(
     last = tl.max(tl.where(weights_C > 0.0, chunks, 0), axis=0)
     chunk = tl.minimum(tl.sum((reached_C < wanted).to(tl.int32), axis=0), last)
     reached = tl.sum(tl.where(chunks < chunk, weights_C, 0.0), axis=0)
-    token = chunk * CHUNK
-    last_kept = token
+    token = size
+    last_kept = chunk * CHUNK
     for start in range(chunk * CHUNK, min((chunk + 1) * CHUNK, size), TILE):
         distances = _distances(logits_ptr + row * stride, start, size, best, temperature, TILE)
-        weights = _weights(distances, limit)
-        reached_T = reached + tl.cumsum(weights.to(tl.float64), axis=0)
-        token += tl.sum((reached_T < wanted).to(tl.int32), axis=0)
-        last_kept = tl.maximum(last_kept, tl.max(tl.where(weights > 0.0, start + tl.arange(0, TILE), 0), axis=0))
-        reached += tl.sum(weights, axis=0).to(tl.float64)
-    tl.store(token_ptr + row, tl.minimum(token, last_kept).to(tl.int64))
+        weights = _weights(distances, limit).to(tl.float64)
+        columns = start + tl.arange(0, TILE)
+        reached_T = reached + tl.cumsum(weights, axis=0)
+        found = (weights > 0.0) & (reached_T >= wanted)
+        token = tl.minimum(token, tl.min(tl.where(found, columns, size), axis=0))
+        last_kept = tl.maximum(last_kept, tl.max(tl.where(weights > 0.0, columns, 0), axis=0))
+        reached += tl.sum(weights, axis=0)
+    # Summed in another order than the chunk's weight, the last one may just miss the number.
+    tl.store(token_ptr + row, tl.where(token < size, token, last_kept).to(tl.int64))

@@ -29,20 +29,15 @@ def padded(size: int, least: int = MIN_DOT) -> int:
     return max(least, int(triton.next_power_of_2(size)))
 
 
-def tile_of(tile: int, block_size: int) -> int:
-    """A tile of about that size that lies in one block, or is longer than one."""
-    return padded(block_size) if tile <= block_size and block_size % tile else tile
-
-
 @triton.jit
 def key_offsets(
     table_ptr, start, seq_len, block_stride, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Offsets `[TILE]` of the keys at positions `[start, start + TILE)` of one head; `start` is a multiple of TILE.
 
-    A tile that lies in one block, or is one, needs one entry of the block table.
+    Tiles that lie in one block need one entry of the block table.
     """
-    if TILE <= BLOCK_SIZE:
+    if BLOCK_SIZE % TILE == 0:
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         return block * block_stride + (start % BLOCK_SIZE + tl.arange(0, TILE)) * D
     else:

@@ -1,0 +1,101 @@
+"""A step that is planned while the one before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from decode_bench import EAGER, Bench, request
+from migration_bench import Pause, World
+
+from common.contract.messages import Cancelled
+from decode_worker.request import Generation
+from decode_worker.step import Step
+
+
+class Ahead(Bench):
+    """Begins steps before others have ended."""
+
+    def begin(self, before: Step | None) -> tuple[int, Step]:
+        """Hand the engine a step."""
+        number = self.pool.step_started()
+        step = self.scheduler.schedule(self.now, before)
+        self.check()
+        return number, step
+
+    def end(self, begun: tuple[int, Step], *ends: Generation) -> None:
+        """It is done; `ends` have got their last token."""
+        self._number, step = begun
+        self.end_step(step, ends)
+
+
+def test_what_ends_next_is_not_in_the_step_after() -> None:
+    bench = Ahead(num_blocks=16, memory_reserve=EAGER)
+    [short], [long] = bench.enter(request("short", 5, max_tokens=2)), bench.enter(request("long", 5))
+    first = bench.begin(None)
+    assert first[1].decodes == [short, long]
+    assert bench.begin(first[1])[1].decodes == [long], "the last token of the short one is on its way"
+
+
+def test_a_sequence_without_a_block_waits_for_one_that_is_about_to_be_free() -> None:
+    """The blocks of one that has ended are not free while a step is in flight that was planned before; nobody has to
+    give way for that."""
+    bench = Ahead(num_blocks=8, memory_reserve=EAGER)
+    [ending] = bench.enter(request("ending", 5))
+    [growing] = bench.enter(request("growing", 6))
+    bench.pool.allocate(bench.pool.num_free)  # others have the rest
+    first = bench.begin(None)
+    second = bench.begin(first[1])
+    bench.end(first, ending)
+    assert (bench.pool.num_free, bench.pool.num_limbo) == (0, 2)
+    third = bench.begin(second[1])
+    assert third[1].decodes == [], "it has no block"
+    bench.end(second)
+    bench.end(third)
+    assert bench.begin(None)[1].decodes == [growing]
+    assert bench.num_preemptions == 0
+
+
+def test_no_step_is_planned_while_a_suspect_or_a_penalty_needs_to_know() -> None:
+    bench = Ahead(num_blocks=16, memory_reserve=EAGER)
+    bench.run(request("plain", 5))
+    begun = bench.begin(None)
+    assert bench.scheduler.may_run_ahead(begun[1])
+    bench.end(begun)
+    suspect = request("suspect", 5)
+    suspect.work = replace(suspect.work, suspect=True)
+    bench.enter(suspect)
+    begun = bench.begin(None)
+    assert not bench.scheduler.may_run_ahead(begun[1])
+    bench.end(begun)
+    bench.forget(suspect)
+    begun = bench.begin(None)
+    assert bench.scheduler.may_run_ahead(begun[1])
+    bench.end(begun)
+    [penalised] = bench.enter(request("penalised", 5))
+    penalised.sequence.sampling = replace(penalised.sequence.sampling, presence_penalty=1.0)
+    assert not bench.scheduler.may_run_ahead(bench.begin(None)[1])
+
+
+def test_an_abort_before_the_engine_has_the_step_that_was_planned_harms_nobody() -> None:
+    """Gateways are told of a trial before the step that may be the last one, and that takes a moment."""
+    world = World(("d0",))
+    [site] = world.sites.values()
+    given_up, other = (world.gateway.ask(site, [start, 12, 13, 14, 15], 20) for start in (11, 21))
+    world.deliver()
+    site.step(3)
+    world.deliver()
+    telling = Pause(None)
+    site.worker._tell_who_is_alone = lambda: telling  # type: ignore[assignment,method-assign,return-value]
+    site.flag.up = False
+    site.end_step()
+    assert site.pause is telling
+    del site.worker._tell_who_is_alone
+    world.gateway.abort(given_up)
+    world.deliver()
+    site.flag.up = True
+    site.wake()
+    assert site.in_step
+    world.run()
+    world.check_end()
+    assert [type(end) for end in given_up.ends] == [Cancelled]
+    assert len(other.ask.choices[0].token_ids) == 25
