@@ -56,7 +56,8 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """Capture them all, the largest first: the others share its memory."""
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for index, size in enumerate(reversed(self._sizes)):
             batch = self._places(size)
             stream.wait_stream(torch.cuda.current_stream())
