@@ -8,7 +8,7 @@ PORT ?= 8000
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: serve test chaos model check format clean
+.PHONY: serve test chaos gpu model check format clean
 
 serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
@@ -18,6 +18,10 @@ test: $(STAMP)
 
 chaos: $(STAMP)
 	SOAK_REQUESTS=500 SOAK_RECORD=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
+
+# On a machine with a GPU: the kernels there, and what needs one.
+gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/kernels
 
 # The protocol, exhaustively, with more going wrong at once than in `make test`; and, where it is installed, SPIN.
 model: $(STAMP)

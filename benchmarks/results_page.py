@@ -217,6 +217,68 @@ def kv_sizes() -> str:
     return table(["model", "a token", "4,096 tokens"], rows)
 
 
+def gpu_decode_attention(run: Run) -> str:
+    """Of one layer, beside FlashAttention-3's fit and torch."""
+    rows = [
+        [
+            f"{each['batch']} x {each['length']}",
+            f"{each['us']:.1f}",
+            f"{each['of_copy_rate']:.0%}",
+            f"{each['over_fa3_fit']:.2f}",
+            f"{each['sdpa_us']:.1f}",
+        ]
+        for each in run["figures"]["decode_attention"]
+    ]
+    return table(["batch x context", "µs", "of the copy rate", "over FlashAttention-3", "SDPA, µs"], rows)
+
+
+def gpu_prefill_attention(run: Run) -> str:
+    """Of a chunk at the end of a context."""
+    rows = [
+        [f"{each['chunk']} of {each['context']}", f"{each['us']:.0f}", f"{each['tflops']:.0f}"]
+        for each in run["figures"]["prefill_attention"]
+    ]
+    return table(["chunk", "µs", "TFLOP/s"], rows)
+
+
+def gpu_small_kernels(run: Run) -> str:
+    """The rest of a layer, and the sampler."""
+    rows = [
+        [f"{each['kernel']}, {each['tokens']} tokens", f"{each['us']:.1f}", f"{each['floor_us']:.1f}"]
+        for each in run["figures"]["layer"]
+    ]
+    for each in run["figures"]["sampler"]:
+        rows += [
+            [f"{kind}, {each['batch']} rows of {each['vocabulary']}", f"{each[f'{kind}_us']:.0f}", ""]
+            for kind in ("greedy", "temperature", "top_k_top_p")
+        ]
+    return table(["kernel", "µs", "its bytes alone, µs"], rows)
+
+
+def gpu_engine(run: Run) -> str:
+    """Whole steps beside what the device needs at least."""
+    rows = []
+    for name, each in run["figures"].items():
+        rows += [
+            [f"{name}, decode {d['batch']} x {d['context']}", f"{d['step_ms']:.2f} ms", f"{d['over_floor']:.2f} times"]
+            for d in each["decode"]
+        ]
+        rows += [
+            [f"{name}, prefill {p['tokens']}", f"{1e3 * p['s']:.0f} ms", f"{p['of_matmul']:.0%} of a product's rate"]
+            for p in each["prefill"]
+        ]
+    return table(["step", "takes", "its floor"], rows)
+
+
+def gpu_transfer(run: Run) -> str:
+    """Reads between two processes on the GPU."""
+    rows = [
+        [f"{each['blocks']} x {each['block_bytes'] >> 20} MiB", f"{each['us']:.0f}", f"{each['gb_per_s']:.1f}"]
+        for each in run["figures"]["reads"]
+    ]
+    return table(["blocks", "µs", "GB/s"], rows)
+
+
 TABLES: dict[str, Callable[[Run], str]] = {
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,
@@ -231,6 +293,8 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "bench-agreement": agreement,
     "modes": modes,
     "interference-long-prompt": interference,
+    "gpu-engine": gpu_engine,
+    "gpu-transfer": gpu_transfer,
 }
 PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "batch throughput": ("decode-floor-15m-1", batch_throughput),
@@ -238,6 +302,9 @@ PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "memory limited": ("claims", memory_limited),
     "empty slots": ("claims", empty_slots),
     "padding": ("claims", padding),
+    "gpu decode attention": ("gpu-kernels", gpu_decode_attention),
+    "gpu prefill attention": ("gpu-kernels", gpu_prefill_attention),
+    "gpu small kernels": ("gpu-kernels", gpu_small_kernels),
 }
 
 
