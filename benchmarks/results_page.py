@@ -279,6 +279,14 @@ def gpu_transfer(run: Run) -> str:
     return table(["blocks", "µs", "GB/s"], rows)
 
 
+def gpu_stack(run: Run) -> str:
+    """Whole systems on one GPU."""
+    rates = run["figures"]["output_tokens_per_s"]
+    ours = rates["baton pair"]
+    rows = [[name, f"{rate:.0f}", f"{ours / rate:.1f}"] for name, rate in rates.items()]
+    return table(["system", "output tokens/s", "a Baton pair has times as many"], rows)
+
+
 TABLES: dict[str, Callable[[Run], str]] = {
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,
@@ -295,6 +303,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "interference-long-prompt": interference,
     "gpu-engine": gpu_engine,
     "gpu-transfer": gpu_transfer,
+    "gpu-stack": gpu_stack,
 }
 PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "batch throughput": ("decode-floor-15m-1", batch_throughput),

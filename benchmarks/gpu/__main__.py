@@ -4,6 +4,7 @@
     python -m benchmarks.gpu kernels    every kernel, against the device and against others' kernels
     python -m benchmarks.gpu engine     whole steps of models of well-known shapes, against their floors
     python -m benchmarks.gpu transfer   NIXL between two processes on the GPU
+    python -m benchmarks.gpu stack      the whole stack on the GPU, beside transformers' static and continuous batching
 
 Each part takes less than 8 minutes, prints a short table, and writes `benchmarks/results/gpu-PART.json`.
 """
@@ -19,7 +20,7 @@ import torch
 
 from benchmarks.record import record
 
-PARTS = ("tune", "kernels", "engine", "transfer")
+PARTS = ("tune", "kernels", "engine", "transfer", "stack")
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: no CUDA device: the kernels' correctness is tested by `pytest tests/kernels` without one")
-    from benchmarks.gpu import engine, kernels, transfer, tune
+    from benchmarks.gpu import engine, kernels, stack, transfer, tune
     from benchmarks.gpu.timing import copy_bytes_per_s, matmul_flops_per_s
 
     copy_rate, matmul_rate = copy_bytes_per_s(), matmul_flops_per_s()
@@ -40,6 +41,7 @@ def main() -> None:
         "kernels": lambda: kernels.run(copy_rate),
         "engine": lambda: engine.run(copy_rate, matmul_rate),
         "transfer": transfer.run,
+        "stack": stack.run,
     }
     figures = parts[options.part]()
     device = {"gpu": gpu, "copy_bytes_per_s": copy_rate, "matmul_flops_per_s": matmul_rate}

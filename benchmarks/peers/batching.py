@@ -92,7 +92,7 @@ class _EachStep(StoppingCriteria):  # type: ignore[misc]
                 fresh.append((job, output[-1:]))
                 self._ended[row] = job.ends_with(output)
         self._loop.call_soon_threadsafe(_deliver, fresh)
-        return torch.tensor(self._ended)
+        return torch.tensor(self._ended, device=input_ids.device)
 
 
 def _deliver(fresh: Sequence[tuple[Job, list[int] | EngineError]]) -> None:
@@ -153,7 +153,7 @@ class BatchAfterBatch:
         """Pad to the longest prompt, generate until the longest output has ended."""
         width = max(len(job.prompt) for job in jobs)
         prompts = torch.zeros(len(jobs), width, dtype=torch.long)
-        mask = torch.zeros(len(jobs), width, dtype=torch.long)
+        mask = torch.zeros_like(prompts)
         for row, job in enumerate(jobs):
             prompts[row, width - len(job.prompt) :] = torch.tensor(job.prompt)
             mask[row, width - len(job.prompt) :] = 1
@@ -162,13 +162,19 @@ class BatchAfterBatch:
         )
         steps = StoppingCriteriaList([_EachStep(jobs, width, loop)])
         with torch.inference_mode():
-            self._model.generate(prompts, attention_mask=mask, generation_config=config, stopping_criteria=steps)
+            self._model.generate(
+                prompts.to(self._model.device),
+                attention_mask=mask.to(self._model.device),
+                generation_config=config,
+                stopping_criteria=steps,
+            )
 
 
 class Continuous:
     """The continuous batching of `transformers`: what `generate_batch` runs on, fed request by request."""
 
     def __init__(self, model: Any, *, batch_size: int, num_blocks: int, page_size: int, batch_tokens: int) -> None:
+        on_gpu = model.device.type == "cuda"
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1),
             ContinuousBatchingConfig(
@@ -176,8 +182,8 @@ class Continuous:
                 num_blocks=num_blocks,
                 max_batch_tokens=batch_tokens,
                 max_requests_per_batch=batch_size,
-                use_async_batching=False,
-                use_cuda_graph=False,
+                use_async_batching=on_gpu,
+                use_cuda_graph=on_gpu,
                 auto_switch_to_flash=False,
             ),
         )

@@ -162,7 +162,8 @@ def load(options: argparse.Namespace) -> tuple[Served, Engine]:
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", local_files_only=True
-    ).eval()
+    ).to(options.device)
+    model.eval()
     served = Served(
         name=options.model.resolve().name,
         tokenizer=Tokenizer.from_file(str(options.model / "tokenizer.json")),
@@ -211,6 +212,7 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=65536, help="continuous: tokens that the KV cache holds")
     parser.add_argument("--batch-tokens", type=int, default=1024, help="continuous: most tokens in a step")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     uvloop.install()

@@ -64,6 +64,7 @@ def options(folder: Path, mode: str) -> argparse.Namespace:
         kv_tokens=4096,
         batch_tokens=64,
         dtype="float32",
+        device="cpu",
         threads=1,
     )
 

@@ -73,6 +73,8 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
     decode = {"batch": 1, "context": 2048, "step_ms": 4.2, "over_floor": 1.13}
     recorded("gpu-engine", {"llama": {"decode": [decode], "prefill": [{"tokens": 8192, "s": 0.2, "of_matmul": 0.56}]}})
     recorded("gpu-transfer", {"reads": [{"block_bytes": 2**21, "blocks": 4, "us": 170.0, "gb_per_s": 49.3}]})
+    recorded("gpu-stack", {"output_tokens_per_s": {"baton pair": 3000.0, "static batching": 250.0}})
+    assert "| static batching | 250 | 12.0 |" in part("gpu-stack")
     assert "| 8 x 1024 | 20.0 | 50% | 1.25 | 99.0 |" in part("gpu decode attention")
     assert "| 2048 of 8192 | 500 | 412 |" in part("gpu prefill attention")
     assert "| add_norm, 64 tokens | 4.0 | 1.5 |" in part("gpu small kernels")
