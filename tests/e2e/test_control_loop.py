@@ -32,9 +32,9 @@ from common.contract.messages import (
     Tokens,
 )
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Sampled, Slice
+from common.engine.batch import Slice
 from common.engine.engine import Engine
-from common.engine.runner import ModelRunner, load_runner
+from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.runtime.channel import ControlServer
 from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.clock import Pulse, monotonic
@@ -60,14 +60,14 @@ class HeldRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+    def submit(self, slices: Sequence[Slice]) -> Submitted:
         if self.num_free_steps > 0:
             self.num_free_steps -= 1
-            return self._runner.step(slices)
+            return self._runner.submit(slices)
         self.in_step.set()
         assert self.gate.wait(30)
         self.in_step.clear()
-        return self._runner.step(slices)
+        return self._runner.submit(slices)
 
 
 @asynccontextmanager
