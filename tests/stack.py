@@ -161,8 +161,8 @@ class Process:
         finally:
             self.popen.send_signal(signal.SIGCONT)
 
-    def wait(self, timeout_s: float = 30.0) -> int:
-        """Its exit code, once it has ended."""
+    def wait(self, timeout_s: float = 90.0) -> int:
+        """Its exit code, once it has ended; dozens that end at once on two cores take their time."""
         try:
             code = self.popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
