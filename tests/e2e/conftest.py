@@ -26,6 +26,11 @@ def pools() -> Iterator[dict[str, Workers]]:
         workers.signal()
     for workers in started.values():
         workers.wait()
+    # At rest they had nothing to drain: whoever took its grace period held something.
+    stuck = [
+        line for workers in started.values() for p in workers.all for line in p.log if "not drained within" in line
+    ]
+    assert not stuck, stuck
 
 
 @pytest.fixture
