@@ -38,6 +38,7 @@ from common.runtime.clock import Pulse, monotonic
 from gateway.dispatcher import Dispatcher
 from gateway.generation import Generation
 from gateway.registry import Registry
+from gateway.router import Routing
 
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
 
@@ -59,14 +60,14 @@ def summary_ms(values: Sequence[float]) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def connected(local: Local, folder: Path) -> AsyncIterator[Dispatcher]:
+async def connected(local: Local, folder: Path, routing: Routing = "expected") -> AsyncIterator[Dispatcher]:
     """A dispatcher of this process, on the workers of a local stack."""
     connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
     connection.request("GET", "/ready")
     workers = json.loads(connection.getresponse().read())["details"]["workers"]
     at = {role: tuple(w["id"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
     registry = Registry(at["prefill"], at["decode"], config_hash(folder))
-    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=60))
+    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=60), routing=routing)
     running = asyncio.create_task(dispatcher.run())
     await dispatcher.wait_usable()
     try:

@@ -11,7 +11,6 @@ after each turn, so a run that is stopped is not lost. Needs `python -m benchmar
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 from benchmarks.local import local_stack
 from benchmarks.models import give_every_token_text, llama_15m, qwen2_05b
 from benchmarks.peers import vllm
-from benchmarks.record import record
+from benchmarks.record import load_figures, record
 
 MODELS = {"15m": llama_15m, "0.5b": qwen2_05b}
 PAIRS = (("baton pair", "vllm pair"), ("baton colocated", "vllm single"))
@@ -117,14 +116,7 @@ def run(url: str, options: argparse.Namespace, concurrency: int, *, seed: int, s
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    summary = json.loads(output.read_text())["run"]["summary"]
-    return {
-        "failed": summary["requests"] - summary["succeeded"],
-        "output_tokens_per_s": summary["throughput"]["output_tokens_per_s"],
-        "ttft_p50_s": summary["ttft_s"]["p50"],
-        "itl_p99_s": summary["itl_s"]["p99"],
-        "tpot_p50_s": summary["tpot_s"]["p50"],
-    }
+    return load_figures(output)
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

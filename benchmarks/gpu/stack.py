@@ -6,7 +6,6 @@ Baton as a prefill and a decode worker that share the GPU, and colocated.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from benchmarks.gpu.engine import SHAPES
 from benchmarks.local import local_stack
 from benchmarks.models import give_every_token_text
 from benchmarks.peers.process import free_port, running, wait_until_it_answers
+from benchmarks.record import load_figures
 
 REQUESTS, AT_A_TIME, ROUNDS = 192, 64, 2
 """Of each run; a system has a run in each round."""
@@ -87,10 +87,4 @@ def load(url: str, *, seed: int, requests: int, scratch: Path) -> dict[str, floa
     command = [sys.executable, "-m", "benchmarks.load", "--url", url, *LENGTHS, "--concurrency", str(AT_A_TIME)]
     command += ["--requests", str(requests), "--seed", str(seed), "--output", str(output)]
     subprocess.run(command, check=True, capture_output=True)
-    summary = json.loads(output.read_text())["run"]["summary"]
-    return {
-        "failed": summary["requests"] - summary["succeeded"],
-        "output_tokens_per_s": summary["throughput"]["output_tokens_per_s"],
-        "ttft_p50_s": summary["ttft_s"]["p50"],
-        "itl_p99_s": summary["itl_s"]["p99"],
-    }
+    return load_figures(output)
