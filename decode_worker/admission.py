@@ -57,6 +57,13 @@ class Admission:
         """The most blocks in use from now on, as forecast."""
         return self._forecast.peak(step, self._pool.num_used)
 
+    def num_places(self, step: int) -> int:
+        """Sequences like those that are here for which there would be room at once; at least one."""
+        num, expected = len(self._forecast), self.num_expected(step)
+        if not num or not expected:
+            return self._policy.max_num_seqs
+        return max(1, min(self._policy.max_num_seqs, num * self._limit // expected))
+
     def any_below(self, rank: int) -> bool:
         """Whether sequences of a lower tier hold blocks."""
         return any(self._num_admitted[rank + 1 :])

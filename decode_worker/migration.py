@@ -212,6 +212,7 @@ class Arrivals:
         arrival = self._of(ahead)
         assert arrival is not None
         arrival.num_held = len(block_ids)
+        arrival.request.ahead = ahead.times
         self._pool.release(block_ids)
         self._attach(arrival)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Decode, FinishReason, TokenLogprobs, Tokens
+from common.contract.messages import Decode, FinishReason, PromptTimes, Timings, TokenLogprobs, Tokens
 from common.engine.sequence import Sequence
+from kv_transfer.pull_times import PullTimes
 from kv_transfer.sink import Pull
 
 
@@ -37,6 +39,8 @@ class Generation:
     """When it was let in, as a number: the newest is preempted first, and comes back last."""
     rank: float
     """Its place in the distribution of output lengths, in [0, 1)."""
+    began: float = 0.0
+    """Monotonic seconds at which it had its blocks, and its first token."""
     num_named: int = 0
     """Leading blocks whose names the pool has been told."""
     num_sent: int = 0
@@ -53,6 +57,14 @@ class Generation:
     """The step at which it is expected to end."""
     host_slots: list[int] = field(default_factory=list)
     """Slots of host memory that hold its leading blocks, from being swapped out to being swapped in."""
+    joined_at: float | None = None
+    """When it first had a place in the batch, in monotonic seconds."""
+    paused_at: float | None = None
+    """Since when it has had none again."""
+    paused_s: float = 0.0
+    """What earlier such pauses have taken."""
+    timings: Timings | None = None
+    """As last told to the gateway."""
     preempted_at: float = 0.0
     """When it last lost its blocks, in monotonic seconds."""
     num_passed: int = 0
@@ -68,6 +80,19 @@ class Generation:
     def key(self) -> tuple[DecodeRequest, int]:
         """The request and the choice."""
         return self.request, self.sequence.choice
+
+    def joined(self, now: float) -> None:
+        """It has a place in the batch."""
+        if self.joined_at is None:
+            self.joined_at = now
+        elif self.paused_at is not None:
+            self.paused_s += now - self.paused_at
+            self.paused_at = None
+
+    def paused(self, now: float) -> None:
+        """It has lost its place, or its blocks, if it had them."""
+        if self.joined_at is not None and self.paused_at is None:
+            self.paused_at = now
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> None:
         """The next token."""
@@ -107,6 +132,14 @@ class DecodeRequest:
     """Names of the full blocks of `work.token_ids`."""
     pull: Pull | None = None
     """None when the prompt is computed here."""
+    ahead: PullTimes | None = None
+    """Of what was read of a sequence that moves before it stood still."""
+    prompt_times: PromptTimes | None = None
+    """What its first tokens have taken, here or at its source."""
+    started_at: float | None = None
+    """When the first chunk of its prompt was planned here, in monotonic seconds."""
+    begun_at: float | None = None
+    """When its KV was here, for good, and its choices began."""
     order: int = 0
     """When it was let in, as a number."""
     gave_way: bool = False
@@ -148,7 +181,7 @@ class LocalPrompt:
     """The choice that is recomputed; None for the request's prompt."""
     token_ids: list[int] | tuple[int, ...]
     num_computed: int
-    block_table: list[int]
+    block_table: Seq[int]
     urgency: tuple[int, float, int]
     """(tier's rank, deadline, order): what comes first."""
 

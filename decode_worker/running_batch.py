@@ -97,14 +97,15 @@ class RunningBatch:
                     break
             elif len(self._running) >= self._max_num_seqs and not self._make_place(generation, now):
                 break
-            self._join(generation)
+            self._join(generation, now)
             joined.append(generation)
         return joined
 
-    def _join(self, generation: Generation) -> None:
+    def _join(self, generation: Generation, now: float) -> None:
         self._ready.discard(generation)
         del self._ready_since[generation]
         generation.stage = Stage.RUNNING
+        generation.joined(now)
         self._running[generation] = rank, order = seniority(generation)
         self._newest.add(generation, (-rank, -order))
         self.fed(generation)
@@ -174,6 +175,7 @@ class RunningBatch:
         if newest is None or seniority(newest)[0] <= seniority(generation)[0]:
             return False
         self.discard(newest)
+        newest.paused(now)
         self.add(newest, now)
         self._stepped_aside.append(newest)
         return True

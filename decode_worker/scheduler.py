@@ -16,6 +16,7 @@ Life cycle of a request here:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -121,10 +122,17 @@ class DecodeScheduler:
         """Sequences without blocks."""
         return len(self._preempted)
 
+    def num_uncomputed_of(self, request: DecodeRequest) -> int:
+        """Tokens of the request's prompt still to be computed here; none if it is pulled."""
+        if request.pull is not None or request.generations:
+            return 0
+        prompt = self._prompts.get(request)
+        return len(request.work.token_ids) if prompt is None else prompt.num_uncomputed
+
     @property
-    def num_uncomputed(self) -> int:
-        """Tokens still to be computed here, of prompts that have blocks."""
-        return self._chunks.num_uncomputed
+    def num_places(self) -> int:
+        """Sequences like those that hold blocks now that could do so at once."""
+        return self._admission.num_places(self._batch.step)
 
     @property
     def has_work(self) -> bool:
@@ -198,7 +206,7 @@ class DecodeScheduler:
     def settled(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
         """The pulled blocks are valid: the request's choices go on after their first tokens."""
         del self._reserved[request]
-        self._begin(request, list(block_ids), first_tokens, now)
+        self._begin(request, block_ids, first_tokens, now)
 
     def computed(self, request: DecodeRequest, first_tokens: Seq[Tokens], now: float) -> None:
         """The last chunk of the request's prompt is done: its choices go on after their first tokens."""
@@ -221,7 +229,7 @@ class DecodeScheduler:
             self._pool.release(copy)
         if self._policy.prefill_priority and len(self._chunks):
             budget = self._policy.token_budget
-            step.chunks = self._chunks.schedule(budget, budget, now, self._permitted((), now))
+            step.chunks = self._plan_chunks(budget, now, self._permitted((), now))
             return step
         ahead: frozenset[Generation] = frozenset() if before is None else frozenset(before.decodes)
         ending = {generation for generation in ahead if generation in self._batch and self._ends(generation)}
@@ -238,14 +246,24 @@ class DecodeScheduler:
         if len(self._chunks):
             left = max(0, self._policy.token_budget - len(step.decodes))
             budget = min(left, self._policy.prefill_tokens) if step.decodes else left
-            step.chunks = self._chunks.schedule(budget, budget, now, permitted)
+            step.chunks = self._plan_chunks(budget, now, permitted)
         return step
+
+    def _plan_chunks(
+        self, budget: int, now: float, permitted: Callable[[LocalPrompt], bool] | None
+    ) -> list[Chunk[LocalPrompt]]:
+        chunks = self._chunks.schedule(budget, budget, now, permitted)
+        for chunk in chunks:
+            request = chunk.prompt.request
+            if chunk.prompt.generation is None and request.started_at is None:
+                request.started_at = now
+        return chunks
 
     def may_run_ahead(self, step: Step) -> bool:
         """Whether the next step may be scheduled while `step`, the last one, runs: what it chooses is not needed, and
         nothing but decode tokens is on its way."""
         plain = not (step.chunks or step.copies or step.swap_outs or step.swap_ins)
-        return plain and not self.trials and not any(each.sequence.sampling.penalised for each in step.decodes)
+        return plain and not self.trials and not any(each.sequence.sampling.looks_back for each in step.decodes)
 
     def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""
@@ -290,7 +308,7 @@ class DecodeScheduler:
         caller's now. No step may be in flight."""
         assert generation.stage is Stage.RUNNING, generation.sequence
         sequence = generation.sequence
-        blocks = sequence.block_table[: self._blocks_for(sequence.num_computed)]
+        blocks = list(sequence.block_table[: self._blocks_for(sequence.num_computed)])
         self._pool.share(blocks)
         self._take_blocks(generation)
         generation.stage = Stage.ENDED
@@ -424,7 +442,7 @@ class DecodeScheduler:
             return False
         self._preempted.discard(generation)
         self._pool.share(held)
-        sequence.block_table = held + self._pool.allocate(num_new)
+        sequence.block_table = array("q", held + self._pool.allocate(num_new))
         self._admission.enter(generation.key, newcomer)
         if swapped:
             generation.num_kept = len(held)
@@ -464,7 +482,7 @@ class DecodeScheduler:
         generation: Generation | None,
         token_ids: list[int] | tuple[int, ...],
         num_computed: int,
-        block_table: list[int],
+        block_table: Seq[int],
         now: float,
     ) -> LocalPrompt:
         tier = request.work.tier
@@ -476,23 +494,24 @@ class DecodeScheduler:
         self._newest_prompts.add(prompt, (-tier.rank, -order))
         return prompt
 
-    def _begin(self, request: DecodeRequest, block_ids: list[int], first_tokens: Seq[Tokens], now: float) -> None:
+    def _begin(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
         """The KV of the request's tokens is here, for good: its choices begin, sharing the full blocks. One that has
         moved here brings more tokens, of which only the last has no KV yet."""
         work = request.work
         token_ids = [*work.token_ids, *first_tokens[0].token_ids[:-1]]
         num_tokens = len(token_ids)
         full = num_tokens // self._block_size
+        request.begun_at = now
         request.chain.extend(token_ids, num_tokens)
         self._pool.name(block_ids[:full], request.chain.hashes)
         for index, first in enumerate(first_tokens):
-            table = list(block_ids)
+            table = block_ids
             if index > 0:
                 self._pool.share(block_ids[:full])
                 copies = [request.fork_blocks.pop() for _ in block_ids[full:]]
                 self._copies += zip(block_ids[full:], copies, strict=True)
                 self._pool.share([*block_ids[full:], *copies])
-                table[full:] = copies
+                table = [*block_ids[:full], *copies]
             sequence = Sequence(
                 request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_tokens, table
             )
@@ -504,6 +523,7 @@ class DecodeScheduler:
                 rank_of(request.order + index),
                 num_named=full,
                 first_position=len(work.token_ids),
+                began=now,
             )
             logprobs = first.logprobs or (None,)
             generation.logprobs += [each for each in logprobs[:-1] if each is not None]
@@ -623,6 +643,7 @@ class DecodeScheduler:
             victim.sequence.num_computed = 0
         victim.stage = Stage.PREEMPTED
         victim.preempted_at, victim.num_passed = now, 0
+        victim.paused(now)
         self._preempted.add(victim, seniority(victim))
         return num_freed
 
@@ -631,6 +652,7 @@ class DecodeScheduler:
         num_freed = self._num_private(prompt.block_table) + len(prompt.request.fork_blocks)
         self.forget(prompt.request)
         prompt.request.sent_back = True
+        prompt.request.started_at = None
         self.want(prompt.request, prompt.request.arrived)
         self.num_recomputed += 1
         return num_freed
@@ -659,7 +681,7 @@ class DecodeScheduler:
             self._chunks.remove(prompt)
             self._newest_prompts.discard(prompt)
         self._pool.release(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table = array("q")
         generation.num_named = 0
         self._admission.left(generation)
 

@@ -68,4 +68,5 @@ def _next_token(generation: Generation, position: int) -> Sample:
         position=position,
         token_ids=sequence.token_ids,
         prompt_len=sequence.prompt_len,
+        grammar_state=sequence.grammar_state,
     )

@@ -48,11 +48,14 @@ from common.contract.messages import (
     Resume,
     Role,
     Settle,
+    Timings,
     Tokens,
     Welcome,
 )
+from common.contract.tiers import by_tier
 from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
+from common.engine.cache_feed import CacheFeed
 from common.engine.engine import Engine, Started
 from common.engine.prompt import first_tokens
 from common.engine.sequence import finish_reason
@@ -61,12 +64,14 @@ from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import DecodeSettings
 from common.runtime.fence import AttemptFence
+from common.runtime.logs import about
 from common.runtime.probes import counter, gauge
 from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
+from decode_worker.times import prompt_times_of, timings_of
 from kv_transfer.intake import Intake
 from kv_transfer.lender import Lender
 from kv_transfer.regions import Region
@@ -77,6 +82,8 @@ log = logging.getLogger(__name__)
 
 MAX_UNACKNOWLEDGED = 4096
 """Finished requests whose tokens are kept for a gateway that may ask again."""
+_SEQUENCE_WEIGHT = 0.1
+"""Of the newest sequence in what sequences lately took."""
 _TICK_S = 0.25
 """Between two looks at deadlines and quarantine, while a request is open."""
 
@@ -141,8 +148,8 @@ class DecodeWorker:
         self._departures = Departures(
             self._scheduler, self._pool, self._lender, server.send, region.crc32 if settings.checksums else None
         )
-        on_gpu = engine.runner.cache.device.type == "cuda"
-        self._runs_ahead = on_gpu if settings.run_ahead == "auto" else settings.run_ahead == "on"
+        self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
+        self._feed = CacheFeed(self._pool, server.send)
         self._draining = False
         self._fence = AttemptFence()
         self._requests: dict[RequestId, DecodeRequest] = {}
@@ -155,6 +162,8 @@ class DecodeWorker:
         self._recomputed_tokens = 0
         self._steps_ahead = 0
         """Steps that were planned while another one ran."""
+        self._sequence_s = 0.0
+        """What sequences have lately taken here, from their first token to their last."""
         self._block_steps = 0
         """Blocks in use, summed over the steps."""
 
@@ -283,11 +292,17 @@ class DecodeWorker:
         self._lender.on_hello(peer, listed)
         return tuple(request.key for request in self._owned_by(peer))
 
+    def on_open(self, peer: Incarnation, role: Role) -> None:
+        """A gateway is told what the prefix cache holds."""
+        if role is Role.GATEWAY:
+            self._feed.begin(peer)
+
     def on_peer_lost(self, peer: Incarnation) -> None:
         """A gateway's requests, and what a sink has borrowed, end with it."""
         for request in self._owned_by(peer):
             self._forget(request, "its gateway is gone")
         self._lender.on_peer_lost(peer)
+        self._feed.end(peer)
 
     def _on_decode(self, gateway: Incarnation, work: Decode) -> None:
         if not self._fence.admits(work.key):
@@ -295,7 +310,7 @@ class DecodeWorker:
         known = self._find(work.request)
         if known is not None:
             self._forget(known, "a newer attempt arrived")
-        objection = self._config.objection(work.token_ids)
+        objection = self._engine.runner.objection(work.token_ids, work.sampling)
         if work.moving and len(work.token_ids) == work.prompt_len:
             objection = "a sequence moves only when it runs"
         if objection is not None:
@@ -366,6 +381,8 @@ class DecodeWorker:
         for generation in request.generations:
             if generation.sequence.choice == message.choice:
                 if message.position < generation.sequence.num_tokens:
+                    if generation.timings is not None:
+                        self._server.send(gateway, generation.timings)
                     self._server.send(gateway, generation.tokens(message.position))
                 self._departures.tell_again(generation)
         if request.finished:
@@ -396,6 +413,7 @@ class DecodeWorker:
             self._arrivals.pulled_ahead(pull, block_ids)
             return
         request = self._requests[pull.key.request]
+        request.prompt_times = pull.prompt_times
         self._scheduler.settled(request, block_ids, first_tokens, self._clock())
         self._begun(request)
 
@@ -423,6 +441,10 @@ class DecodeWorker:
     def _relay_end(self, request: DecodeRequest, first_tokens: Sequence[Tokens]) -> None:
         """The first tokens are all there is. The source has said so, but perhaps to an attempt that was over."""
         request_id, attempt = request.key
+        if request.pull is not None and request.pull.prompt_times is not None:
+            prompt = request.pull.prompt_times
+            timings = Timings(request=request_id, attempt=attempt, choice=None, prompt=prompt, decode=None)
+            self._server.send(request.gateway, timings)
         for tokens in first_tokens:
             self._server.send(request.gateway, replace(tokens, request=request_id, attempt=attempt))
         self._count("finished")
@@ -492,6 +514,7 @@ class DecodeWorker:
         if not self._pool.num_in_flight:
             self._departures.cut()
         self._reserve()
+        self._feed.publish()
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
         """Every token of a local prompt has its KV; what was sampled after the last one."""
@@ -505,9 +528,11 @@ class DecodeWorker:
         try:
             tokens = first_tokens(request.work, outcomes, self._config.eos_token_ids, self._config.max_sequence_tokens)
         except InvalidLogitsError as error:
-            self._fail(request, Cause.INTERNAL, str(error))
+            self._fail(request, error.cause, str(error))
             return
-        self._scheduler.computed(request, tokens, self._clock())
+        now = self._clock()
+        request.prompt_times = prompt_times_of(request, now)
+        self._scheduler.computed(request, tokens, now)
         for generation in request.generations:
             self._generation_tokens += 1
             self._send_tokens(generation)
@@ -516,7 +541,7 @@ class DecodeWorker:
     def _advance(self, generation: Generation, outcome: Sampled) -> None:
         """A sequence whose tokens all have their KV gets the next one."""
         if isinstance(outcome, InvalidLogitsError):
-            self._fail(generation.request, Cause.INTERNAL, str(outcome))
+            self._fail(generation.request, outcome.cause, str(outcome))
             return
         sequence = generation.sequence
         sequence.num_computed = sequence.num_tokens
@@ -535,11 +560,17 @@ class DecodeWorker:
         if generation.request.work.suspect and generation.request.num_new >= TRIAL_TOKENS:
             self._scheduler.trials.discard(generation.request.key)
         if reason is not None:
+            took_s = self._clock() - generation.began
+            self._sequence_s += (took_s - self._sequence_s) * (_SEQUENCE_WEIGHT if self._sequence_s else 1.0)
             self._scheduler.remove(generation)
             self._finish_if_ended(generation.request)
 
     def _send_tokens(self, generation: Generation) -> None:
-        self._server.send(generation.request.gateway, generation.tokens(generation.num_sent))
+        gateway = generation.request.gateway
+        if not generation.num_sent or generation.finish_reason is not None:
+            generation.timings = timings_of(generation, self._clock())
+            self._server.send(gateway, generation.timings)
+        self._server.send(gateway, generation.tokens(generation.num_sent))
         generation.num_sent = generation.sequence.num_tokens
 
     def _finish_if_ended(self, request: DecodeRequest) -> None:
@@ -562,7 +593,8 @@ class DecodeWorker:
         self._refuse(request.gateway, request.key, cause, message)
 
     def _refuse(self, gateway: Incarnation, key: RequestKey, cause: Cause, message: str) -> None:
-        log.warning("request %s failed: %s: %s", key.request, cause, message)
+        fields = about("failed", request=key.request, attempt=key.attempt, cause=cause, why=message)
+        log.warning("request %s failed: %s: %s", key.request, cause, message, extra=fields)
         self._count(cause)
         self._server.send(
             gateway, Failed(request=key.request, attempt=key.attempt, cause=cause, message=message[:4096])
@@ -641,10 +673,16 @@ class DecodeWorker:
             steps=self._engine.num_steps,
             running=self._scheduler.num_running + self._scheduler.num_computing,
             waiting=sum(not request.generations for request in self._requests.values()),
-            waiting_tokens=self._scheduler.num_uncomputed,
             blocks_used=min(self._scheduler.num_expected, self._pool.num_blocks),
             blocks_total=self._pool.num_blocks,
             phase=self.phase,
+            queued_tokens=by_tier((r.work.tier, self._scheduler.num_uncomputed_of(r)) for r in self._requests.values()),
+            sequences=by_tier((r.work.tier, len(r.work.choices)) for r in self._requests.values()),
+            places=self._scheduler.num_places,
+            token_s=self._engine.costs.prefill_s_per_token,
+            sequence_s=self._sequence_s,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._generation_tokens,
         )
 
     def ready(self) -> tuple[bool, Mapping[str, object]]:

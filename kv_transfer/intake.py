@@ -41,6 +41,7 @@ from common.runtime.config import WorkerSettings
 from common.runtime.curve import CurveKeys
 from common.runtime.probes import counter, gauge
 from kv_transfer.mover import Mover
+from kv_transfer.pull_times import PullTimes
 from kv_transfer.regions import Region
 from kv_transfer.sink import Action, Admit, GaveUp, Pull, PullState, Release, SendToSource, StartRead, WantBlocks
 from kv_transfer.source_links import SourceLinks
@@ -160,6 +161,7 @@ class Intake:
         """
         assert pull.key.request not in self._pulls, f"{pull.key} is pulled already"
         self._pulls[pull.key.request] = (pull, fits)
+        pull.times = PullTimes()
         source = self._links.need(pull.source.address)
         if source is not None:
             self._attach(pull, source, self._links.welcome(pull.source.address))
@@ -169,6 +171,8 @@ class Intake:
 
         They are the pull's until `on_pulled` or `on_release`.
         """
+        assert pull.times is not None
+        pull.times.reserved_at = self._clock()
         self._do(pull, pull.reserve(block_ids, num_held))
 
     def abandon(self, pull: Pull, cause: Cause | None, why: str) -> None:
@@ -245,6 +249,8 @@ class Intake:
     def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
         read = self._reads.pop(read_id)
         pull = read.pull
+        assert pull.times is not None
+        pull.times.read_ended(self._clock())
         if error is not None and read.agent == self._agents.get(pull.source.incarnation, 0):
             # Its connection may be broken for good; the next pull gets another one.
             self._replace_agent(pull.source)
@@ -264,6 +270,8 @@ class Intake:
     def _do(self, pull: Pull, actions: Iterable[Action]) -> None:
         """Carry out what the pull decided; what the worker then calls finds the books in order."""
         self._enter(pull)
+        now = self._clock()
+        self._note(pull, now)
         for action in actions:
             match action:
                 case SendToSource(message):
@@ -271,7 +279,9 @@ class Intake:
                 case StartRead():
                     read_id = ReadId(next(self._read_ids))
                     source = pull.source.incarnation
-                    self._reads[read_id] = _Read(pull, action.start, self._agents.get(source, 0), self._clock())
+                    self._reads[read_id] = _Read(pull, action.start, self._agents.get(source, 0), now)
+                    assert pull.times is not None
+                    pull.times.read_begun(len(action.sink_blocks) * self._block_bytes, now)
                     self.mover.read(read_id, source, action.source_blocks, action.sink_blocks, action.checksums)
                 case WantBlocks(num_blocks):
                     self._events.on_want_blocks(pull, num_blocks)
@@ -290,6 +300,16 @@ class Intake:
             self._quarantine.setdefault(pull, self._clock())
         if pull.state in (PullState.SETTLED, PullState.ABANDONED) and self._has(pull):
             del self._pulls[pull.key.request]
+
+    def _note(self, pull: Pull, now: float) -> None:
+        """How far a pull has come; one that is given up before it began has no times."""
+        times = pull.times
+        if times is None:
+            return
+        if pull.told:
+            times.told(now)
+        if pull.state is PullState.SETTLING and times.read_at is None:
+            times.read_at = now
 
     def _has(self, pull: Pull) -> bool:
         return self._pulls.get(pull.key.request, (None, None))[0] is pull

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestKey
-from common.contract.messages import BlocksReady, OfferWithdrawn, PrefillDone, Settle, Settled, Tokens
+from common.contract.messages import BlocksReady, OfferWithdrawn, PrefillDone, PromptTimes, Settle, Settled, Tokens
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class Lease:
     checksums: list[int] | None = None
     first_tokens: tuple[Tokens, ...] | None = None
     """Set once the offer is complete; empty for a prefix."""
+    times: PromptTimes | None = None
+    """What the first tokens took."""
     sink: Incarnation | None = None
     lent: bool = False
     """A cached prefix, pinned for the one sink that has asked: it ends with that sink's interest."""
@@ -59,6 +61,7 @@ class Lease:
             lease=self.lease,
             epoch=self.epoch,
             first_tokens=self.first_tokens,
+            times=self.times,
         )
 
     def last_words(self) -> tuple[BlocksReady, PrefillDone]:

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, Message, Settle, Tokens
+from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, Message, PromptTimes, Settle, Tokens
 from common.runtime.clock import Clock
 from common.runtime.probes import counter, gauge
 from kv_transfer.lease import withdrawn
@@ -155,9 +155,9 @@ class Lender:
         """The step that wrote blocks up to `num_ready` is complete; `checksums` are those of the new blocks."""
         self._do(self._leases.blocks_ready(request, num_ready, checksums, now=self._clock()))
 
-    def complete(self, request: RequestId, first_tokens: Sequence[Tokens]) -> None:
-        """The last chunk is done."""
-        self._do(self._leases.complete(request, first_tokens))
+    def complete(self, request: RequestId, first_tokens: Sequence[Tokens], times: PromptTimes | None = None) -> None:
+        """The last chunk is done; what the first tokens have taken."""
+        self._do(self._leases.complete(request, first_tokens, times))
 
     def withdraw(self, request: RequestId, cause: Cause, message: str) -> None:
         """End the request's lease, or refuse the attach that waits for it (abort, failure); inert without either."""

@@ -41,11 +41,13 @@ from common.contract.messages import (
     Message,
     OfferWithdrawn,
     PrefillDone,
+    PromptTimes,
     Settle,
     Settled,
     Source,
     Tokens,
 )
+from kv_transfer.pull_times import PullTimes
 
 
 class PullState(StrEnum):
@@ -160,12 +162,21 @@ class Pull:
         """None until they are known."""
         self.ended_with: tuple[Tokens, ...] = ()
         """The first tokens, if they ended every choice."""
+        self.prompt_times: PromptTimes | None = None
+        """What the first tokens have taken, once the source has told."""
+        self.times: PullTimes | None = None
+        """Kept by whoever carries the pull out, and has a clock."""
         self._attached = False
 
     @property
     def quarantined(self) -> tuple[int, ...]:
         """Blocks of an abandoned pull that an unfinished read may still write to."""
         return self._reading() if self.state is PullState.ABANDONED else ()
+
+    @property
+    def told(self) -> bool:
+        """Whether the first tokens are known."""
+        return self._first_tokens is not None
 
     @property
     def over(self) -> bool:
@@ -246,6 +257,7 @@ class Pull:
             return []
         if self._lease != (message.lease, message.epoch):
             return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
+        self.prompt_times = message.times
         if all(tokens.finish_reason is not None for tokens in message.first_tokens):
             self.ended_with = message.first_tokens
             return self.abandon(None, "the first token ended the request")

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_lease_id
-from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, Message, Settle, Tokens
+from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, Message, PromptTimes, Settle, Tokens
 from kv_transfer.lease import Lease, verdict, withdrawn
 
 MAX_TOMBSTONES = 4096
@@ -206,11 +206,15 @@ class LeaseTable:
             return []
         return [Send(lease.sink, lease.offer(start))]
 
-    def complete(self, request: RequestId, first_tokens: Sequence[Tokens]) -> list[Action]:
-        """The last chunk is done. If no choice goes on after its first token, the lease has nothing left to do."""
+    def complete(
+        self, request: RequestId, first_tokens: Sequence[Tokens], times: PromptTimes | None = None
+    ) -> list[Action]:
+        """The last chunk is done, which took so long. If no choice goes on after its first token, the lease has nothing
+        left to do."""
         lease = self._leases[request]
         assert lease.num_ready == len(lease.block_ids), lease.story
         lease.first_tokens = tuple(first_tokens)
+        lease.times = times
         lease.story.append("complete")
         actions: list[Action] = []
         if lease.sink is not None:

@@ -60,6 +60,13 @@ class PrefixPulls:
     def __len__(self) -> int:
         return len(self._pulls)
 
+    @property
+    def token_s(self) -> float:
+        """Seconds that pulling a token takes, by what is known; where nothing is pulled, what computing it takes."""
+        if self._when == "never":
+            return self._costs.prefill_s_per_token
+        return self._s_per_block / self._block_size
+
     def consider(self, request: PrefillRequest, now: float) -> PrefixPull | None:
         """Begin a pull for a request that has its blocks, if somebody holds more of its prompt than this worker and
         pulling that is expected to take less time than computing it (or the operator has decided)."""
@@ -94,7 +101,7 @@ class PrefixPulls:
 
     def pulled(self, pull: Pull, now: float) -> PrefixPull:
         """It has settled: learn from how long it took."""
-        prefix = self._pulls.pop(pull.key)
+        prefix = self._end(pull, now)
         num_read = prefix.num_blocks - prefix.request.num_computed // self._block_size
         seen = max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_read)
         old = self._s_per_block
@@ -104,10 +111,15 @@ class PrefixPulls:
         self.ended["pulled"] += 1
         return prefix
 
-    def gave_up(self, pull: Pull) -> PrefixPull:
+    def gave_up(self, pull: Pull, now: float) -> PrefixPull:
         """It has ended otherwise."""
         self.ended["gave_up"] += 1
-        return self._pulls.pop(pull.key)
+        return self._end(pull, now)
+
+    def _end(self, pull: Pull, now: float) -> PrefixPull:
+        prefix = self._pulls.pop(pull.key)
+        prefix.request.held_s += now - prefix.began
+        return prefix
 
     def overdue(self, now: float) -> list[PrefixPull]:
         """Those that have taken too long."""

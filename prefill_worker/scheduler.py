@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from common.contract.block_hashes import BlockChain, BlockHash
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import Prefill
+from common.contract.messages import Prefill, PromptTimes
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from common.engine.chunked_prefill import Chunk, ChunkQueue, Urgency
@@ -62,6 +62,10 @@ class PrefillRequest:
     """Leading tokens whose KV is in `block_table`."""
     num_passed: int = 0
     """Later requests that came in while this one did not fit."""
+    started_at: float | None = None
+    """When its first chunk was planned, in monotonic seconds."""
+    held_s: float = 0.0
+    """What it has waited for its beginning from elsewhere."""
     prefix_tried: bool = False
     """Whether the worker has already seen about fetching more of its beginning from elsewhere."""
 
@@ -84,6 +88,12 @@ class PrefillRequest:
     def tenant(self) -> str:
         """Whose it is."""
         return self.work.tenant
+
+    def times(self, now: float) -> PromptTimes:
+        """What its first tokens, which are sent now, have taken."""
+        assert self.started_at is not None, self.key
+        queue_s = self.started_at - self.arrived - self.held_s
+        return PromptTimes(queue_s=queue_s, prefix_pull_s=self.held_s, prefill_s=now - self.started_at)
 
     @property
     def num_uncomputed(self) -> int:
@@ -172,7 +182,8 @@ class PrefillScheduler:
             num_new = self.blocks_for(request) - len(cached)
             fits_tier = self._holdings.has_room(request.tier, cached, num_new)
             if fits_tier and self._within(horizons, request, now):
-                return max(0, num_new + self._pool.num_unreferenced(cached) - self._pool.num_free)
+                coming = self._pool.num_free + self._pool.num_limbo  # soon: when the steps in flight have ended
+                return max(0, num_new + self._pool.num_unreferenced(cached) - coming)
         return 0
 
     # --- the way in ----------------------------------------------------------------------------------------------
@@ -231,7 +242,11 @@ class PrefillScheduler:
 
     def schedule(self, now: float) -> list[Chunk[PrefillRequest]]:
         """The next step: chunks of running prompts, in order, within the budget."""
-        return self._chunks.schedule(self._token_budget, self._chunk_size, now, self._permitted(now))
+        chunks = self._chunks.schedule(self._token_budget, self._chunk_size, now, self._permitted(now))
+        for chunk in chunks:
+            if chunk.prompt.started_at is None:
+                chunk.prompt.started_at = now
+        return chunks
 
     def _permitted(self, now: float) -> Callable[[PrefillRequest], bool] | None:
         """Whom the step may have; None where there are no suspects."""

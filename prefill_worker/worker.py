@@ -45,19 +45,23 @@ from common.contract.messages import (
     Resume,
     Role,
     Settle,
+    Timings,
     Tokens,
     Welcome,
 )
+from common.contract.tiers import by_tier
 from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
+from common.engine.cache_feed import CacheFeed
 from common.engine.chunked_prefill import Chunk
-from common.engine.engine import Engine
+from common.engine.engine import Engine, Started
 from common.engine.prompt import first_tokens, prompt_slice
 from common.engine.trials import NOTICE_S
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import PrefillSettings
 from common.runtime.fence import AttemptFence
+from common.runtime.logs import about
 from common.runtime.probes import counter, gauge
 from kv_transfer.intake import Intake
 from kv_transfer.lender import Lender
@@ -79,6 +83,18 @@ _QUARANTINE_LOOK_S = 0.25
 class _Owner:
     gateway: Incarnation
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that the engine has been handed."""
+
+    number: int
+    """The pool's."""
+    chunks: list[Chunk[PrefillRequest]]
+    submitted: asyncio.Future[Started]
+    """The engine's."""
+    checksums: asyncio.Future[list[tuple[int, ...]]] | None
 
 
 class PrefillWorker:
@@ -124,6 +140,7 @@ class PrefillWorker:
             checksum=region.crc32 if settings.checksums else None,
         )
         self._prefix_pulls = PrefixPulls(me, self._block_size, layout.block_bytes, engine.costs, settings.pull_prefixes)
+        self._feed = CacheFeed(self._pool, server.send)
         self._draining = False
         self._fence = AttemptFence()
         self._owners: dict[RequestId, _Owner] = {}
@@ -132,6 +149,9 @@ class PrefillWorker:
         self._deadlines_changed = asyncio.Event()
         self._ended: dict[str, int] = {}
         self._prompt_tokens = 0
+        self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
+        self._steps_ahead = 0
+        """Steps that were planned while another one ran."""
 
     # --- the loops -----------------------------------------------------------------------------------------------
 
@@ -151,21 +171,36 @@ class PrefillWorker:
             self._engine.close()
 
     async def _step_loop(self) -> None:
+        before: _InFlight | None = None
         while True:
             self._admit()
             chunks = self._scheduler.schedule(self._clock())
             if not chunks:
-                self._wake.clear()
-                await self._wake.wait()
+                if before is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+                else:
+                    await self._end_step(before)
+                    before = None
                 continue
-            step = self._pool.step_started()
+            number = self._pool.step_started()
             slices = [prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table) for c in chunks]
-            tables = [tuple(chunk.prompt.block_table) for chunk in chunks]
             await self._tell_who_is_alone()
-            outcomes = await self._engine.step(slices)
-            checksums = await self._checksums(chunks, tables)
-            self._pool.step_finished(step)
-            self._after_step(chunks, outcomes, checksums)
+            self._steps_ahead += before is not None
+            step = _InFlight(number, chunks, self._engine.submit(slices), self._checksums(chunks))
+            if before is not None:
+                await self._end_step(before)
+            before = step
+            if not self._runs_ahead or self._scheduler.trials:  # a suspect's steps are its own
+                await self._end_step(before)
+                before = None
+
+    async def _end_step(self, step: _InFlight) -> None:
+        """Wait for a step's outcomes, and do what follows from them."""
+        outcomes = await self._engine.outcomes(step.submitted)
+        checksums = [()] * len(step.chunks) if step.checksums is None else await step.checksums
+        self._pool.step_finished(step.number)
+        self._after_step(step.chunks, outcomes, checksums)
 
     async def _tell_who_is_alone(self) -> None:
         """Before a step that may be this worker's last."""
@@ -223,11 +258,17 @@ class PrefillWorker:
         self._lender.on_hello(peer, listed)
         return tuple(self._owned_by(peer))
 
+    def on_open(self, peer: Incarnation, role: Role) -> None:
+        """A gateway is told what the prefix cache holds."""
+        if role is Role.GATEWAY:
+            self._feed.begin(peer)
+
     def on_peer_lost(self, peer: Incarnation) -> None:
         """A gateway's requests end with it; a sink's leases wait for another sink."""
         for key in self._owned_by(peer):
             self._end(key.request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
         self._lender.on_peer_lost(peer)
+        self._feed.end(peer)
 
     def _on_prefill(self, gateway: Incarnation, work: Prefill) -> None:
         if not self._fence.admits(work.key):
@@ -237,7 +278,7 @@ class PrefillWorker:
         now = self._clock()
         request = PrefillRequest(work, gateway, now, now + work.budget_s)
         needed = self._scheduler.blocks_for(request)
-        objection = self._engine.runner.config.objection(work.token_ids)
+        objection = self._engine.runner.objection(work.token_ids, work.sampling)
         if objection is not None:
             self._refuse(gateway, work.key, Cause.INVALID, objection)
         elif needed > self._pool.num_blocks:
@@ -288,7 +329,7 @@ class PrefillWorker:
 
     def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
         """A prefix could not be pulled: the prompt is computed, in blocks that nothing writes to."""
-        request = self._prefix_pulls.gave_up(pull).request
+        request = self._prefix_pulls.gave_up(pull, self._clock()).request
         if self._scheduler.get(request.key.request) is not request:
             return
         log.info("request %s computes its prefix: %s", request.key.request, message)
@@ -353,17 +394,16 @@ class PrefillWorker:
             )
         self._wake.set()
 
-    async def _checksums(
-        self, chunks: Sequence[Chunk[PrefillRequest]], tables: Sequence[Sequence[int]]
-    ) -> list[tuple[int, ...]]:
-        """Of the blocks that each chunk has completed; empty where the deployment runs without."""
+    def _checksums(self, chunks: Sequence[Chunk[PrefillRequest]]) -> asyncio.Future[list[tuple[int, ...]]] | None:
+        """Of the blocks that each chunk of the step that was just submitted completes, before another one begins; None
+        where the deployment runs without."""
         if not self._settings.checksums:
-            return [()] * len(chunks)
+            return None
         completed = [
-            table[chunk.start // self._block_size : self._num_ready(chunk)]
-            for chunk, table in zip(chunks, tables, strict=True)
+            tuple(chunk.prompt.block_table[chunk.start // self._block_size : self._num_ready(chunk)])
+            for chunk in chunks
         ]
-        return await self._engine.call(lambda: [self._region.crc32(blocks) for blocks in completed])
+        return self._engine.call(lambda: [self._region.crc32(blocks) for blocks in completed])
 
     def _num_ready(self, chunk: Chunk[PrefillRequest]) -> int:
         """Blocks of the prompt that can no longer change after `chunk`; a partly filled one only at the end."""
@@ -384,21 +424,27 @@ class PrefillWorker:
             self._lender.blocks_ready(chunk.prompt.key.request, self._num_ready(chunk), sums)
             if chunk.last:
                 self._finish(chunk.prompt, sampled)
+        self._feed.publish()
 
     def _finish(self, request: PrefillRequest, sampled: Sequence[Sampled]) -> None:
         config = self._engine.runner.config
         try:
             tokens = first_tokens(request.work, sampled, config.eos_token_ids, config.max_sequence_tokens)
         except InvalidLogitsError as error:
-            self._fail(request.key, Cause.INTERNAL, str(error))
+            self._fail(request.key, error.cause, str(error))
             return
-        self._lender.complete(request.key.request, tokens)
+        request_id, attempt = request.key
+        times = request.times(self._clock())
+        self._lender.complete(request_id, tokens, times)
+        self._server.send(
+            request.gateway, Timings(request=request_id, attempt=attempt, choice=None, prompt=times, decode=None)
+        )
         for message in tokens:
             self._server.send(request.gateway, message)
         self._deadlines_changed.set()  # a complete offer waits for a sink only so long
         self._count("finished")
         if all(message.finish_reason is not None for message in tokens):
-            self._server.send(request.gateway, Finished(request=request.key.request, attempt=request.key.attempt))
+            self._server.send(request.gateway, Finished(request=request_id, attempt=attempt))
 
     def _expire(self) -> None:
         now = self._clock()
@@ -419,7 +465,8 @@ class PrefillWorker:
             self._refuse(owner.gateway, key, cause, message)
 
     def _refuse(self, gateway: Incarnation, key: RequestKey, cause: Cause, message: str) -> None:
-        log.warning("request %s failed: %s: %s", key.request, cause, message)
+        fields = about("failed", request=key.request, attempt=key.attempt, cause=cause, why=message)
+        log.warning("request %s failed: %s: %s", key.request, cause, message, extra=fields)
         self._count(cause)
         self._server.send(gateway, Failed(request=key.request, attempt=key.attempt, cause=cause, message=message))
 
@@ -493,10 +540,13 @@ class PrefillWorker:
             steps=self._engine.num_steps,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
-            waiting_tokens=self._scheduler.num_uncomputed,
             blocks_used=self._pool.num_used,
             blocks_total=self._pool.num_blocks,
             phase=self.phase,
+            queued_tokens=by_tier((r.tier, r.num_uncomputed) for r in self._scheduler.requests()),
+            token_s=self._engine.costs.prefill_s_per_token,
+            pulled_token_s=self._prefix_pulls.token_s,
+            prompt_tokens=self._prompt_tokens,
         )
 
     def ready(self) -> tuple[bool, Mapping[str, object]]:
@@ -544,6 +594,7 @@ class PrefillWorker:
         yield counter("baton_prefix_tokens_pulled", "Prompt tokens pulled instead of computed.", pulled)
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
         yield counter("baton_engine_steps", "Engine steps.", self._engine.num_steps)
+        yield counter("baton_steps_ahead", "Steps planned while another one ran.", self._steps_ahead)
         yield counter("baton_frames_refused", "Control frames refused.", traffic.frames_refused)
         yield counter("baton_sessions_lost", "Clients lost.", traffic.sessions_lost)
 

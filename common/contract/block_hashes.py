@@ -16,6 +16,8 @@ from typing import Annotated, NewType
 from pydantic import Field
 
 HASH_BYTES = 32
+SHORT_NAME_BYTES = 8
+"""Of a name that is only a hint."""
 _TOKEN_BYTES = 8
 BlockHash = NewType("BlockHash", bytes)
 """The name of a full block, `HASH_BYTES` long."""

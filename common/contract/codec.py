@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
@@ -24,7 +23,8 @@ MAX_MESSAGES_PER_FRAME = 4096
 
 _MAX_REFUSAL_CHARS = 500
 
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {cls.__name__: TypeAdapter(cls) for cls in MESSAGES}
+_VALIDATORS = {cls.__name__: TypeAdapter(cls).validator for cls in MESSAGES}
+"""The adapters' own, which are asked without a detour for each message."""
 _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
@@ -88,9 +88,9 @@ def decode(frame: bytes | memoryview) -> tuple[Incarnation, list[Message]]:
 
 def _message(item: object) -> Message:
     match item:
-        case (str() as kind, dict() as fields) if kind in _ADAPTERS:
+        case (str() as kind, dict() as fields) if kind in _VALIDATORS:
             try:
-                message: Message = _ADAPTERS[kind].validate_python(fields)
+                message: Message = _VALIDATORS[kind].validate_python(fields)
             except ValidationError as error:
                 problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
                 raise ProtocolError(f"invalid {kind}: {problems[:_MAX_REFUSAL_CHARS]}") from error

@@ -2,8 +2,8 @@
 
 Who sends what to whom is told in docs/protocol.md; in short, for one request:
 
-    gateway → P   Prefill            P → gateway   Tokens (the first), Finished | Failed | Cancelled
-    gateway → D   Decode             D → gateway   Tokens …, Finished | Failed | Cancelled
+    gateway → P   Prefill            P → gateway   Timings, Tokens (the first), Finished | Failed | Cancelled
+    gateway → D   Decode             D → gateway   Timings, Tokens …, Finished | Failed | Cancelled
     D → P         Attach, Settle, Detach
     P → D         BlocksReady …, PrefillDone, Settled | OfferWithdrawn
 
@@ -13,7 +13,7 @@ A prefill worker that lacks a prefix pulls it from whoever has it, as a sink, un
     any → P       BlocksReady, Settled | OfferWithdrawn
 
 A message about a request carries (request, attempt); its frame carries the sender's incarnation (see `codec`); tokens
-and blocks carry their position. Times never travel: a budget in seconds does.
+and blocks carry their position. Times never travel, since clocks differ; durations do: a budget, what something took.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from common.contract.block_hashes import BlockHashes
+from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHashes
 from common.contract.errors import Cause
 from common.contract.ids import ATTEMPT, HANDLE, Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint
@@ -35,6 +35,8 @@ ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"
 """`host:port`, the host a name or an IP address."""
 MAX_TOKENS = 2**20
 """Most tokens of one sequence."""
+MAX_CACHE_EVENTS = 2**14
+"""Most blocks of each kind in one `CacheEvents`."""
 MAX_OPEN_REQUESTS = 2**16
 """Most requests that one peer may have open at once."""
 
@@ -43,11 +45,18 @@ Address = Annotated[str, Field(strict=True, max_length=256, pattern=ADDRESS_PATT
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Flag = Annotated[bool, Field(strict=True)]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=10**6, allow_inf_nan=False)]
+ByTier = tuple[Count, Count, Count]
+"""One for each tier, the most urgent first."""
 Name = Annotated[str, Field(strict=True, max_length=256)]
 TokenIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
 BlockIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
 Choice = Annotated[int, Field(strict=True, ge=0, lt=MAX_CHOICES)]
 FinishReason = Literal["stop", "length"]
+
+
+ShortNames = Annotated[bytes, Field(strict=True, max_length=MAX_CACHE_EVENTS * SHORT_NAME_BYTES)]
+"""The leading bytes of the names of blocks, one after the other."""
 
 
 class Role(StrEnum):
@@ -157,11 +166,28 @@ class Heartbeat(Message):
     """Sequences that the engine works on: the running batch, and prompts that are being computed."""
     waiting: Count
     """Requests accepted but not yet running (queued, pulling)."""
-    waiting_tokens: Count
-    """Uncomputed prompt tokens of the waiting requests."""
     blocks_used: Count
+    """Of a decode worker: the most that it expects to use."""
     blocks_total: Count
     phase: Phase
+    queued_tokens: ByTier = (0, 0, 0)
+    """Prompt tokens still to be computed here."""
+    sequences: ByTier = (0, 0, 0)
+    """Sequences that a decode worker has accepted, and that have not ended."""
+    places: Count = 0
+    """Sequences like those it has now that a decode worker can hold at once; 0 of a prefill worker."""
+    token_s: Seconds = 0.0
+    """What computing a prompt token takes, as measured."""
+    pulled_token_s: Seconds = 0.0
+    """What a prefill worker takes to pull one instead, as measured."""
+    sequence_s: Seconds = 0.0
+    """What a decode worker's sequences have lately taken, from their first token to their last; 0 for not known."""
+    prompt_tokens: Count = 0
+    """Prompt tokens computed since start."""
+    output_tokens: Count = 0
+    """Tokens that a decode worker has generated since start, first ones where it computed the prompt itself."""
+    received: Count = 0
+    """Messages received from this client in this session: what they brought is included."""
     echoed: Count = 0
     """Number of the last heartbeat whose echo came; a client sees by it that what it sends does not arrive."""
 
@@ -173,6 +199,20 @@ class HeartbeatEcho(Message):
     number: Count
     sent: Count
     """Messages sent to the worker in this session before this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheEvents(Message):
+    """Worker to gateway: blocks that can be found by name here now, and such as cannot any more."""
+
+    begins: Flag
+    """Whether what was told before is void: the first of those that tell everything."""
+    stored: ShortNames
+    removed: ShortNames
+
+    def __post_init__(self) -> None:
+        if len(self.stored) % SHORT_NAME_BYTES or len(self.removed) % SHORT_NAME_BYTES:
+            raise ValueError(f"names of {SHORT_NAME_BYTES} bytes each, not {len(self.stored)} and {len(self.removed)}")
 
 
 # --- gateway to worker -------------------------------------------------------------------------------------------
@@ -313,6 +353,62 @@ class Tokens(RequestMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTimes:
+    """What became of the time until the first tokens of a prompt, at the worker that computed it, by its clock."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    queue_s: Seconds
+    """From receipt to the first chunk, less `prefix_pull_s`."""
+    prefix_pull_s: Seconds
+    """Waiting for the prompt's beginning from another worker."""
+    prefill_s: Seconds
+    """From the first chunk to the sending of the first tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTimes:
+    """What became of a choice's time at its decode worker, by its clock. The stages from `reserve_s` to `preempted_s`
+    follow each other: together they last from the first tokens' arrival there to the sending of this message."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    wait_s: Seconds
+    """From receipt until the source's first tokens were there; 0 where the prompt was computed here."""
+    reserve_s: Seconds
+    """From then until there was room for the blocks."""
+    pull_s: Seconds
+    """From then until every block was read: the part of the pull that nothing else hides."""
+    settle_s: Seconds
+    """From then until the source had answered that what was read is valid."""
+    queue_s: Seconds
+    """From then, or from the local first token, to the first step with the choice."""
+    decode_s: Seconds
+    """From then on, less `preempted_s`."""
+    preempted_s: Seconds
+    """Out of the running batch, having been in it."""
+    read_s: Seconds
+    """While at least one read of its blocks was under way, hidden or not."""
+    hidden_read_s: Seconds
+    """Of that, before the first tokens' arrival."""
+    pull_bytes: Count
+    """Read from its source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings(RequestMessage):
+    """What the next Tokens of a choice have taken, as far as this worker knows. It goes before a worker's first Tokens
+    of each choice and before the last; if it is lost, only the account of the time is less exact."""
+
+    choice: Choice | None
+    """None: of every choice of the attempt."""
+    prompt: PromptTimes | None
+    """As measured here, or as the source has told."""
+    decode: DecodeTimes | None
+    """None from a prefill worker, and before there is anything to tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(RequestMessage):
     """Terminal: every choice has ended and its tokens have been sent."""
 
@@ -420,6 +516,8 @@ class PrefillDone(RequestMessage):
     epoch: Count
     first_tokens: Annotated[tuple[Tokens, ...], Field(min_length=1, max_length=MAX_CHOICES)]
     """One for each choice, as sent to the gateway; a `finish_reason` says that the choice has ended with it."""
+    times: PromptTimes | None = None
+    """What they took; the sink passes it on. None of a running sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,6 +545,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Goodbye,
     Heartbeat,
     HeartbeatEcho,
+    CacheEvents,
     Drain,
     Resume,
     Prefill,
@@ -454,6 +553,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Abort,
     Resend,
     Ack,
+    Timings,
     Tokens,
     Finished,
     Failed,

@@ -13,11 +13,31 @@ MAX_CHOICES = 16
 """Most choices (`n`) of one request."""
 MAX_STOP_TOKEN_IDS = 64
 """Most stop token ids of one request."""
+MAX_GRAMMAR_CHARS = 2**18
+"""Longest grammar of a structured output, as workers are told it."""
+MAX_LOGIT_BIAS = 1024
+"""Most tokens of one request whose logits are changed."""
+MAX_BIAS = 100
+"""Most that is added to a logit, or taken from it."""
 MAX_SEED = 2**63 - 1
 """Largest seed; the gateway draws one when the client gives none."""
 
 _Int = Annotated[int, Field(strict=True, le=MAX_SEED)]
 _Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+# The bounds of each parameter, for whoever checks them earlier or tells them to others.
+MaxTokens = Annotated[_Int, Field(ge=1)]
+MinTokens = Annotated[_Int, Field(ge=0)]
+Temperature = Annotated[_Real, Field(ge=0, le=100)]
+TopK = Annotated[_Int, Field(ge=0)]
+TopP = Annotated[_Real, Field(gt=0, le=1)]
+MinP = Annotated[_Real, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[_Real, Field(ge=0.01, le=100)]
+OutputPenalty = Annotated[_Real, Field(ge=-2, le=2)]
+Seed = Annotated[_Int, Field(ge=0)]
+TokenId = Annotated[_Int, Field(ge=0)]
+LogitBias = Annotated[_Real, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+NumLogprobs = Annotated[_Int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,35 +50,48 @@ class SamplingParams:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    max_tokens: Annotated[_Int, Field(ge=1)]
+    max_tokens: MaxTokens
     """Most tokens to generate."""
-    min_tokens: Annotated[_Int, Field(ge=0)] = 0
+    min_tokens: MinTokens = 0
     """No end-of-sequence or stop token before this many generated tokens."""
-    temperature: Annotated[_Real, Field(ge=0, le=100)] = 1.0
-    top_k: Annotated[_Int, Field(ge=0)] = 0
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
     """Keep the k most likely tokens; 0 keeps all."""
-    top_p: Annotated[_Real, Field(gt=0, le=1)] = 1.0
+    top_p: TopP = 1.0
     """Keep the smallest set of tokens whose probability reaches this."""
-    min_p: Annotated[_Real, Field(ge=0, le=1)] = 0.0
+    min_p: MinP = 0.0
     """Keep tokens at least this likely relative to the most likely one."""
-    repetition_penalty: Annotated[_Real, Field(ge=0.01, le=100)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, section 4.1)."""
-    presence_penalty: Annotated[_Real, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: OutputPenalty = 0.0
     """Subtracted once from each token already in the output."""
-    frequency_penalty: Annotated[_Real, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: OutputPenalty = 0.0
     """Subtracted from each token once per occurrence in the output."""
-    seed: Annotated[_Int, Field(ge=0, le=MAX_SEED)] = 0
-    stop_token_ids: Annotated[tuple[Annotated[_Int, Field(ge=0)], ...], Field(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    logit_bias: Annotated[tuple[tuple[TokenId, LogitBias], ...], Field(max_length=MAX_LOGIT_BIAS)] = ()
+    """(token, what is added to its logit), no token twice; of tokens that the model does not have, nothing comes."""
+    seed: Seed = 0
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_STOP_TOKEN_IDS)] = ()
     """Token ids that end a choice, besides the model's own; the ending token is part of the output."""
     ignore_eos: Annotated[bool, Field(strict=True)] = False
     """Do not end at the model's end-of-sequence tokens."""
-    logprobs: Annotated[_Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    grammar: Annotated[str, Field(strict=True, min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
+    """What the output must follow, as `llguidance` writes it."""
+    logprobs: NumLogprobs | None = None
     """Report log probabilities, with this many alternatives; None reports none."""
+
+    def __post_init__(self) -> None:
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise ValueError("a token twice in logit_bias")
 
     @property
     def penalised(self) -> bool:
         """Whether the tokens so far change what is likely."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether each token must be known before the next one is chosen."""
+        return self.penalised or self.grammar is not None
 
     @property
     def greedy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 
@@ -18,6 +19,14 @@ class Tier(StrEnum):
     def rank(self) -> int:
         """0 for the most urgent."""
         return _RANKS[self]
+
+
+def by_tier(counts: Iterable[tuple[Tier, int]]) -> tuple[int, int, int]:
+    """Sums for each tier, the most urgent first."""
+    sums = dict.fromkeys(Tier, 0)
+    for tier, count in counts:
+        sums[tier] += count
+    return sums[Tier.INTERACTIVE], sums[Tier.STANDARD], sums[Tier.BATCH]
 
 
 _RANKS = {tier: rank for rank, tier in enumerate(Tier)}

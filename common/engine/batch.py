@@ -1,16 +1,21 @@
-"""What one engine step is asked to do and what it answers, in plain data: schedulers know no torch."""
+"""What one engine step is asked to do and what it answers, in plain data: schedulers know no torch.
+
+Nobody changes these once they are made. They are not frozen because that would more than double the time to make
+them, and a step makes some for each sequence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.contract.errors import BatonError
+from common.contract.errors import BatonError, Cause
 from common.contract.messages import TokenLogprobs
 from common.contract.sampling import SamplingParams
+from common.engine.grammar import GrammarState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Sample:
     """A token to be sampled for one choice."""
 
@@ -19,12 +24,14 @@ class Sample:
     position: int
     """Of the token to be sampled, in the whole sequence; equals `len(token_ids)`."""
     token_ids: Sequence[int]
-    """Every token before it: prompt and output. Read only where the parameters have penalties."""
+    """Every token before it: prompt and output. Read only where the parameters look back."""
     prompt_len: int
     """Leading tokens of `token_ids` that are the prompt."""
+    grammar_state: GrammarState | None = None
+    """Where the parameters have a grammar: the choice's own, the same in each step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Slice:
     """Tokens `[start, start + len(token_ids))` of one sequence, to be computed in a step."""
 
@@ -40,7 +47,7 @@ class Slice:
     planned while that one runs does not know it, and nothing reads `token_ids`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
     """What came of a `Sample`."""
 
@@ -54,6 +61,11 @@ class InvalidLogitsError(BatonError):
 
     It stands in a step's answer where the row's `SampledToken` would, so that the other rows keep theirs.
     """
+
+    def __init__(self, message: str, cause: Cause = Cause.INTERNAL) -> None:
+        super().__init__(message)
+        self.cause = cause
+        """`INVALID` where it would be the same anywhere."""
 
 
 Sampled = SampledToken | InvalidLogitsError

@@ -62,10 +62,7 @@ class _Idle:
         """Take back `block`, which is here."""
         self._stale[block] = self._stale.get(block, 0) + 1
         self._num_stale += 1
-        if self._num_stale > len(self) + 16:
-            self._queue = deque(self)
-            self._stale.clear()
-            self._num_stale = 0
+        self._tidy()
 
     def pop(self, num: int) -> list[int]:
         """Take the `num` that were released first; there are so many."""
@@ -80,7 +77,14 @@ class _Idle:
             self._num_stale -= 1
             if not stale[block]:
                 del stale[block]
+        self._tidy()
         return blocks
+
+    def _tidy(self) -> None:
+        if self._num_stale > len(self) + 16:
+            self._queue = deque(self)
+            self._stale.clear()
+            self._num_stale = 0
 
     def check_invariants(self) -> None:
         """Assert that what does not count is counted, and does not pile up."""
@@ -105,6 +109,8 @@ class BlockPool:
         # Named blocks without references that no step in flight may name, least recently released first.
         self._unreferenced = _Idle()
         self._num_evicted = 0
+        # Names that have come (True) or gone since somebody asked.
+        self._changes: dict[BlockHash, bool] = {}
         # block → last step started before its release, in the order of release, hence of steps.
         self._limbo: OrderedDict[int, int] = OrderedDict()
         # Steps in flight, oldest first: a dict for its order and its O(1) removal from the middle.
@@ -141,6 +147,15 @@ class BlockPool:
         """Cached blocks that lost their name to `allocate` so far."""
         return self._num_evicted
 
+    def named(self) -> list[BlockHash]:
+        """Every name."""
+        return list(self._named)
+
+    def take_changes(self) -> dict[BlockHash, bool]:
+        """Names that have come (True) or gone since the last call; each once, as it is now."""
+        changes, self._changes = self._changes, {}
+        return changes
+
     def ref_count(self, block: int) -> int:
         """References to `block`; 0 when it is free, cached and unreferenced, or in limbo."""
         return self._ref_counts[block]
@@ -169,6 +184,7 @@ class BlockPool:
             assert name is not None, f"block {block} is in the cache without a name"
             del named[name]
             names[block] = None
+            self._changes[name] = False
         self._num_evicted += num
         return blocks
 
@@ -217,6 +233,7 @@ class BlockPool:
             assert ref_counts[block] > 0, f"block {block} is named but nobody holds it"
             if names[block] is None and named.setdefault(block_hash, block) == block:
                 names[block] = block_hash
+                self._changes[block_hash] = True
 
     def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """The cached blocks of the leading ones of `block_hashes`, as far as they are cached.
@@ -280,5 +297,6 @@ class BlockPool:
         assert self._named == {name: block for block, name in names.items()}, "the two maps of names differ"
         assert len(self._named) == len(names), "two blocks have one name"
         assert self._prefix_cache or not names, "a block has a name without a prefix cache"
+        assert all((name in self._named) == is_there for name, is_there in self._changes.items()), "a change is wrong"
         assert names.keys().isdisjoint(self._free), "a plain free block has a name"
         assert names.keys() >= set(self._unreferenced), "an unreferenced cached block has no name"

@@ -66,7 +66,7 @@ class Chunk(Generic[P]):
 class ChunkQueue(Generic[P]):
     """Prompts that have blocks and are not computed to their end. They are told apart by identity.
 
-    A prompt has at most one chunk in flight: until that is done, it is not in another step.
+    A step may be scheduled while others run: the chunks of a prompt follow each other, and are done in that order.
     """
 
     def __init__(self, *, ageing_s: float) -> None:
@@ -77,7 +77,8 @@ class ChunkQueue(Generic[P]):
         self._added: tuple[LazyHeap[P], ...] = tuple(LazyHeap() for _ in Tier)
         """Prompts of each rank, the oldest first."""
         self._added_at: dict[P, float] = {}
-        self._in_flight: dict[P, Chunk[P]] = {}
+        self._in_flight: dict[P, list[Chunk[P]]] = {}
+        """What the steps that are not done compute of a prompt, in order."""
         self._owed = [0] * len(Tier)
         """By rank, of an aged tier: eighths of tokens that its share has not brought it yet."""
         self._num_uncomputed = 0
@@ -138,23 +139,33 @@ class ChunkQueue(Generic[P]):
             self._fill(sizes, filter(only, self), token_budget, chunk_size)
         chunks = []
         for prompt in sorted(sizes, key=lambda prompt: prompt.urgency):
-            chunk = Chunk(prompt, prompt.num_computed, prompt.num_computed + sizes[prompt])
-            self._in_flight[prompt] = chunk
+            start = self._num_scheduled(prompt)
+            chunk = Chunk(prompt, start, start + sizes[prompt])
+            self._in_flight.setdefault(prompt, []).append(chunk)
             chunks.append(chunk)
         return chunks
 
     def step_done(self, chunks: Sequence[Chunk[P]]) -> list[Chunk[P]]:
         """Account for a finished step; returns its chunks of prompts that have been here since. A prompt whose last
         chunk is done leaves."""
-        live = [chunk for chunk in chunks if self._in_flight.get(chunk.prompt) is chunk]
+        live = [chunk for chunk in chunks if chunk in self._in_flight.get(chunk.prompt, ())]
         for chunk in live:
-            del self._in_flight[chunk.prompt]
+            in_flight = self._in_flight[chunk.prompt]
+            first = in_flight.pop(0)
+            assert first is chunk, "an earlier step is not done"
+            if not in_flight:
+                del self._in_flight[chunk.prompt]
             if chunk.last:
                 self.remove(chunk.prompt)
             else:
                 self._num_uncomputed -= chunk.end - chunk.start
             chunk.prompt.num_computed = chunk.end
         return live
+
+    def _num_scheduled(self, prompt: P) -> int:
+        """Its leading tokens that are computed, or in steps in flight."""
+        in_flight = self._in_flight.get(prompt)
+        return in_flight[-1].end if in_flight else prompt.num_computed
 
     def _tier(self, rank: int) -> Iterator[P]:
         return takewhile(lambda prompt: prompt.urgency[0] == rank, self.from_rank(rank))
@@ -180,10 +191,8 @@ class ChunkQueue(Generic[P]):
         for prompt in prompts:
             if budget == 0:
                 break
-            if prompt in self._in_flight:
-                continue
             size = sizes.get(prompt, 0)
-            more = min(prompt.num_uncomputed - size, most - size, budget)
+            more = min(len(prompt.token_ids) - self._num_scheduled(prompt) - size, most - size, budget)
             if more:
                 sizes[prompt] = size + more
                 budget -= more
@@ -196,6 +205,7 @@ class ChunkQueue(Generic[P]):
         assert set(self) == self._added_at.keys() == {prompt for heap in self._added for prompt in heap}
         assert self._num_uncomputed == sum(prompt.num_uncomputed for prompt in self)
         assert all(prompt.num_uncomputed > 0 for prompt in self), "a computed prompt stays"
-        for prompt, chunk in self._in_flight.items():
+        for prompt, chunks in self._in_flight.items():
             assert prompt in self, "a chunk in flight of a prompt that has left"
-            assert chunk.start == prompt.num_computed, "a prompt has moved under its chunk"
+            ends = [prompt.num_computed, *(chunk.end for chunk in chunks)]
+            assert [chunk.start for chunk in chunks] == ends[:-1], "a prompt has moved under its chunks"

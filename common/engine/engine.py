@@ -183,9 +183,9 @@ class Engine:
         """Compute `slices`, and wait for the outcomes."""
         return await self.outcomes(self.submit(slices))
 
-    async def call(self, work: Callable[[], _Result]) -> _Result:
-        """Run `work` on the engine's thread, between two steps."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    def call(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """Run `work` on the engine's thread, after what was submitted before and before what is submitted next."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
         """End the threads once the steps in flight are over."""

@@ -15,12 +15,12 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 
 class HostCopy:
-    """Tensors on their way from a device to the host."""
+    """Tensors on their way from a device to the host; or none, and just the end of what was asked of it before."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *tensors: torch.Tensor, device: torch.device) -> None:
         self._tensors = tensors
         self._event: torch.cuda.Event | None = None
-        if any(tensor.device.type == "cuda" for tensor in tensors):
+        if device.type == "cuda":
             pinned = tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors)
             for copy, tensor in zip(pinned, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
 import torch
 
 from common.contract.kv_layout import KVLayout
@@ -20,7 +23,7 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-        memory = torch.zeros(layout.block_bytes * num_blocks + _PAGE_BYTES, dtype=torch.uint8, device=device)
+        memory = _memory(layout.block_bytes * num_blocks + _PAGE_BYTES, device)
         lead = -memory.data_ptr() % _PAGE_BYTES
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self._blocks = memory[lead : lead + self.num_bytes].view(TORCH_DTYPES[layout.dtype]).view(shape)
@@ -60,3 +63,19 @@ class KVCache:
         """Wait until the device has done what was asked of it: others reach the cache by address, in no such order."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeros; of the host in large pages, where there are any: blocks lie apart, and each would need several small ones.
+
+    Raises `RuntimeError` without memory.
+    """
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    try:
+        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(f"{num_bytes} bytes: {error}") from error
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8).zero_()

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 from common.contract.messages import Decode, Prefill, Tokens
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, Slice
+from common.engine.grammar import GrammarState
 from common.engine.sequence import finish_reason
 
 
@@ -16,7 +17,12 @@ def prompt_slice(work: Prefill | Decode, start: int, end: int, block_table: Seq[
     if end == len(work.token_ids):
         samples = tuple(
             Sample(
-                params=work.sampling, choice=choice, position=end, token_ids=work.token_ids, prompt_len=work.prompt_len
+                params=work.sampling,
+                choice=choice,
+                position=end,
+                token_ids=work.token_ids,
+                prompt_len=work.prompt_len,
+                grammar_state=None if work.sampling.grammar is None else GrammarState(),
             )
             for choice in work.choices
         )

@@ -5,9 +5,10 @@ Shapes: T tokens of all slices, B slices, M blocks of the longest sequence, R ro
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 
 from common.engine.batch import Slice
 from common.engine.host_copy import to_device
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +39,7 @@ class RaggedBatch:
     seq_lens_B: torch.Tensor
     """Tokens of each sequence up to the end of its slice."""
     block_tables_BM: torch.Tensor
-    """Padded with block 0."""
+    """Beyond a sequence's length: blocks of its own, or block 0."""
     logit_rows_R: torch.Tensor
     """Tokens whose logits are wanted: the last ones of the slices with samples."""
     sample_rows_N: torch.Tensor
@@ -62,22 +65,23 @@ class RaggedBatch:
         """Lay `slices` (at least one) out as tensors."""
         query_lens = np.array([len(each.token_ids) for each in slices])
         starts = np.array([each.start for each in slices])
+        of_tables = [_block_bytes(each.block_table) for each in slices]  # once: they may grow meanwhile
+        table_lens = np.array([len(each) for each in of_tables]) // 8
         seq_lens = starts + query_lens
         num_blocks = -(-seq_lens // block_size)
-        for each, needed in zip(slices, num_blocks, strict=True):
-            assert len(each.token_ids) >= 1, "a slice without tokens"
-            assert len(each.block_table) >= needed, f"{len(each.block_table)} blocks for a slice that needs {needed}"
+        assert query_lens.min() >= 1, "a slice without tokens"
+        assert (table_lens >= num_blocks).all(), f"{table_lens} blocks for slices that need {num_blocks}"
 
         query_start = np.zeros(len(slices) + 1, dtype=np.int64)
         np.cumsum(query_lens, out=query_start[1:])
         num_tokens = int(query_start[-1])
         token_ids = np.fromiter(chain.from_iterable(each.token_ids for each in slices), np.int64, num_tokens)
-        positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], query_lens)
-
-        tables = np.zeros((len(slices), int(num_blocks.max())), dtype=np.int64)
-        blocks = chain.from_iterable(islice(s.block_table, int(n)) for s, n in zip(slices, num_blocks, strict=True))
-        tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = np.fromiter(blocks, np.int64, int(num_blocks.sum()))
         rows = np.repeat(np.arange(len(slices)), query_lens)
+        positions = np.arange(num_tokens) + (starts - query_start[:-1])[rows]
+
+        tables = np.zeros((len(slices), int(table_lens.max())), dtype=np.int64)
+        tables[np.arange(tables.shape[1]) < table_lens[:, None]] = np.frombuffer(b"".join(of_tables), np.int64)
+        tables = tables[:, : int(num_blocks.max())]
         slot_blocks, slot_offsets = tables[rows, positions // block_size], positions % block_size
 
         # [num_blocks - 1] is the block that a slice ends in; the slice begins it if it starts at or before its slot 0.
@@ -86,24 +90,41 @@ class RaggedBatch:
 
         num_samples = np.array([len(each.samples) for each in slices])
         sampled = num_samples > 0
-        sample_rows = np.repeat(np.arange(sampled.sum()), num_samples[sampled])
-
-        def tensor(array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-            return to_device(array, torch.int64, device)
-
+        sample_rows = np.repeat(np.arange(int(sampled.sum())), num_samples[sampled])
+        arrays = {
+            "token_ids_T": token_ids,
+            "positions_T": positions,
+            "slot_blocks_T": slot_blocks,
+            "slot_offsets_T": slot_offsets,
+            "begun_blocks": begun_blocks,
+            "query_start_B1": query_start,
+            "seq_lens_B": seq_lens,
+            "block_tables_BM": tables,
+            "logit_rows_R": query_start[1:][sampled] - 1,
+            "sample_rows_N": sample_rows,
+        }
         return cls(
-            token_ids_T=tensor(token_ids),
-            positions_T=tensor(positions),
-            slot_blocks_T=tensor(slot_blocks),
-            slot_offsets_T=tensor(slot_offsets),
-            begun_blocks=tensor(begun_blocks),
-            query_start_B1=tensor(query_start),
-            seq_lens_B=tensor(seq_lens),
-            block_tables_BM=tensor(tables),
-            logit_rows_R=tensor(query_start[1:][sampled] - 1),
-            sample_rows_N=tensor(sample_rows),
+            **dict(zip(arrays, _together(list(arrays.values()), device), strict=True)),
             block_size=block_size,
             num_tokens=num_tokens,
             query_lens=tuple(query_lens.tolist()),
             seq_lens=tuple(seq_lens.tolist()),
         )
+
+
+def _block_bytes(table: Sequence[int]) -> bytes:
+    """A block table as int64; without a look at each block, and in one go, if it is an array already."""
+    return (table if isinstance(table, array) else array("q", table)).tobytes()
+
+
+def _together(arrays: Sequence[_Ints], device: torch.device) -> list[torch.Tensor]:
+    """The arrays on the device, by one copy; each begins at a multiple of 16 bytes, as kernels like it."""
+    sizes = [each.size + each.size % 2 for each in arrays]
+    flat = np.empty(sum(sizes), dtype=np.int64)
+    begin = 0
+    for each, size in zip(arrays, sizes, strict=True):
+        flat[begin : begin + each.size] = each.ravel()
+        begin += size
+    parts = zip(torch.split(to_device(flat, torch.int64, device), sizes), arrays, strict=True)
+    trimmed = [(part[:-1] if each.size % 2 else part, each) for part, each in parts]
+    return [part if each.ndim == 1 else part.view(each.shape) for part, each in trimmed]

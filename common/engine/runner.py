@@ -21,7 +21,9 @@ from common.engine.backend import Backend
 from common.engine.batch import Sample, Sampled, Slice
 from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
 from common.engine.cpu_attention import CpuAttention
+from common.engine.grammar import Grammars
 from common.engine.graphs import DecodeGraphs
+from common.engine.host_copy import HostCopy
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
 from common.engine.linear import multiplies_natively
@@ -50,6 +52,7 @@ class Submitted:
         self._num_samples = [len(one.samples) for one in slices]
         self._choice = choice
         self._cache = cache
+        self._end = HostCopy(device=cache.device) if choice is None else None
 
     @property
     def done(self) -> bool:
@@ -62,7 +65,8 @@ class Submitted:
         From then on the KV of the slices, and whatever was copied or swapped before, is in the cache.
         """
         if self._choice is None:
-            self._cache.synchronize()
+            assert self._end is not None
+            self._end.wait()
             return [() for _ in self._num_samples]
         outcomes = iter(self._choice.outcomes())
         return [tuple(next(outcomes) for _ in range(num)) for num in self._num_samples]
@@ -71,11 +75,14 @@ class Submitted:
 class ModelRunner:
     """A loaded model with its KV cache and swap space. Not thread-safe: one engine thread calls it."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, swap: HostSwap, backend: Backend) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, swap: HostSwap, backend: Backend, grammars: Grammars | None = None
+    ) -> None:
         self._decoder = decoder
         self._cache = cache
         self._swap = swap
         self._backend = backend
+        self._grammars = grammars
         self._chosen_N = torch.empty(0, dtype=torch.int64, device=cache.device)
         """By the samples of the last step that had any."""
         self._graphs: DecodeGraphs | None = None
@@ -123,6 +130,12 @@ class ModelRunner:
         """The KV cache that `step` reads and writes."""
         return self._cache
 
+    def objection(self, token_ids: Sequence[int], sampling: SamplingParams) -> str | None:
+        """Why it cannot go on from `token_ids` in this way; None if it can."""
+        if sampling.grammar is not None and self._grammars is None:
+            return "there is no structured output: the model's tokenizer cannot be used"
+        return self.config.objection(token_ids)
+
     @property
     def num_host_blocks(self) -> int:
         """Blocks that the swap space holds: host slots are `[0, num_host_blocks)`."""
@@ -150,7 +163,7 @@ class ModelRunner:
             return Submitted(slices, None, self._cache)
         # Several choices may be sampled from one row; otherwise there is nothing to copy.
         logits_NV = logits_RV if len(samples) == logits_RV.shape[0] else logits_RV[batch.sample_rows_N]
-        choice = choose(logits_NV, samples, self.config.eos_token_ids, self._backend)
+        choice = choose(logits_NV, samples, self.config.eos_token_ids, self._backend, self._grammars)
         self._chosen_N = choice.tokens_N
         return Submitted(slices, choice, self._cache)
 
@@ -209,7 +222,8 @@ def load_runner(
         raise OperatorError(
             f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
         ) from error
-    return ModelRunner(Decoder(config, weights), cache, swap, _backend(on, kernels))
+    grammars = Grammars.load(folder, config.vocab_size, config.eos_token_ids)
+    return ModelRunner(Decoder(config, weights), cache, swap, _backend(on, kernels), grammars)
 
 
 def _require_a_block(kv_cache_bytes: int, layout: KVLayout, folder: Path) -> None:

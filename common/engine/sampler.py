@@ -14,9 +14,11 @@ from math import isfinite
 import numpy as np
 import torch
 
+from common.contract.errors import Cause
 from common.contract.messages import TokenLogprobs
 from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
+from common.engine.grammar import Grammars
 from common.engine.host_copy import HostCopy, to_device
 
 _HIDDEN = float("-inf")
@@ -45,7 +47,7 @@ class Choice:
         self._samples = samples
         self._reported = reported
         more = () if reported is None else (reported.taken_W, reported.top_values, reported.top_tokens)
-        self._copy = HostCopy(tokens_N, best_N, *more)
+        self._copy = HostCopy(tokens_N, best_N, *more, device=tokens_N.device)
 
     def outcomes(self) -> list[Sampled]:
         """One for each sample; waits for the device."""
@@ -62,7 +64,7 @@ class Choice:
                 reported[row] = TokenLogprobs(logprob=logprob, top=best)
         # The maximum of a row is NaN if any of it is, and infinite if nothing is left or something overflowed.
         return [
-            SampledToken(token_id, reported.get(row)) if isfinite(best) else InvalidLogitsError(_why(best, sample))
+            SampledToken(token_id, reported.get(row)) if isfinite(best) else _invalid(best, sample)
             for row, (token_id, best, sample) in enumerate(
                 zip(tokens_N.tolist(), best_N.tolist(), self._samples, strict=True)
             )
@@ -74,14 +76,17 @@ def choose(
     samples: Sequence[Sample],
     eos_token_ids: Collection[int],
     backend: Backend,
+    grammars: Grammars | None = None,
 ) -> Choice:
     """Choose a token for each sample from its row of `logits_NV`, which is left as it was, without waiting for it.
 
-    In order: repetition, presence and frequency penalties; no ending token before `min_tokens`; log probabilities;
-    then the most likely token, or temperature, top-k, top-p, min-p and the inverse of the cumulative distribution at
-    the random number of (seed, choice, position).
+    In order: repetition, presence and frequency penalties; biases; what `grammars` allow, which must be there if a
+    sample has one; no ending token before `min_tokens`; log probabilities; then the most likely token, or temperature,
+    top-k, top-p, min-p and the inverse of the cumulative distribution at the random number of (seed, choice, position).
     """
     logits_NV = _penalised(logits_NV.float().contiguous(), samples)
+    logits_NV = _biased(logits_NV, samples)
+    logits_NV = _within_grammars(logits_NV, samples, grammars)
     logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
     best_N, tokens_N = backend.best(logits_NV)
     random = [row for row, each in enumerate(samples) if not each.params.greedy]
@@ -123,6 +128,42 @@ def _penalised(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tens
     return logits_NV.clone().put_(index_C, x_C)
 
 
+def _biased(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    """Logits plus the biases of their rows, of tokens that there are."""
+    cells = [
+        (row, token, bias)
+        for row, each in enumerate(samples)
+        for token, bias in each.params.logit_bias
+        if token < logits_NV.shape[1]
+    ]
+    if not cells:
+        return logits_NV
+    rows, tokens, biases = zip(*cells, strict=True)
+    device = logits_NV.device
+    index = (to_device(rows, torch.int64, device), to_device(tokens, torch.int64, device))
+    return logits_NV.index_put(index, logits_NV[index] + to_device(biases, torch.float32, device))
+
+
+def _within_grammars(logits_NV: torch.Tensor, samples: Sequence[Sample], grammars: Grammars | None) -> torch.Tensor:
+    """Hide what the grammars of rows (W of them) do not allow."""
+    rows = [row for row, each in enumerate(samples) if each.params.grammar is not None]
+    if not rows:
+        return logits_NV
+    assert grammars is not None, "nobody has refused the request"
+    bits = []
+    for row in rows:
+        each = samples[row]
+        assert each.params.grammar is not None
+        assert each.grammar_state is not None
+        bits.append(grammars.allowed(each.params.grammar, each.grammar_state, each.token_ids[each.prompt_len :]))
+    device = logits_NV.device
+    bytes_W = to_device(np.frombuffer(b"".join(bits), np.uint8).reshape(len(rows), -1).copy(), torch.uint8, device)
+    allowed_WV = (bytes_W[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten(1).bool()
+    index_W = to_device(rows, torch.int64, device)
+    within_WV = logits_NV[index_W].masked_fill_(~allowed_WV[:, : logits_NV.shape[1]], _HIDDEN)
+    return logits_NV.index_copy(0, index_W, within_WV)
+
+
 def _without_endings(
     logits_NV: torch.Tensor, samples: Sequence[Sample], eos_token_ids: Collection[int]
 ) -> torch.Tensor:
@@ -154,5 +195,8 @@ def _report(logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Sequence[S
     return _Reported(list(wanted), list(wanted.values()), taken_W, top.values, top.indices)
 
 
-def _why(best: float, each: Sample) -> str:
-    return f"the largest logit for position {each.position} is {best}: nothing can be sampled"
+def _invalid(best: float, each: Sample) -> InvalidLogitsError:
+    if each.params.grammar is not None and best == _HIDDEN:
+        message = f"no token goes on within the grammar at position {each.position}, or it became too complex there"
+        return InvalidLogitsError(message, Cause.INVALID)
+    return InvalidLogitsError(f"the largest logit for position {each.position} is {best}: nothing can be sampled")

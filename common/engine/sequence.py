@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from array import array
+from collections.abc import Collection, Iterable
 
 from common.contract.ids import RequestKey
 from common.contract.messages import FinishReason
 from common.contract.sampling import SamplingParams
+from common.engine.grammar import GrammarState
 
 
 class Sequence:
     """One choice of a request: its tokens, how many of them are in the KV cache, and where.
 
     The tokens are `[0, prompt_len)` prompt, `[prompt_len, num_tokens)` output. The KV of `[0, num_computed)` is in
-    the cache, in the blocks of `block_table`.
+    the cache, in the blocks of `block_table`, an array because each step copies it.
     """
 
-    __slots__ = ("block_table", "choice", "key", "num_computed", "prompt_len", "sampling", "token_ids")
+    __slots__ = (
+        "block_table", "choice", "grammar_state", "key", "num_computed", "prompt_len", "sampling", "token_ids",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -26,7 +30,7 @@ class Sequence:
         prompt_len: int,
         sampling: SamplingParams,
         num_computed: int = 0,
-        block_table: list[int] | None = None,
+        block_table: Iterable[int] = (),
     ) -> None:
         assert 1 <= prompt_len <= len(token_ids), (prompt_len, len(token_ids))
         assert 0 <= num_computed <= len(token_ids), (num_computed, len(token_ids))
@@ -36,7 +40,8 @@ class Sequence:
         self.prompt_len = prompt_len
         self.sampling = sampling
         self.num_computed = num_computed
-        self.block_table = [] if block_table is None else block_table
+        self.block_table = array("q", block_table)
+        self.grammar_state = None if sampling.grammar is None else GrammarState()
 
     @property
     def num_tokens(self) -> int:

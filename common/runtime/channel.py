@@ -52,6 +52,9 @@ _GOODBYE_S = 0.05
 _HELLO_RETRY_S = 0.25
 _HELLO_RETRY_MAX_S = 1.0
 """Hellos are repeated ever more slowly: an answer counts only until the next one is said."""
+_FRAMES_AT_ONCE = 8
+"""Frames that a client takes in one turn of the event loop if they are there: whoever is behind passes on together
+what has come together."""
 _DEAF_SHARE = 0.7
 """Of the timeout: missing echoes show a cut in one direction before the worker ends the session."""
 RECONNECT_S = 0.4
@@ -77,6 +80,9 @@ class ServerHandler(Protocol):
 
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
         """A session opens, or opens again: give up what `hello` does not list; return what is open for this peer."""
+
+    def on_open(self, peer: Incarnation, role: Role) -> None:
+        """The session is open, or open again: from now on the peer can be told things."""
 
     def on_message(self, peer: Incarnation, message: Message) -> None:
         """A message within a session."""
@@ -233,6 +239,7 @@ class ControlServer:
         if unsent:
             self._unflushed[peer] = None
         self._send_control(peer, replace(welcome, number=hello.number, open_requests=open_requests))
+        self._handler.on_open(peer, hello.role)
 
     async def _pulse_loop(self) -> None:
         while True:
@@ -244,7 +251,7 @@ class ControlServer:
                     self._lose(peer, f"silent for {now - session.heard_at:.1f} s")
                 elif not session.outbox:
                     heartbeat = self._handler.heartbeat(self._beat, session.sent)
-                    self._send_control(peer, replace(heartbeat, echoed=session.echoed))
+                    self._send_control(peer, replace(heartbeat, received=session.received, echoed=session.echoed))
 
     def _flush(self) -> None:
         self._flush_scheduled = False
@@ -424,6 +431,11 @@ class ControlClient:
         self._outbox.append(message)
         self._flush_soon()
 
+    @property
+    def num_sent(self) -> int:
+        """Messages of this session that were sent, or are about to be; a heartbeat says which of them have arrived."""
+        return self._sent + len(self._outbox)
+
     def _flush_soon(self) -> None:
         if not self._flush_scheduled:
             self._flush_scheduled = True
@@ -481,17 +493,20 @@ class ControlClient:
 
     async def _receive(self) -> None:
         while True:
-            frame = await self._socket.recv()
-            try:
-                sender, messages = decode(frame)
-            except ProtocolError as error:
-                self.traffic.frames_refused += 1
-                log.warning("frame from %s refused: %s", self.address, error)
-            else:
-                self._heard_at = self._clock()
-                for message in messages:
-                    self._accept(sender, message)
+            for _ in range(_FRAMES_AT_ONCE):
+                self._take(await self._socket.recv())
             await asyncio.sleep(0)  # while frames are queued, nothing else here waits
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            sender, messages = decode(frame)
+        except ProtocolError as error:
+            self.traffic.frames_refused += 1
+            log.warning("frame from %s refused: %s", self.address, error)
+            return
+        self._heard_at = self._clock()
+        for message in messages:
+            self._accept(sender, message)
 
     def _accept(self, sender: Incarnation, message: Message) -> None:
         if isinstance(message, Welcome):

@@ -13,6 +13,7 @@ from common.contract.messages import ADDRESS_PATTERN
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import DEMO_MODEL
 from common.runtime.clock import Pulse
+from common.runtime.logs import LogFormat
 from common.runtime.options import load_options, with_prefix
 
 ENV_PREFIX = "BATON_"
@@ -20,6 +21,7 @@ _OTHER_PREFIXES = ("BATON_BENCH_", "BATON_KV_SIZE_")
 """Variables of `baton bench` and of `baton kv-size`, which the roles leave alone."""
 _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)")
 """What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
+_ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -35,6 +37,16 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _origin(text: str) -> str:
+    if text != "*" and _ORIGIN.fullmatch(text) is None:
+        raise ValueError(
+            f"{text!r} is no origin as browsers write it: https://host, with a :port that is not the default"
+        )
+    return text
+
+
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(_split)]
+"""Origins of web pages, as a tuple or separated by commas."""
 WorkerAddresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...], NoDecode, BeforeValidator(_split)]
 """`host:port` of several workers, as a tuple or separated by commas."""
 
@@ -46,6 +58,7 @@ class ProcessSettings(BaseSettings):
 
     model: str = Field(DEMO_MODEL, description="demo, a Hugging Face folder, or a hub id")
     log_level: LogLevel = Field("info", description="least severe level that is logged")
+    log_format: LogFormat = Field("text", description="text, or json: one object a line")
     heartbeat_interval_s: float = Field(0.25, gt=0, le=60, description="seconds between heartbeats")
     heartbeat_timeout_s: float = Field(1.5, gt=0, le=600, description="seconds of silence after which a peer is lost")
     curve_keys: str | None = Field(
@@ -66,7 +79,23 @@ class ProcessSettings(BaseSettings):
         return Pulse(interval_s=self.heartbeat_interval_s, timeout_s=self.heartbeat_timeout_s)
 
 
-class WorkerSettings(ProcessSettings):
+class TierSettings(ProcessSettings):
+    """What every process has that knows the tiers' targets."""
+
+    interactive_ttft_s: float = Field(0.5, gt=0, description="target of the tier interactive: seconds to first token")
+    standard_ttft_s: float = Field(2.0, gt=0, description="target of the tier standard: seconds to first token")
+    batch_ttft_s: float = Field(60.0, gt=0, description="target of the tier batch: seconds to first token")
+
+    def ttft_target_s(self, tier: Tier) -> float:
+        """Seconds from arrival to the first token that a tier aims at, for a short prompt."""
+        return {
+            Tier.INTERACTIVE: self.interactive_ttft_s,
+            Tier.STANDARD: self.standard_ttft_s,
+            Tier.BATCH: self.batch_ttft_s,
+        }[tier]
+
+
+class WorkerSettings(TierSettings):
     """What both worker roles have."""
 
     host: str = Field("127.0.0.1", description="address to bind; peers and gateways reach the worker here")
@@ -85,13 +114,13 @@ class WorkerSettings(ProcessSettings):
     )
     cpu_kernels: bool = Field(True, description="on a CPU: compute with kernels in C, compiled at first use")
     num_threads: int = Field(0, ge=0, le=1024, description="threads of the engine on a CPU (0: one for each core)")
+    run_ahead: Literal["auto", "on", "off"] = Field(
+        "auto", description="plan a step while the one before it runs: auto does on a GPU"
+    )
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
     checksums: bool = Field(False, description="verify every block that moves by CRC-32 (CPU only)")
     max_waiting: int = Field(1024, ge=1, le=65536, description="requests waiting; one more is refused")
     prefix_cache: bool = Field(True, description="keep the KV of prompts and answers for prompts that begin alike")
-    interactive_ttft_s: float = Field(0.5, gt=0, description="target of the tier interactive: seconds to first token")
-    standard_ttft_s: float = Field(2.0, gt=0, description="target of the tier standard: seconds to first token")
-    batch_ttft_s: float = Field(60.0, gt=0, description="target of the tier batch: seconds to first token")
     quarantine_bound_s: float = Field(
         10.0, gt=0, description="seconds after which the agent that holds quarantined blocks is replaced"
     )
@@ -103,13 +132,9 @@ class WorkerSettings(ProcessSettings):
         30.0, ge=0, le=86400, description="seconds after SIGTERM in which requests finish, or move to other workers"
     )
 
-    def ttft_target_s(self, tier: Tier) -> float:
-        """Seconds from arrival to the first token that a tier aims at, for a short prompt."""
-        return {
-            Tier.INTERACTIVE: self.interactive_ttft_s,
-            Tier.STANDARD: self.standard_ttft_s,
-            Tier.BATCH: self.batch_ttft_s,
-        }[tier]
+    def runs_ahead(self, device: str) -> bool:
+        """Whether a worker on a device of this type plans a step while the one before it runs."""
+        return device == "cuda" if self.run_ahead == "auto" else self.run_ahead == "on"
 
 
 class PrefillSettings(WorkerSettings):
@@ -137,9 +162,6 @@ class DecodeSettings(WorkerSettings):
     preempt_by: Literal["cost", "swap", "recompute"] = Field(
         "cost", description="how a sequence gives up its blocks: cost takes the cheaper way"
     )
-    run_ahead: Literal["auto", "on", "off"] = Field(
-        "auto", description="plan a step while the one before it runs: auto does on a GPU"
-    )
 
     @model_validator(mode="after")
     def _budget_holds_the_batch(self) -> Self:
@@ -148,11 +170,13 @@ class DecodeSettings(WorkerSettings):
         return self
 
 
-class GatewaySettings(ProcessSettings):
+class GatewaySettings(TierSettings):
     """Settings of a gateway."""
 
     host: str = Field("127.0.0.1", description="address to bind")
     port: Port = Field(8000, description="port of the HTTP API (0: any free one)")
+    dashboard: Literal["on", "off"] = Field("on", description="the page at /, and /pools from which it reads")
+    processes: int = Field(1, ge=1, le=64, description="processes that share the port, each with links of its own")
     admin_host: str = Field("127.0.0.1", description="address of the admin port")
     admin_port: Port | None = Field(None, description="port to look at workers and drain them (0: any free one)")
     prefill_workers: WorkerAddresses = Field(
@@ -162,23 +186,78 @@ class GatewaySettings(ProcessSettings):
     served_model_name: str | None = Field(None, description="name in the API (default: the model's own)")
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="largest request body")
     max_in_flight: int = Field(1024, ge=1, le=65536, description="requests in flight; one more gets 429")
+    max_connections: int = Field(4096, ge=1, le=2**20, description="connections of clients; one more is turned away")
+    header_timeout_s: float = Field(
+        10.0, gt=0, le=3600, description="seconds that a TLS handshake, and the head of a request, may take"
+    )
+    api_keys: str | None = Field(
+        None, description="file of the API keys that are let in (baton api-key NAME); without it, everyone is"
+    )
+    tls_cert: str | None = Field(None, description="PEM file of the certificate chain for HTTPS; needs --tls-key")
+    tls_key: str | None = Field(None, description="PEM file of the certificate's key, not encrypted")
+    cors_origins: Origins = Field(
+        (), description="origins of web pages that may call from a browser: https://host[:port],... (*: any)"
+    )
     tenant_header: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
         description="request header that names the tenant; it is believed, so your ingress must set it or strip it",
     )
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = Field(
+        "auto", description="how the model writes calls of functions; auto: what its chat template tells"
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = Field(
+        "auto", description="think: the model reasons between <think> and </think>; auto: what its chat template tells"
+    )
     local_prefill_tokens: int = Field(
         64, ge=0, le=2**20, description="prompts with at most this many uncached tokens are computed by a decode worker"
     )
-    prefix_index_blocks: int = Field(2**18, ge=0, description="block names remembered with who holds them (0: none)")
+    routing: Literal["expected", "round_robin"] = Field(
+        "expected", description="expected: by expected time to first token and load; round_robin: in turn, to compare"
+    )
+    explain_routing: bool = Field(
+        False, description="say in x-baton-* headers of each answer where its request went, and why"
+    )
+    interactive_limit_s: float = Field(
+        0.5,
+        ge=0,
+        le=86400,
+        description="seconds: interactive requests that would wait longer get 429 (0: never)",
+    )
+    standard_limit_s: float = Field(30.0, ge=0, le=86400, description="the same for tier standard")
+    batch_limit_s: float = Field(600.0, ge=0, le=86400, description="the same for tier batch")
     engine_stall_s: float = Field(
         30.0, gt=0, le=86400, description="seconds without a step after which a busy engine counts as hanging"
     )
     patience_s: float = Field(
         10.0, ge=0, le=86400, description="seconds that a request which has lost its worker waits for a usable one"
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]+(/\S*)?$",
+        description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request (none: off)",
+    )
+    interactive_itl_s: float = Field(
+        0.1, gt=0, description="target of the tier interactive: mean seconds between tokens; for goodput alone"
+    )
+    standard_itl_s: float = Field(0.2, gt=0, description="target of the tier standard: the same")
+    batch_itl_s: float = Field(1.0, gt=0, description="target of the tier batch: the same")
     request_budget_s: float = Field(600.0, gt=0, le=86400, description="seconds that a request may take")
     shutdown_grace_s: float = Field(5.0, ge=0, le=86400, description="seconds that open requests get after SIGTERM")
+
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        return self
+
+    def itl_target_s(self, tier: Tier) -> float:
+        """Mean seconds between the tokens of an answer that a tier aims at."""
+        return {
+            Tier.INTERACTIVE: self.interactive_itl_s,
+            Tier.STANDARD: self.standard_itl_s,
+            Tier.BATCH: self.batch_itl_s,
+        }[tier]
 
 
 class ServeSettings(ProcessSettings):
@@ -186,6 +265,7 @@ class ServeSettings(ProcessSettings):
 
     host: str = Field("127.0.0.1", description="address of the HTTP API")
     port: Port = Field(8000, description="port of the HTTP API")
+    admin_port: Port = Field(0, description="port to look at workers and drain them (0: any free one)")
     prefill: int = Field(1, ge=0, le=64, description="prefill workers; 0: decode workers compute the prompts too")
     decode: int = Field(1, ge=1, le=64, description="decode workers")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")

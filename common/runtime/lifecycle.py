@@ -7,7 +7,6 @@ import atexit
 import ctypes
 import gc
 import json
-import logging
 import os
 import signal
 import sys
@@ -19,16 +18,6 @@ from common.contract.errors import OperatorError
 EXIT_OPERATOR_ERROR = 2
 _PR_SET_PDEATHSIG = 1
 _SWITCH_INTERVAL_S = 0.0005
-
-
-def configure_logging(level: str, name: str) -> None:
-    """One line per event on standard error, each with the process's name."""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s {name} %(message)s",
-        force=True,
-    )
 
 
 def exit_on_operator_error(main: Callable[[], None]) -> None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from common.contract.errors import OperatorError
 from common.runtime.checkpoint import DEMO_FOLDER, resolve_model
 from common.runtime.config import ServeSettings, load
-from common.runtime.lifecycle import configure_logging, end_with_parent, exit_on_operator_error, run
+from common.runtime.lifecycle import end_with_parent, exit_on_operator_error, run
+from common.runtime.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class LocalStack:
         _require_free_port(settings.host, settings.port)
         workers = [("prefill", i) for i in range(settings.prefill)] + [("decode", i) for i in range(settings.decode)]
         threads = max(1, (os.cpu_count() or 1) // len(workers))
-        common = ["--model", settings.model, "--log-level", settings.log_level]
+        common = ["--model", settings.model, "--log-level", settings.log_level, "--log-format", settings.log_format]
         common += ["--heartbeat-interval-s", str(settings.heartbeat_interval_s)]
         common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
         common += [] if settings.curve_keys is None else ["--curve-keys", settings.curve_keys]
@@ -68,11 +69,18 @@ class LocalStack:
         options = ["--host", settings.host, "--port", str(settings.port)]
         options += ["--prefill-workers", ",".join(addresses["prefill"])]
         options += ["--decode-workers", ",".join(addresses["decode"])]
+        options += ["--admin-port", str(settings.admin_port), "--explain-routing"]
         await self._spawn("gateway", "gateway", [*common, *options])
         for child in self._children:
             await self._fact(child, "ready")
         self._screen.clear()
         return str(self._children[-1].facts["url"])
+
+    @property
+    def dashboard(self) -> str | None:
+        """The URL of the gateway's page, once started; None where it has none."""
+        url = self._children[-1].facts["dashboard"]
+        return None if url is None else str(url)
 
     @property
     def probes(self) -> dict[str, str]:
@@ -213,7 +221,7 @@ def _curl(url: str, model: str) -> str:
     question = "Say hello."
     if resolve_model(model, weights=False) == DEMO_FOLDER:
         question = "The code of Mira is 4817. The code of Otto is 2093. What is the code of Mira?"
-    body = json.dumps({"messages": [{"role": "user", "content": question}]})
+    body = json.dumps({"messages": [{"role": "user", "content": question}], "temperature": 0})
     return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
@@ -228,6 +236,8 @@ async def serve(settings: ServeSettings, stop: asyncio.Event) -> None:
         if stopping.done():
             return
         url = starting.result()
+        if stack.dashboard is not None:
+            log.info("dashboard on %s", stack.dashboard)
         print(f"ready: {_curl(url, settings.model)}", flush=True)
         watching = asyncio.create_task(stack.watch())
         await asyncio.wait([watching, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -248,7 +258,7 @@ def main() -> None:
     def body() -> None:
         settings = load(ServeSettings, "baton serve", sys.argv[1:])
         resolve_model(settings.model, weights=True)
-        configure_logging(settings.log_level, "baton serve")
+        configure_logging(settings.log_level, "baton serve", settings.log_format)
         end_with_parent(settings.end_with_parent)
         run(lambda stop: serve(settings, stop))
 

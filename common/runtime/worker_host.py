@@ -22,12 +22,12 @@ from common.runtime.config import WorkerSettings, load
 from common.runtime.curve import CurveKeys
 from common.runtime.lifecycle import (
     Announcer,
-    configure_logging,
     end_with_parent,
     exit_on_operator_error,
     freeze_startup_objects,
     run,
 )
+from common.runtime.logs import configure_logging
 from common.runtime.probes import Probed, ProbeServer
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def run_worker(
 
     def main() -> None:
         settings = load(settings_type, program, sys.argv[1:])
-        configure_logging(settings.log_level, program)
+        configure_logging(settings.log_level, program, settings.log_format)
         end_with_parent(settings.end_with_parent)
         run(lambda stop: serve(settings, stop))
 

@@ -27,6 +27,9 @@ _FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fop
 _COMPILE_TIMEOUT_S = 120.0
 PANEL = 16
 """Outputs of a panel of packed weights."""
+SPINS = 3000
+"""Rounds that a thread waits for the next kernel before it sleeps, some tens of microseconds: to be woken would take
+longer than most kernels run. Not for who has set GOMP_SPINCOUNT, or another OMP_WAIT_POLICY than passive."""
 
 
 def serves(head_dim: int) -> bool:
@@ -327,6 +330,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def kernels() -> Kernels | None:
     """The kernels, compiled if need be; None, and a line in the log, where that fails."""
+    if os.environ.get("OMP_WAIT_POLICY", "passive").lower() == "passive":
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))  # is read when the library is loaded
     try:
         return _load()
     except (OSError, AttributeError, subprocess.SubprocessError) as error:

@@ -82,9 +82,10 @@ INLINE void load_pair(const char *p, int type, v8 *first, v8 *second) {
     }
 }
 
-/* Add to `sums [rows][16 * panels]` the products of `rows` rows of x, `stride` apart, with K rows of each panel. */
+/* Add to `sums [rows][16 * panels]` the products of `rows` rows of x, `stride` apart, with K rows of each panel. What is
+   at `ahead`, and every `pace` bytes from there, is asked for meanwhile. */
 INLINE void tile(int rows, int panels, int type, const float *x, long stride, long K, const char *w, long panel_bytes,
-                 float *sums) {
+                 const char *ahead, long pace, float *sums) {
     const long row_bytes = PANEL * size_of(type);
     v8 held[TILE][2 * GROUP];
     UNROLL for (int r = 0; r < rows; r++)
@@ -93,7 +94,7 @@ INLINE void tile(int rows, int panels, int type, const float *x, long stride, lo
         UNROLL for (int p = 0; p < panels; p++) {
             v8 low, high;
             const char *at = w + p * panel_bytes + k * row_bytes;
-            if (panels < GROUP) __builtin_prefetch(at + AHEAD);
+            if (panels < GROUP) __builtin_prefetch(ahead + p * panel_bytes + k * pace, 0, 2);
             load_pair(at, type, &low, &high);
             UNROLL for (int r = 0; r < rows; r++) {
                 v8 value = splat(x[r * stride + k]);
@@ -109,14 +110,15 @@ INLINE void tile(int rows, int panels, int type, const float *x, long stride, lo
 /* Up to 6 rows and one panel. The type is a constant in each of these functions: that is what lets the compiler keep a
    tile in registers. */
 #define TILE_OF(NAME, TYPE)                                                                                            \
-    static void NAME(int rows, const float *x, long stride, long K, const char *w, float *sums) {                      \
+    static void NAME(int rows, const float *x, long stride, long K, const char *w, const char *ahead, long pace,       \
+                     float *sums) {                                                                                    \
         switch (rows) {                                                                                                \
-        case 1: tile(1, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
-        case 2: tile(2, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
-        case 3: tile(3, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
-        case 4: tile(4, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
-        case 5: tile(5, 1, TYPE, x, stride, K, w, 0, sums); break;                                                     \
-        default: tile(6, 1, TYPE, x, stride, K, w, 0, sums);                                                           \
+        case 1: tile(1, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
+        case 2: tile(2, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
+        case 3: tile(3, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
+        case 4: tile(4, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
+        case 5: tile(5, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
+        default: tile(6, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums);                                              \
         }                                                                                                              \
     }
 
@@ -131,15 +133,20 @@ INLINE void finish(const float *sums, long rows, long width, const float *bias, 
         for (long i = 0; i < num; i++) out[r * N + first + i] = sums[r * width + i] + (bias ? bias[first + i] : 0);
 }
 
-/* One panel, for up to ROWS rows, in tiles of nearly equal height. */
+/* One panel, for up to ROWS rows, in tiles of nearly equal height. A single tile asks for what it will need in a moment;
+   of several each asks for its share of the next panel, as only the first has to wait for this one. */
 #define PANEL_OF(NAME, TILE_NAME, TYPE)                                                                                \
     static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,             \
                      long first) {                                                                                     \
         float sums[TILE * PANEL];                                                                                      \
+        const long row_bytes = PANEL * size_of(TYPE), all = (M + TILE - 1) / TILE;                                     \
+        const long pace = row_bytes / all;                                                                             \
+        const char *ahead = all == 1 ? w + AHEAD : w + K * row_bytes;                                                  \
         for (long m = 0, rows, tiles = (M + TILE - 1) / TILE; m < M; tiles--, m += rows) {                             \
             rows = (M - m + tiles - 1) / tiles;                                                                        \
             memset(sums, 0, sizeof sums);                                                                              \
-            TILE_NAME(rows, x + m * K, K, K, w, sums);                                                                 \
+            TILE_NAME(rows, x + m * K, K, K, w, ahead, pace, sums);                                                    \
+            ahead += K * pace;                                                                                         \
             finish(sums, rows, PANEL, bias, out + m * N, N, first);                                                    \
         }                                                                                                              \
     }
@@ -155,12 +162,13 @@ PANEL_OF(panel_float16, tile_float16, F16)
         const long panel_bytes = K * PANEL * size_of(TYPE);                                                            \
         float sums[PANEL * GROUP] = {0};                                                                               \
         if (panels == GROUP && M == 1) {                                                                               \
-            tile(1, GROUP, TYPE, x, K, K, w, panel_bytes, sums);                                                       \
+            tile(1, GROUP, TYPE, x, K, K, w, panel_bytes, w, 0, sums);                                                 \
             finish(sums, 1, GROUP * PANEL, bias, out, N, first);                                                       \
         } else if (panels == GROUP && M == 2) {                                                                        \
             for (int p = 0; p < GROUP; p += 2) {                                                                       \
                 memset(sums, 0, sizeof sums);                                                                          \
-                tile(2, 2, TYPE, x, K, K, w + p * panel_bytes, panel_bytes, sums);                                     \
+                const char *at = w + p * panel_bytes;                                                                  \
+                tile(2, 2, TYPE, x, K, K, at, panel_bytes, at + AHEAD, PANEL * size_of(TYPE), sums);                   \
                 finish(sums, 2, 2 * PANEL, bias, out, N, first + PANEL * p);                                           \
             }                                                                                                          \
         } else {                                                                                                       \
@@ -362,75 +370,69 @@ INLINE void weigh_all(int rows, int type, const char *v, long D, long num, const
 #undef WEIGH
 }
 
-/* Ask for one head's part of the block after the one of slot s, if slots before `end` are there: blocks lie apart, and
-   the hardware follows nothing over the end of a page. */
-INLINE void fetch_next(const struct cache *c, const int64_t *table, long s, long end, long offset, long bytes) {
-    const long block = s / c->block_size + 1;
-    if (block * c->block_size >= end) return;
-    const char *next = c->layer + table[block] * c->block_bytes + offset;
-    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
-}
-
-/* Room for `attend`, in numbers, where a row of scores is so long. */
-INLINE long attend_room(const struct cache *c, long size) { return c->group * (size + 2 * c->head_dim); }
-
-/* One token's queries of one KV head's group against its slots `[begin, end)`: scores of all, then their weights, then
-   the values. */
-INLINE void attend(int type, const struct cache *c, const float *q, const int64_t *table, long head, long begin,
-                   long end, float *room, long size, float *out) {
-    const long D = c->head_dim, G = c->group, step = D * size_of(type), bytes = c->block_size * step;
-    const long keys = head * bytes, values = keys + c->kv_heads * bytes;
-    float *scores = room, *queries = scores + G * size, *sums = queries + G * D;
-    for (long g = 0; g < G; g++) spread(type, q + g * D, D, c->scale, queries + g * D);
-    for (long s = begin, num; s < end; s += num) {
-        const long rest = c->block_size - s % c->block_size;
-        num = rest < end - s ? rest : end - s;
-        const char *k = c->layer + table[s / c->block_size] * c->block_bytes + keys + s % c->block_size * step;
-        fetch_next(c, table, s, end, keys, bytes);
-        float *to = scores + s - begin;
-        long g = 0;
-        for (; g + 4 <= G; g += 4) scores_of(4, type, queries + g * D, D, k, num, rest, to + g * size, size);
-        for (; g + 2 <= G; g += 2) scores_of(2, type, queries + g * D, D, k, num, rest, to + g * size, size);
-        for (; g < G; g++) scores_of(1, type, queries + g * D, D, k, num, rest, to + g * size, size);
+/* One token's queries of the KV heads `[first, first + heads)` against its slots `[begin, end)`: scores of all, then
+   their weights, then the values. Block by block and there head by head, which is the order in memory, but that blocks
+   lie apart; what comes next is asked for meanwhile. */
+INLINE void attend(int type, const struct cache *c, const float *q, const int64_t *table, long first, long heads,
+                   long begin, long end, float *room, long size, float *out) {
+    const long D = c->head_dim, G = c->group, rows = heads * G, step = D * size_of(type), bytes = c->block_size * step;
+    const long keys = first * bytes, values = keys + c->kv_heads * bytes;
+    float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D;
+    for (long r = 0; r < rows; r++) spread(type, q + r * D, D, c->scale, queries + r * D);
+    /* Each slot of a block of each head, `at` in the keys or values; `num` slots of this block, which has `rest`. */
+#define EACH(WHERE, DO)                                                                                                \
+    for (long s = begin, num; s < end; s += num) {                                                                     \
+        const long rest = c->block_size - s % c->block_size, block = s / c->block_size;                                \
+        num = rest < end - s ? rest : end - s;                                                                         \
+        const char *at = c->layer + table[block] * c->block_bytes + WHERE;                                             \
+        for (long h = 0; h < heads; h++, at += bytes) {                                                                \
+            const char *next = at + bytes;                                                                             \
+            if (h == heads - 1) next = s + num < end ? c->layer + table[block + 1] * c->block_bytes + WHERE : at;      \
+            for (long i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);                                   \
+            const char *slots = at + s % c->block_size * step;                                                         \
+            long r = h * G, last = r + G;                                                                              \
+            for (; r + 4 <= last; r += 4) DO(4);                                                                       \
+            for (; r + 2 <= last; r += 2) DO(2);                                                                       \
+            for (; r < last; r++) DO(1);                                                                               \
+        }                                                                                                              \
     }
-    float factors[G];
-    for (long g = 0; g < G; g++) factors[g] = softmax(scores + g * size, end - begin, size);
-    memset(sums, 0, G * D * sizeof(float));
-    for (long s = begin, num; s < end; s += num) {
-        const long rest = c->block_size - s % c->block_size;
-        num = rest < end - s ? rest : end - s;
-        const char *v = c->layer + table[s / c->block_size] * c->block_bytes + values + s % c->block_size * step;
-        fetch_next(c, table, s, end, values, bytes);
-        const float *weights = scores + s - begin;
-        long g = 0;
-        for (; g + 4 <= G; g += 4) weigh_all(4, type, v, D, num, weights + g * size, size, sums + g * D);
-        for (; g + 2 <= G; g += 2) weigh_all(2, type, v, D, num, weights + g * size, size, sums + g * D);
-        for (; g < G; g++) weigh_all(1, type, v, D, num, weights + g * size, size, sums + g * D);
-    }
-    for (long g = 0; g < G; g++) gather(type, sums + g * D, D, factors[g], out + g * D);
+#define SCORE(R) scores_of(R, type, queries + r * D, D, slots, num, rest, scores + r * size + s - begin, size)
+#define WEIGH(R) weigh_all(R, type, slots, D, num, scores + r * size + s - begin, size, sums + r * D)
+    EACH(keys, SCORE)
+    float factors[rows];
+    for (long r = 0; r < rows; r++) factors[r] = softmax(scores + r * size, end - begin, size);
+    memset(sums, 0, rows * D * sizeof(float));
+    EACH(values, WEIGH)
+#undef EACH
+#undef SCORE
+#undef WEIGH
+    for (long r = 0; r < rows; r++) gather(type, sums + r * D, D, factors[r], out + r * D);
 }
 
 /* out `[N, H, D]` for tokens with queries `[H, D]`, in rows `q_stride` apart; token i is the last of `lens[i]` tokens
    of the sequence whose blocks are `tables + i * width`, and sees the last `window` of them, or all if that is 0.
-   Returns 0, or 1 without memory. */
+   Returns 0, or 1 without memory. The heads of a token stay together, unless there are few tokens for the threads. */
 #define DECODE(NAME, TYPE)                                                                                             \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, const int64_t *tables, long width,    \
              const int64_t *lens, long N, long kv_heads, long group, long block_size, long head_dim, long window,      \
              float scale, float *out, int threads) {                                                                   \
         const struct cache c = {layer, block_bytes, kv_heads, group, block_size, head_dim, scale};                     \
+        long parts = threads > 1 ? (2 * threads + N - 1) / N : 1;                                                      \
+        if (parts > kv_heads) parts = kv_heads;                                                                        \
         int failed = 0;                                                                                                \
         _Pragma("omp parallel for num_threads(threads) schedule(dynamic) reduction(|:failed) if (threads > 1)")        \
-        for (long item = 0; item < N * kv_heads; item++) {                                                             \
-            long i = item / kv_heads, head = item % kv_heads, end = lens[i];                                           \
+        for (long item = 0; item < N * parts; item++) {                                                                \
+            long i = item / parts, part = item % parts, end = lens[i];                                                 \
+            long first = part * kv_heads / parts, heads = (part + 1) * kv_heads / parts - first;                       \
             long begin = window && end > window ? end - window : 0, size = (end - begin + 15) / 8 * 8;                 \
-            float *room = room_for(attend_room(&c, size));                                                             \
+            float *room = room_for(heads * group * (size + 2 * head_dim));                                             \
             if (!room) {                                                                                               \
                 failed = 1;                                                                                            \
                 continue;                                                                                              \
             }                                                                                                          \
-            long at = head * group * head_dim;                                                                         \
+            long at = first * group * head_dim;                                                                        \
             float *to = out + i * kv_heads * group * head_dim + at;                                                    \
-            attend(TYPE, &c, q + i * q_stride + at, tables + i * width, head, begin, end, room, size, to);             \
+            attend(TYPE, &c, q + i * q_stride + at, tables + i * width, first, heads, begin, end, room, size, to);     \
         }                                                                                                              \
         return failed;                                                                                                 \
     }

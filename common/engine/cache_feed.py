@@ -1,0 +1,60 @@
+"""Tells gateways which blocks a worker's prefix cache holds: everything at first, then what changes.
+
+A hint for routing, so names are told by their leading bytes alone. Whatever is lost on the way is noticed as every lost
+message is (`common.runtime.channel`): the gateway says Hello again, and is told everything anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHash
+from common.contract.ids import Incarnation
+from common.contract.messages import MAX_CACHE_EVENTS, CacheEvents, Message
+from common.engine.block_pool import BlockPool
+
+
+class CacheFeed:
+    """What each gateway has been told."""
+
+    def __init__(self, pool: BlockPool, send: Callable[[Incarnation, Message], None]) -> None:
+        self._pool = pool
+        self._send = send
+        self._gateways: dict[Incarnation, None] = {}
+
+    def begin(self, gateway: Incarnation) -> None:
+        """A session with a gateway is open, maybe again: tell it everything."""
+        self._gateways[gateway] = None
+        self._tell([gateway], self._pool.named(), (), begins=True)
+
+    def end(self, gateway: Incarnation) -> None:
+        """Its session is over; inert for a client that is no gateway."""
+        self._gateways.pop(gateway, None)
+
+    def publish(self) -> None:
+        """Tell what has changed since the last time; to be called once in a step, behind its tokens."""
+        changes = self._pool.take_changes()
+        if changes and self._gateways:
+            stored = [name for name, is_there in changes.items() if is_there]
+            removed = [name for name, is_there in changes.items() if not is_there]
+            self._tell(list(self._gateways), stored, removed, begins=False)
+
+    def _tell(
+        self,
+        gateways: Sequence[Incarnation],
+        stored: Sequence[BlockHash],
+        removed: Sequence[BlockHash],
+        *,
+        begins: bool,
+    ) -> None:
+        for start in range(0, max(len(stored), len(removed), 1), MAX_CACHE_EVENTS):
+            part = slice(start, start + MAX_CACHE_EVENTS)
+            events = CacheEvents(
+                begins=begins and start == 0, stored=_short(stored[part]), removed=_short(removed[part])
+            )
+            for gateway in gateways:
+                self._send(gateway, events)
+
+
+def _short(names: Sequence[BlockHash]) -> bytes:
+    return b"".join([name[:SHORT_NAME_BYTES] for name in names])

@@ -1,0 +1,83 @@
+"""Structured output: the tokens with which a text that must follow a grammar may go on.
+
+Grammars are `llguidance`'s; the gateway makes them of JSON schemas, regular expressions and the like. How far a choice
+has got is never told to anybody: whoever goes on with it reads the tokens that it has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from common.runtime.grammar_limits import grammar_limits
+
+_log = logging.getLogger(__name__)
+
+_MAX_KEPT = 32
+"""Compiled grammars that are kept for the next request."""
+
+
+class GrammarState:
+    """How far one sequence has got. Belongs to `Grammars`; a sequence only keeps it between two steps."""
+
+    __slots__ = ("matcher", "num_read")
+
+    def __init__(self) -> None:
+        self.matcher: LLMatcher | None = None
+        self.num_read = 0
+        """Leading tokens of the output that the matcher has seen."""
+
+
+class Grammars:
+    """What grammars allow, for one model's tokens. Called by the engine's thread alone."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars | None:
+        """For the tokenizer of a checkpoint; None, and a line in the log, where there is none that can be used."""
+        file = folder / "tokenizer.json"
+        ends = sorted(token for token in eos_token_ids if 0 <= token < vocab_size)
+        try:
+            if not ends:
+                raise ValueError("the model has no token that ends a sequence")
+            return cls(LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=ends))
+        except (OSError, ValueError) as error:
+            _log.warning("no structured output: %s cannot be used: %s", file, error)
+            return None
+
+    def allowed(self, grammar: str, state: GrammarState, output: Sequence[int]) -> bytes:
+        """A bit for each token, the first in the lowest bit of the first byte, whether `output` may go on with it.
+
+        Where the grammar may end, that is the ends of a sequence too. None may where the grammar, or its length, is
+        beyond the bounds of the library.
+        """
+        if state.matcher is None:
+            state.matcher = self._fresh(grammar)
+        matcher = state.matcher
+        matcher.consume_tokens(list(output[state.num_read :]))
+        state.num_read = len(output)
+        bits = matcher.compute_bitmask()
+        if matcher.is_error():
+            # Its message quotes the grammar and the text, which are the client's.
+            _log.warning("a grammar gave up after %d tokens: %s", len(output), matcher.stop_reason())
+            self._compiled.pop(grammar, None)  # what is compiled is shared, and may be what is full
+            return bytes(len(bits))
+        return bits
+
+    def _fresh(self, grammar: str) -> LLMatcher:
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = self._compiled[grammar] = LLMatcher(
+                self._tokenizer, grammar, log_level=0, limits=grammar_limits()
+            )
+            while len(self._compiled) > _MAX_KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return compiled.deep_copy()

@@ -1,0 +1,73 @@
+"""What a choice's time at this worker was spent on, from the marks that its request and its pull have got."""
+
+from __future__ import annotations
+
+from common.contract.messages import DecodeTimes, PromptTimes, Timings
+from decode_worker.request import DecodeRequest, Generation
+
+
+def timings_of(generation: Generation, now: float) -> Timings:
+    """To go before the choice's tokens that are sent `now`."""
+    request = generation.request
+    decode = _decode_times(generation, now)
+    return Timings(
+        request=request.key.request,
+        attempt=request.key.attempt,
+        choice=generation.sequence.choice,
+        prompt=request.prompt_times,
+        decode=decode,
+    )
+
+
+def prompt_times_of(request: DecodeRequest, now: float) -> PromptTimes:
+    """Of a prompt that was computed here, and whose first tokens are sent `now`."""
+    assert request.started_at is not None, request.key
+    queue_s = request.started_at - request.arrived
+    return PromptTimes(queue_s=queue_s, prefix_pull_s=0.0, prefill_s=now - request.started_at)
+
+
+def _decode_times(generation: Generation, now: float) -> DecodeTimes | None:
+    """None at a local first token: there is nothing behind it yet."""
+    request = generation.request
+    pull = None if request.pull is None else request.pull.times
+    joined_at = generation.joined_at
+    if pull is None and joined_at is None:
+        return None
+    assert request.begun_at is not None, request.key
+    queue_s = decode_s = preempted_s = 0.0
+    if joined_at is not None:
+        preempted_s = generation.paused_s
+        if generation.paused_at is not None:
+            preempted_s += now - generation.paused_at
+        queue_s = joined_at - request.begun_at
+        decode_s = max(0.0, now - joined_at - preempted_s)  # a sum of pauses is rounded
+    if pull is None:
+        return DecodeTimes(
+            wait_s=0.0,
+            reserve_s=0.0,
+            pull_s=0.0,
+            settle_s=0.0,
+            queue_s=queue_s,
+            decode_s=decode_s,
+            preempted_s=preempted_s,
+            read_s=0.0,
+            hidden_read_s=0.0,
+            pull_bytes=0,
+        )
+    assert pull.told_at is not None, request.key
+    assert pull.reserved_at is not None, request.key
+    assert pull.read_at is not None, request.key
+    free_at = max(pull.told_at, pull.reserved_at)
+    ahead = request.ahead
+    return DecodeTimes(
+        wait_s=pull.told_at - request.arrived,
+        reserve_s=free_at - pull.told_at,
+        pull_s=pull.read_at - free_at,
+        settle_s=request.begun_at - pull.read_at,
+        queue_s=queue_s,
+        decode_s=decode_s,
+        preempted_s=preempted_s,
+        read_s=pull.read_s + (0.0 if ahead is None else ahead.read_s),
+        hidden_read_s=pull.hidden_read_s + (0.0 if ahead is None else ahead.read_s),
+        pull_bytes=pull.num_bytes + (0 if ahead is None else ahead.num_bytes),
+    )
