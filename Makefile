@@ -8,13 +8,15 @@ PORT ?= 8000
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: serve test chaos gpu model check format clean
+.PHONY: serve test chaos gpu model check format screenshots clean
 
 serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
 
+# What needs one process is shared out over the cores; what starts stacks of its own has them to itself.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not gpu and not chaos"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" tests/unit tests/property tests/model tests/parity tests/kernels
+	$(BIN)/python -m pytest -m "not gpu and not chaos" tests/e2e tests/chaos
 
 chaos: $(STAMP)
 	SOAK_REQUESTS=500 SOAK_RECORD=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
@@ -37,6 +39,10 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format --no-cache .
 	$(BIN)/ruff check --no-cache --fix .
+
+# Pictures of the dashboard under load, for the documentation; needs Debian's chromium.
+screenshots: $(STAMP)
+	$(BIN)/python -m benchmarks.screenshot
 
 # The stamp is written last, so that an interrupted installation starts again.
 $(STAMP): pyproject.toml

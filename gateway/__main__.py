@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from common.contract.errors import OperatorError
 from common.contract.ids import new_incarnation
+from common.contract.tiers import Tier
 from common.runtime.checkpoint import config_hash, read_config, resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import GatewaySettings, load
 from common.runtime.curve import CurveKeys
 from common.runtime.lifecycle import (
     Announcer,
-    configure_logging,
     end_with_parent,
     exit_on_operator_error,
     freeze_startup_objects,
     run,
 )
+from common.runtime.logs import configure_logging
 from gateway.admin import create_admin_app
+from gateway.admission import Admission
 from gateway.api import create_app, create_runner
-from gateway.api_settings import ApiSettings, Limits, SamplingDefaults
+from gateway.api_keys import Keyring
+from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target
+from gateway.connections import ConnectionBounds, Listener, allow_descriptors
+from gateway.dashboard.admin_link import AdminLink
+from gateway.dashboard.handlers import Dashboard
 from gateway.dispatcher import Dispatcher
 from gateway.metrics import GatewayMetrics
+from gateway.processes import Share, run_processes
 from gateway.registry import Registry
+from gateway.tls import ServerTls
 from gateway.tokenizer import ModelTokenizer, keep_torch_out
 
+if TYPE_CHECKING:
+    from gateway.tracing import Tracing
+
 log = logging.getLogger(__name__)
+
+_ADMIN_BOUNDS = ConnectionBounds(max_connections=64)
 
 
 def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
@@ -51,26 +68,67 @@ def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
         model_vocab_size=vocab_size,
         limits=limits,
         sampling_defaults=SamplingDefaults.from_model(folder),
+        targets={tier: Target(ttft_s=settings.ttft_target_s(tier), itl_s=settings.itl_target_s(tier)) for tier in Tier},
         tenant_header=settings.tenant_header,
+        explain_routing=settings.explain_routing,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+        cors_origins=settings.cors_origins,
     )
 
 
-async def _serve_admin(settings: GatewaySettings, runner: web.AppRunner) -> str | None:
-    """Bind the operators' port, if there is to be one; its URL. Raises `OperatorError`."""
-    if settings.admin_port is None:
+def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyring | None, ServerTls | None]:
+    """The API keys and the certificate; SIGHUP reads them again at once. Raises `OperatorError`."""
+
+    def counted(file: str) -> Callable[[bool], None]:
+        return lambda good: metrics.reloaded(file, good)
+
+    keyring = tls = None
+    if settings.api_keys is not None:
+        keyring = Keyring(Path(settings.api_keys), reloaded=counted("api_keys"))
+        for key in keyring.keys:
+            if key.tenant_from_header and settings.tenant_header is None:
+                log.warning("API key %s: tenant_from_header has no effect without --tenant-header", key.name)
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        tls = ServerTls(Path(settings.tls_cert), Path(settings.tls_key), reloaded=counted("tls"))
+
+    def reload() -> None:
+        for each in (keyring, tls):
+            if each is not None:
+                each.refresh(at_once=True)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    return keyring, tls
+
+
+async def _listen(listener: Listener, what: str, host: str, port: int, scheme: str = "http") -> str:
+    """Bind; the URL. Raises `OperatorError`."""
+    try:
+        await listener.bind(host, port)
+    except OSError as error:
+        raise OperatorError(f"cannot bind {what}{host}:{port}: {error.strerror or error}") from error
+    return _url(scheme, host, listener.port)
+
+
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing | None:
+    """Where requests are told as spans, if anywhere. Raises `OperatorError`."""
+    if settings.otlp_endpoint is None:
         return None
     try:
-        await web.TCPSite(runner, settings.admin_host, settings.admin_port).start()
-    except OSError as error:
-        place = f"{settings.admin_host}:{settings.admin_port}"
-        raise OperatorError(f"cannot bind the admin port {place}: {error.strerror or error}") from error
-    url = f"http://{settings.admin_host}:{runner.addresses[0][1]}"
-    log.info("admin on %s", url)
-    return url
+        from gateway.tracing import Tracing
+    except ImportError as error:
+        raise OperatorError(f"--otlp-endpoint needs the packages of baton[otel]: {error}") from error
+    tracing = Tracing.to(settings.otlp_endpoint)
+    metrics.registry.register(tracing)
+    return tracing
 
 
-async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) -> None:
-    """Bind, connect, serve until `stop`. Raises `OperatorError`."""
+async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, share: Share | None = None) -> None:
+    """Bind, connect, serve until `stop`; on a port that it has a share of, if there is one. Raises `OperatorError`."""
     announcer = Announcer(settings.announce_fd)
     registry = Registry(
         settings.prefill_workers, settings.decode_workers, config_hash(folder), stall_s=settings.engine_stall_s
@@ -81,43 +139,88 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
         monotonic,
         settings.pulse,
         local_prefill_tokens=settings.local_prefill_tokens,
-        prefix_index_blocks=settings.prefix_index_blocks,
+        routing=settings.routing,
+        admission=Admission(
+            {
+                Tier.INTERACTIVE: settings.interactive_limit_s,
+                Tier.STANDARD: settings.standard_limit_s,
+                Tier.BATCH: settings.batch_limit_s,
+            }
+        ),
         patience_s=settings.patience_s,
         keys=CurveKeys.load(settings.curve_keys),
     )
     api_settings = _api_settings(settings, folder)
     metrics = GatewayMetrics(api_settings.model_name)
     metrics.registry.register(dispatcher)
-    app = create_app(dispatcher, ModelTokenizer.load(folder), api_settings, metrics)
+    tracing = open_tracing(settings, metrics)
+    dashboard = Dashboard(dispatcher, api_settings, metrics) if settings.dashboard == "on" else None
+    keyring, tls = _secrets(settings, metrics)
+    app = create_app(
+        dispatcher,
+        ModelTokenizer.load(folder),
+        api_settings,
+        metrics,
+        keyring=keyring,
+        traces=tracing,
+        dashboard=dashboard,
+    )
+    if share is not None:
+        app.middlewares.append(share.middleware)
     runner = create_runner(app, shutdown_timeout_s=settings.shutdown_grace_s)
     await runner.setup()
     admin = web.AppRunner(create_admin_app(dispatcher), access_log=None, handle_signals=False)
     await admin.setup()
+    allow_descriptors(settings.max_connections)
+    bounds = ConnectionBounds(max_connections=settings.max_connections, header_timeout_s=settings.header_timeout_s)
+    listener = Listener(runner, bounds, metrics, None if tls is None else tls.context)
+    admin_listener = Listener(admin, _ADMIN_BOUNDS)
     try:
-        try:
-            await web.TCPSite(runner, settings.host, settings.port).start()
-        except OSError as error:
-            raise OperatorError(f"cannot bind {settings.host}:{settings.port}: {error.strerror or error}") from error
-        port = runner.addresses[0][1]
-        log.info("HTTP on %s:%d", settings.host, port)
-        admin_url = await _serve_admin(settings, admin)
+        scheme = "http" if tls is None else "https"
+        if share is None:
+            url = await _listen(listener, "", settings.host, settings.port, scheme)
+        else:
+            listener.listen(share.listener)
+            await web.UnixSite(runner, share.path).start()
+            url = _url(scheme, settings.host, listener.port)
+        log.info("HTTP on %s", url)
+        admin_url = None
+        if settings.admin_port is not None:
+            admin_url = await _listen(admin_listener, "the admin port ", settings.admin_host, settings.admin_port)
+            log.info("admin on %s", admin_url)
+            if dashboard is not None:
+                dashboard.admin = AdminLink(settings.admin_host, urlsplit(admin_url).port or 0)
         dispatching = asyncio.create_task(dispatcher.run())
         stopping = asyncio.create_task(stop.wait())
         usable = asyncio.create_task(dispatcher.wait_usable())
         await asyncio.wait([dispatching, stopping, usable], return_when=asyncio.FIRST_COMPLETED)
         if usable.done():
             freeze_startup_objects()
-            announcer.say(url=f"http://{settings.host}:{port}", admin=admin_url, ready=True)
+            announcer.say(url=url, admin=admin_url, dashboard=f"{url}/" if dashboard is not None else None, ready=True)
             log.info("ready")
             await asyncio.wait([dispatching, stopping], return_when=asyncio.FIRST_COMPLETED)
         usable.cancel()
         if dispatching.done():
             dispatching.result()
     finally:
+        await listener.close()
+        await admin_listener.close()
         await runner.cleanup()
         await admin.cleanup()
+        if tracing is not None:
+            await tracing.close()
     dispatching.cancel()
     await asyncio.gather(dispatching, return_exceptions=True)
+
+
+def _run_processes(settings: GatewaySettings, folder: Path) -> None:
+    def serve_share(share: Share, stop: asyncio.Event) -> Coroutine[Any, Any, None]:
+        configure_logging(settings.log_level, f"baton gateway {share.index}", settings.log_format)
+        own = {"announce_fd": share.announce_fd, "admin_port": settings.admin_port if share.index == 0 else None}
+        return serve(settings.model_copy(update=own), folder, stop, share)
+
+    announcer = Announcer(settings.announce_fd)
+    run_processes(settings.host, settings.port, settings.processes, serve_share, announcer, settings.shutdown_grace_s)
 
 
 def main() -> None:
@@ -125,7 +228,7 @@ def main() -> None:
 
     def body() -> None:
         settings = load(GatewaySettings, "baton gateway", sys.argv[1:])
-        configure_logging(settings.log_level, "baton gateway")
+        configure_logging(settings.log_level, "baton gateway", settings.log_format)
         end_with_parent(settings.end_with_parent)
         if not settings.decode_workers:
             raise OperatorError(
@@ -137,7 +240,10 @@ def main() -> None:
             raise OperatorError(f"baton gateway: {', '.join(sorted(twice))} is named as prefill and as decode worker")
         keep_torch_out()
         folder = resolve_model(settings.model, weights=False)
-        run(lambda stop: serve(settings, folder, stop))
+        if settings.processes == 1:
+            run(lambda stop: serve(settings, folder, stop))
+        else:
+            _run_processes(settings, folder)
 
     exit_on_operator_error(body)
 

@@ -1,6 +1,7 @@
 """What operators do with the workers, on a port of its own: look at them, drain one, let it serve again.
 
-It must not be reachable by clients: whoever reaches it can stop the deployment.
+It must not be reachable by clients: whoever reaches it can stop the deployment. Browsers are looked at more closely
+(`admin_guard`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import json
 
 from aiohttp import web
 
+from gateway.admin_guard import MAX_BODY_BYTES, admin_guard
 from gateway.dispatcher import Dispatcher
 
 
 def create_admin_app(dispatcher: Dispatcher) -> web.Application:
     """`GET /workers`, `POST /workers/{id}/drain`, `POST /workers/{id}/resume`; a worker's id is its address."""
     admin = _Admin(dispatcher)
-    app = web.Application()
+    app = web.Application(middlewares=[admin_guard], client_max_size=MAX_BODY_BYTES)
     app.router.add_get("/workers", admin.workers)
     app.router.add_post("/workers/{id}/drain", admin.drain)
     app.router.add_post("/workers/{id}/resume", admin.resume)

@@ -2,10 +2,12 @@
 
 The life of a generating request:
 
-1. `Guard` lets it in, within the bound on requests at once.
+1. `Guard` finds out whose it is and lets it in, within the bound on requests at once and the limits of its API key.
 2. Its body is read, within the bounds on size and time, and checked for form (`schemas`).
-3. `Intake` tokenises its prompts and makes it a `Job` of one `Generation` for each prompt.
-4. `stream_pieces` runs the generations and turns their tokens into pieces of text, up to a stop string.
+3. `Intake` tokenises its prompts and makes it a `Job` of one `Generation` for each prompt; the caller is charged for
+   them, and later for what is generated.
+4. `stream_pieces` runs the generations and turns their tokens into pieces of text, up to a stop string; where answers
+   can hold calls of functions or reasoning, `answer_parts` takes them apart.
 5. Each piece is worded as a chunk and sent, or all are collected into one answer. The status line waits for the first
    piece, so that a failure before it has an HTTP status; a failure after it is an `error` event.
 6. A client that leaves cancels the handler (`create_runner` sees to that), which closes the generations.
@@ -14,25 +16,30 @@ The life of a generating request:
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import NoReturn
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from common.contract.errors import Cause
+from gateway.api_keys import Keyring
 from gateway.api_settings import ApiSettings
+from gateway.callers import CALLER, Caller, Callers
 from gateway.choice_stream import stream_pieces
 from gateway.choice_text import Piece
+from gateway.chunk_encoder import ChunkEncoder, encode
+from gateway.dashboard.handlers import Dashboard
 from gateway.event_stream import EventStream
 from gateway.generation import GenerationFailed, Generator
-from gateway.http_errors import ApiError, invalid
-from gateway.http_guard import Guard, as_api_error, is_gone, tenant_of
+from gateway.http_guard import Guard, as_api_error, is_gone
 from gateway.metrics import GatewayMetrics, RequestStopwatch
+from gateway.openapi import document
+from gateway.request_body import read_json
+from gateway.request_ids import echo_name, name_requests
 from gateway.request_intake import Intake, Job
+from gateway.request_life import RequestLife, Traces
 from gateway.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Usage, WholeChoice
 from gateway.schemas import (
     ChatRequest,
@@ -45,6 +52,7 @@ from gateway.schemas import (
 from gateway.tokenizer import ModelTokenizer
 
 Clock = Callable[[], float]
+_JOB = web.RequestKey("job", Job)
 
 
 def create_app(
@@ -53,13 +61,19 @@ def create_app(
     settings: ApiSettings,
     metrics: GatewayMetrics,
     *,
+    keyring: Keyring | None = None,
     clock: Clock = time.monotonic,
+    traces: Traces | None = None,
+    dashboard: Dashboard | None = None,
 ) -> web.Application:
-    """The application, to be run by `create_runner`. `clock` gives seconds and never goes back."""
-    api = _Api(generator, tokenizer, settings, metrics, clock)
-    app = web.Application(
-        middlewares=[Guard(settings, metrics).middleware], client_max_size=settings.limits.max_body_bytes
-    )
+    """The application, to be run by `create_runner`. `clock` gives seconds and never goes back.
+
+    With a keyring only who has one of its keys is let in, and within its limits.
+    """
+    api = _Api(generator, tokenizer, settings, metrics, clock, traces)
+    guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock))
+    app = web.Application(middlewares=[name_requests, guard.middleware], client_max_size=settings.limits.max_body_bytes)
+    app.on_response_prepare.extend([echo_name, guard.add_headers])
     app.add_routes(
         [
             web.post("/v1/completions", api.completions),
@@ -68,11 +82,16 @@ def create_app(
             web.post("/detokenize", api.detokenize),
             web.get("/v1/models", api.models),
             web.get("/v1/models/{name:.+}", api.model),
+            web.get("/openapi.json", api.openapi),
             web.get("/health", api.health),
             web.get("/ready", api.ready),
             web.get("/metrics", api.metrics),
         ]
     )
+    if settings.explain_routing:
+        app.on_response_prepare.append(_explain)
+    if dashboard is not None:
+        dashboard.add_to(app)
     return app
 
 
@@ -80,9 +99,10 @@ def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> 
     """A runner for the application of `create_app`.
 
     It cancels the handler of a client that leaves, which `aiohttp` does not do unless told. Its `cleanup` stops
-    listening, gives requests in flight `shutdown_timeout_s` to end, and then cancels them.
+    listening, gives requests in flight `shutdown_timeout_s` to end, and then cancels them. It is to be given
+    connections by a `Listener`, which bounds them.
     """
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
+    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout_s)
 
 
 class _Api:
@@ -93,6 +113,7 @@ class _Api:
         settings: ApiSettings,
         metrics: GatewayMetrics,
         clock: Clock,
+        traces: Traces | None,
     ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
@@ -100,20 +121,24 @@ class _Api:
         self._limits = settings.limits
         self._metrics = metrics
         self._clock = clock
+        self._traces = traces
         self._intake = Intake(tokenizer, settings, lambda: generator.ready().max_sequence_tokens)
         self._started_unix_s = int(time.time())
+        self._document = document()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._clock()
-        tenant = tenant_of(request, self._settings.tenant_header)
-        job = await self._intake.completion(await self._form(request, CompletionRequest), tenant)
+        form = await self._form(request, CompletionRequest)
+        request[CALLER].check_tier(form.service_tier)
+        job = await self._intake.completion(form, request[CALLER].tenant)
         answer = CompletionFormat(self._heading("cmpl"), self._tokenizer, job.with_logprobs)
         return await self._generate(request, job, answer, arrived_s)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._clock()
-        tenant = tenant_of(request, self._settings.tenant_header)
-        job = await self._intake.chat(await self._form(request, ChatRequest), tenant)
+        form = await self._form(request, ChatRequest)
+        request[CALLER].check_tier(form.service_tier)
+        job = await self._intake.chat(form, request[CALLER].tenant)
         answer = ChatFormat(self._heading("chatcmpl"), self._tokenizer, job.with_logprobs)
         return await self._generate(request, job, answer, arrived_s)
 
@@ -133,6 +158,9 @@ class _Api:
         self._intake.check_model(request.match_info["name"])
         return web.json_response(self._model())
 
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._document, content_type="application/json")
+
     async def health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok"})
 
@@ -145,32 +173,29 @@ class _Api:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _form(self, request: web.Request, schema: type[SchemaT]) -> SchemaT:
-        return parse(schema, _decode(await self._read(request)))
-
-    async def _read(self, request: web.Request) -> bytes:
-        if request.content_length is not None and request.content_length > self._limits.max_body_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._limits.max_body_bytes)
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                return await request.read()
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {self._limits.body_timeout_s} s") from None
-        except web.RequestPayloadError as error:
-            raise invalid(None, f"the body could not be read: {error}", code="invalid_body") from error
+        return parse(schema, await read_json(request, self._limits))
 
     async def _generate(
         self, request: web.Request, job: Job, answer: AnswerFormat, arrived_s: float
     ) -> web.StreamResponse:
-        stopwatch = RequestStopwatch(self._metrics, arrived_s, job.num_prompt_tokens)
-        async with aclosing(self._pieces(job, stopwatch)) as pieces:
+        caller = request[CALLER]
+        caller.admit_prompt(job.num_prompt_tokens)
+        request[_JOB] = job
+        life = RequestLife(
+            request, job, answer, arrived_s, self._clock(), metrics=self._metrics.stages, traces=self._traces
+        )
+        target = self._settings.targets[job.generations[0].tier]
+        stopwatch = RequestStopwatch(self._metrics, arrived_s, job.num_prompt_tokens, target, life)
+        async with aclosing(self._pieces(job, stopwatch, caller)) as pieces:
             if job.stream:
                 return await self._stream(request, job, answer, pieces, stopwatch)
             return await self._collect(job, answer, pieces, stopwatch)
 
-    async def _pieces(self, job: Job, stopwatch: RequestStopwatch) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, job: Job, stopwatch: RequestStopwatch, caller: Caller) -> AsyncGenerator[Piece, None]:
         async with aclosing(stream_pieces(self._generator, self._tokenizer, job)) as pieces:
             async for piece in pieces:
                 stopwatch.observe(piece, self._clock())
+                caller.charge(piece.num_tokens)
                 yield piece
         stopwatch.finish(self._clock())
 
@@ -178,7 +203,7 @@ class _Api:
         self, job: Job, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None], stopwatch: RequestStopwatch
     ) -> web.StreamResponse:
         choices = [WholeChoice() for generation in job.generations for _ in range(generation.num_choices)]
-        with self._failures_counted():
+        with self._failures_counted(stopwatch):
             async for piece in pieces:
                 choices[piece.choice].add(piece)
         return web.json_response(answer.whole(choices, _usage(job, stopwatch)))
@@ -193,29 +218,30 @@ class _Api:
     ) -> web.StreamResponse:
         events = EventStream(request, self._limits.stall_timeout_s)
         try:
-            with self._failures_counted():
+            with self._failures_counted(stopwatch):
                 await _send_chunks(events, job, answer, pieces)
                 if job.include_usage:
-                    await events.send(answer.usage_chunk(_usage(job, stopwatch)))
+                    await events.send(encode(answer.usage_chunk(_usage(job, stopwatch))))
                 await events.send_done()
         except Exception as error:
             if not events.started or is_gone(request):
                 raise
-            await events.send_error(as_api_error(error).body())
+            self._metrics.recent.failed(self._clock())
+            await events.send_error(encode(as_api_error(error).body()))
         return await events.close()
 
     @contextmanager
-    def _failures_counted(self) -> Iterator[None]:
+    def _failures_counted(self, stopwatch: RequestStopwatch) -> Iterator[None]:
         try:
             yield
         except GenerationFailed as error:
-            self._metrics.failed(error.cause)
+            stopwatch.fail(error.cause, error.message, self._clock())
             raise
         except (asyncio.CancelledError, ConnectionError):
-            self._metrics.failed(Cause.CANCELLED)
+            stopwatch.fail(Cause.CANCELLED, "the client has left", self._clock())
             raise
         except Exception:
-            self._metrics.failed(Cause.INTERNAL)
+            stopwatch.fail(Cause.INTERNAL, "unexpected error", self._clock())
             raise
 
     def _heading(self, prefix: str) -> Heading:
@@ -231,29 +257,28 @@ class _Api:
         }
 
 
+async def _explain(request: web.Request, response: web.StreamResponse) -> None:
+    """Say where the request went, and why; of several prompts, the first. A stream's head waits for its first piece."""
+    if _JOB in request:
+        for name, value in request[_JOB].generations[0].waterfall.route.items():
+            response.headers[f"x-baton-{name}"] = value
+
+
 async def _send_chunks(
     events: EventStream, job: Job, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None]
 ) -> None:
+    chunks = ChunkEncoder(answer, usage_follows=job.include_usage)
     begun: set[int] = set()
     async for piece in pieces:
         first = piece.choice not in begun
         begun.add(piece.choice)
-        if first or piece.text or piece.reports or piece.finish_reason is not None:
-            chunk = answer.chunk(piece, first)
-            await events.send(chunk | {"usage": None} if job.include_usage else chunk)
+        worded = piece.text or piece.reasoning or piece.call is not None
+        if first or worded or piece.reports or piece.finish_reason is not None:
+            await events.send(chunks.encode(piece, first), more=piece.more)
+        elif not piece.more:
+            await events.flush()
 
 
 def _usage(job: Job, stopwatch: RequestStopwatch) -> Usage:
-    return Usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=stopwatch.num_tokens)
-
-
-def _decode(body: bytes) -> object:
-    """JSON, and nothing but JSON. Raises `ApiError`."""
-    try:
-        return json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    timings = stopwatch.life.timings() if job.include_timings and stopwatch.life is not None else None
+    return Usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=stopwatch.num_tokens, timings=timings)

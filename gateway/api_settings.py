@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from common.contract.errors import OperatorError
-from common.contract.sampling import MAX_CHOICES, SamplingParams
+from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +22,6 @@ class Limits:
     max_sequence_tokens: int
     """Prompt and output together: the model's context, or what the workers take if that is less."""
     max_body_bytes: int = 8 * 2**20
-    max_choices: int = MAX_CHOICES
-    """Most choices (`n`) for each prompt."""
-    max_prompts: int = 64
-    """Most prompts in one completions request."""
-    max_stop_strings: int = 16
-    max_stop_chars: int = 1024
-    """Longest stop string."""
     max_in_flight: int = 1024
     """Most POST requests at once; the next one is refused with 429."""
     default_budget_s: float = 600.0
@@ -68,8 +64,18 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a request must meet to count as goodput."""
+
+    ttft_s: float = math.inf
+    """Arrival to first token."""
+    itl_s: float = math.inf
+    """Mean gap between the tokens of each choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """The model served, the bounds, and who may ask."""
+    """The model served, the bounds, and who may call."""
 
     model_name: str
     """What clients call the model."""
@@ -77,8 +83,16 @@ class ApiSettings:
     """Rows of the model's embedding: every token id that goes to a worker is below it."""
     limits: Limits
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    api_keys: tuple[str, ...] = ()
-    """Bearer tokens that are let in; empty lets everyone in."""
+    targets: Mapping[Tier, Target] = field(default_factory=lambda: dict.fromkeys(Tier, Target()))
     tenant_header: str | None = None
     """Names the tenant of a request. It is believed, whoever wrote it: the operator named it, so the operator's ingress
-    sets it, or strips it from what clients send. None makes all requests one tenant's."""
+    sets it, or strips it from what clients send. None makes all requests one tenant's. Where API keys are asked for,
+    the tenant is the key's, and the header goes before it only for keys that say so."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call from a browser; see `gateway/cors.py`."""
+    explain_routing: bool = False
+    """Say with each answer where its request went, and why: addresses of workers, and what they have cached."""
+    tool_parser: str = "auto"
+    """The format of the model's calls, as `gateway.dialect` knows them; `none`, or `auto`."""
+    reasoning_parser: str = "auto"
+    """`think` for a model that reasons between tags; `none`, or `auto`."""

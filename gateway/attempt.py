@@ -109,6 +109,9 @@ class Deliver:
     """Give the client new tokens."""
 
     delta: Delta
+    attempt: RequestKey
+    role: Role
+    """Whose worker has brought them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,8 @@ class Attempt:
         num_tokens = len(self.token_ids)
         self.prefill = offer or (None if prefill is None else Part(Role.PREFILL, prefill, key, num_tokens))
         self.decode = Part(Role.DECODE, decode, key, num_tokens)
+        self.parts = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+        """Of the prefill worker, if there is one, and of the decode worker."""
         self.moving = moving
         self.begun_at = now
         self.decode_has_spoken = False
@@ -173,11 +178,6 @@ class Attempt:
         """Choices that another attempt has taken over."""
         self._asked: dict[int, int] = {}
         """Choice → position from which a Resend is under way."""
-
-    @property
-    def parts(self) -> list[Part]:
-        """Of the prefill worker, if there is one, and of the decode worker."""
-        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
     @property
     def unfinished(self) -> list[Choice]:
@@ -275,7 +275,7 @@ class Attempt:
         self._asked.pop(choice.index, None)
         logprobs = None if message.logprobs is None else message.logprobs[skip:]
         delta = Delta(choice=choice.index, token_ids=token_ids, logprobs=logprobs, finish_reason=message.finish_reason)
-        return [Deliver(delta)]
+        return [Deliver(delta, self.key, part.role)]
 
     def _ask_again(self, choice: Choice) -> list[Action]:
         self.num_gaps += 1

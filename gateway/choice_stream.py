@@ -5,15 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 from common.contract.errors import Cause
+from gateway.answer_parts import AnswerParts
 from gateway.choice_text import ChoiceText, Piece
 from gateway.detokenizer import TokenDecoder
-from gateway.generation import Generation, GenerationFailed, Generator
+from gateway.generation import Delta, Generation, GenerationFailed, Generator
 from gateway.request_intake import Job
 
 _QUEUED_PIECES = 64
 """Pieces of a request with several prompts that wait for the client; beyond, its generations are not read from."""
+
+
+class Choice(Protocol):
+    """One choice on its way to the client."""
+
+    ended: bool
+    """The last piece is out; further deltas are to be ignored."""
+
+    def pieces(self, delta: Delta) -> Sequence[Piece]:
+        """Take the choice's next delta."""
+        ...
 
 
 def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> AsyncGenerator[Piece, None]:
@@ -23,18 +36,20 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
     all are closed when the stream is.
     """
     streams: list[AsyncGenerator[Piece, None]] = []
-    for generation in job.generations:
+    for generation, echo in zip(job.generations, job.echoes, strict=True):
         first = len(streams) * generation.num_choices
-        choices = [
-            ChoiceText(first + index, tokenizer, job.stops, generation.sampling.min_tokens)
+        decoder = tokenizer if job.plan is None else job.plan.decoder
+        texts = [
+            ChoiceText(first + index, decoder, job.stops, generation.sampling.min_tokens, echo)
             for index in range(generation.num_choices)
         ]
+        choices = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
         streams.append(_one_generation(generator, generation, choices))
     return streams[0] if len(streams) == 1 else _merged(streams)
 
 
 async def _one_generation(
-    generator: Generator, generation: Generation, choices: Sequence[ChoiceText]
+    generator: Generator, generation: Generation, choices: Sequence[Choice]
 ) -> AsyncGenerator[Piece, None]:
     num_open = len(choices)
     async with aclosing(generator.generate(generation)) as deltas:
@@ -42,9 +57,10 @@ async def _one_generation(
             choice = choices[delta.choice]
             if choice.ended:
                 continue
-            piece = choice.push(delta)
+            pieces = choice.pieces(delta)
             num_open -= choice.ended
-            yield piece
+            for piece in pieces:
+                yield piece
             if not num_open:
                 return
     raise GenerationFailed(Cause.INTERNAL, f"a generation ended with {num_open} of its choices open")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import zmq.asyncio
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from common.contract.block_hashes import BlockChain, BlockHash
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint
@@ -20,6 +22,7 @@ from common.contract.messages import (
     MAX_OPEN_REQUESTS,
     Abort,
     Alone,
+    CacheEvents,
     Decode,
     Drain,
     Failed,
@@ -32,20 +35,25 @@ from common.contract.messages import (
     RequestMessage,
     Resume,
     Role,
+    Timings,
     Tokens,
     Welcome,
 )
+from common.contract.tiers import Tier
 from common.runtime.channel import RECONNECT_S, ControlClient
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
+from common.runtime.logs import about
+from gateway.admission import Admission, Refusal
 from gateway.attempt import Attempt, Deliver, Part, Place, Send
-from gateway.flow import Action, Done, Fail, Flow, FlowState, Left, Want
+from gateway.flow import Action, Done, Fail, Flow, Left, Want
 from gateway.generation import Delta, Generation, GenerationFailed, Readiness
-from gateway.placement import Placement, Route
-from gateway.prefix_index import PrefixIndex, Trail
+from gateway.mailbox import Mailbox
+from gateway.placement import Placement, Rebind, Route
+from gateway.prefix_index import PrefixIndex
 from gateway.recovery_metrics import RecoveryMetrics
-from gateway.registry import Registry
-from gateway.router import Handoff, Local, LocalPrefill
+from gateway.registry import Given, Registry, WorkerView
+from gateway.router import Cached, Handoff, Local, LocalPrefill, Router, Routing
 
 log = logging.getLogger(__name__)
 
@@ -61,18 +69,26 @@ class _Client:
     flow: Flow
     deadline: float
     """Monotonic seconds at which its budget ends."""
-    trail: Trail | None
-    """Of the first choice; None where nothing is remembered."""
+    block_size: int
+    block_hashes: Sequence[BlockHash]
+    """Names of the prompt's full blocks, as far as a worker's cache can spare computing them."""
     fingerprint: Fingerprint | None = None
     """Of the workers that it began on: it goes on only with the same model."""
-    decoded_at: Place | None = None
-    """The last decode worker that brought tokens of the first choice."""
+    cached: Cached = field(default_factory=dict)
+    """Leading tokens of the prompt that workers had when it was last placed."""
     failed_at: dict[int, float] = field(default_factory=dict)
     """Choice → since when it has waited for its next token because an attempt failed."""
     delivered_at: dict[int, float] = field(default_factory=dict)
     """Choice → when it got its last token."""
-    queue: asyncio.Queue[Delta | Done | Fail] = field(default_factory=asyncio.Queue)
+    retry_after_s: int | None = None
+    """When it might be let in, should it not be."""
+    mailbox: Mailbox[Delta | Done | Fail] = field(default_factory=Mailbox)
     """Bounded by the request: at most one delta for each token, and one end."""
+
+    def about(self, event: str, key: RequestKey, **fields: object) -> dict[str, Any]:
+        """What a line of the log about an attempt says besides: `id` is what the client knows the request by."""
+        request_id = self.flow.generation.waterfall.request_id
+        return about(event, id=request_id, request=key.request, attempt=key.attempt, **fields)
 
 
 class Dispatcher(Collector):
@@ -86,22 +102,25 @@ class Dispatcher(Collector):
         pulse: Pulse,
         *,
         local_prefill_tokens: int = 0,
-        prefix_index_blocks: int = 0,
+        routing: Routing = "expected",
+        admission: Admission | None = None,
         patience_s: float = 10.0,
         keys: CurveKeys | None = None,
     ) -> None:
         """A prompt of which a decode worker has at most `local_prefill_tokens` to compute is computed there; 0 has no
-        such prompt, since the last token is never cached. `prefix_index_blocks` bounds what is remembered of the
-        workers' caches; 0 remembers nothing. A request that has lost its worker waits up to `patience_s` for another
-        one to be usable."""
+        such prompt, since the last token is never cached. Without `admission`, nothing is refused for what is expected
+        of it. A request that has lost its worker waits up to `patience_s` for another one to be usable."""
         self._me = me
         self._registry = registry
         self._clock = clock
         self._pulse = pulse
         self._patience_s = patience_s
         self._keys = keys
-        self._placement = Placement(registry, local_prefill_tokens)
-        self._index = PrefixIndex(prefix_index_blocks) if prefix_index_blocks else None
+        self._placement = Placement(
+            registry, Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing)
+        )
+        self._admission = admission
+        self._index = PrefixIndex()
         self._context = zmq.asyncio.Context()
         self._links: dict[str, ControlClient] = {}
         self._open_clients: dict[_Client, None] = {}
@@ -120,6 +139,10 @@ class Dispatcher(Collector):
         self.num_gaps = 0
         self.num_prefix_hints = 0
         self.num_local_prefills: Counter[LocalPrefill] = Counter()
+        self.num_refused: Counter[Tier] = Counter()
+        """Requests that were not let in."""
+        self.handoffs: Counter[tuple[str, str]] = Counter()
+        """Sequences that a decode worker went on with, by the addresses of who computed the prompt and its own."""
         self.recovery = RecoveryMetrics()
         self._degraded = False
         """Whether a request has met the present lack of prefill workers."""
@@ -162,13 +185,14 @@ class Dispatcher(Collector):
         timer = asyncio.get_running_loop().call_later(generation.budget_s + _BUDGET_GRACE_S, self._time_out, client)
         try:
             while True:
-                match await client.queue.get():
+                match await client.mailbox.get():
                     case Delta() as delta:
-                        yield delta
+                        more = generation.num_choices == 1 and len(client.mailbox) > 0
+                        yield replace(delta, more=True) if more else delta
                     case Done():
                         return
                     case Fail(cause, message):
-                        raise GenerationFailed(cause, message)
+                        raise GenerationFailed(cause, message, retry_after_s=client.retry_after_s)
         finally:
             timer.cancel()
             self._do(client, flow.cancel())
@@ -208,6 +232,14 @@ class Dispatcher(Collector):
             for worker in self._registry.workers.values()
         ]
 
+    def worker_views(self) -> Collection[WorkerView]:
+        """Every worker that this gateway was told of."""
+        return self._registry.workers.values()
+
+    def open_flows(self) -> list[tuple[Flow, float]]:
+        """The requests under way, the oldest first, and when each came."""
+        return [(client.flow, client.deadline - client.flow.generation.budget_s) for client in self._open_clients]
+
     def tell(self, address: str, *, drain: bool) -> bool:
         """Let a worker drain, or serve again; whether it can be reached."""
         if self._registry.workers[address].incarnation is None:
@@ -227,6 +259,7 @@ class Dispatcher(Collector):
             ("duplicates", "Token frames that repeated what was known.", self.num_duplicates),
             ("gaps", "Token frames that came before an earlier one.", self.num_gaps),
             ("prefix_hints", "Prefills told of a worker that has the prompt's beginning.", self.num_prefix_hints),
+            ("handoffs", "Sequences that a decode worker took over from a prefill worker.", self.handoffs.total()),
         ):
             yield CounterMetricFamily(f"baton_gateway_{name}", text, value)
         local = CounterMetricFamily(
@@ -235,6 +268,12 @@ class Dispatcher(Collector):
         for reason in LocalPrefill:
             local.add_metric([reason], self.num_local_prefills[reason])
         yield local
+        refused = CounterMetricFamily(
+            "baton_gateway_refused", "Requests refused for what they would have had to wait.", labels=["tier"]
+        )
+        for tier in Tier:
+            refused.add_metric([tier], self.num_refused[tier])
+        yield refused
         yield from self.recovery.collect()
 
     # --- a request's life ----------------------------------------------------------------------------------------
@@ -245,18 +284,16 @@ class Dispatcher(Collector):
             raise GenerationFailed(Cause.WORKER_LOST, readiness.reason)
         if len(self._open_clients) >= MAX_OPEN_REQUESTS:
             raise GenerationFailed(Cause.CAPACITY, f"{MAX_OPEN_REQUESTS} generations in flight already")
-        client = _Client(Flow(generation), self._clock() + generation.budget_s, self._trail(generation))
+        block_size = self._registry.block_size
+        chain = BlockChain(block_size, generation.cache_salt)
+        # The last token, whose logits are asked for, is computed in any case.
+        chain.extend(generation.token_ids, len(generation.token_ids) - 1)
+        now = self._clock()
+        generation.waterfall.opened(now)
+        client = _Client(Flow(generation), now + generation.budget_s, block_size, chain.hashes)
         self._open_clients[client] = None
         self._do(client, client.flow.begin())
         return client
-
-    def _trail(self, generation: Generation) -> Trail | None:
-        if self._index is None:
-            return None
-        welcome = self._registry.usable(Role.DECODE)[0].welcome
-        assert welcome is not None
-        block_size = welcome.fingerprint.layout.block_size  # every usable worker's
-        return Trail(self._index, block_size, generation.cache_salt, generation.token_ids)
 
     def _time_out(self, client: _Client) -> None:
         message = f"the request's time ran out at the gateway; last: {client.flow.story[-1:]}"
@@ -272,43 +309,58 @@ class Dispatcher(Collector):
         self.num_gaps += flow.num_gaps
         for cause, number in flow.failures.items():
             self.recovery.failovers[cause] += number
-        if client.trail is not None and client.decoded_at is not None and flow.state is not FlowState.FAILED:
-            client.trail.decoded(client.decoded_at)
-        log.info("request %s: %s", next(iter(flow.requests)), flow.story[-1])
+        log.debug("request %s: %s", next(iter(flow.requests)), flow.story[-1])
 
     def _do(self, client: _Client, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case Send(part, message):
-                    if isinstance(message, Prefill | Decode):
-                        self._registry.took(part.place.address, part.num_tokens)
                     self._links[part.place.address].send(message)
-                case Deliver(delta):
-                    self._deliver(client, delta)
+                    if isinstance(message, Prefill | Decode):
+                        self._registry.took(part.place.address, self._given(client, part, message))
+                case Deliver():
+                    self._deliver(client, action)
                 case Want():
                     self._want(client, action)
                 case Left(part):
-                    self._registry.left(part.place.address, part.place.incarnation, part.num_tokens)
+                    self._registry.left(part.place.address, part.place.incarnation)
                 case Done() | Fail():
-                    client.queue.put_nowait(action)
+                    client.mailbox.put(action)
 
-    def _deliver(self, client: _Client, delta: Delta) -> None:
-        if client.trail is not None and delta.choice == 0:
-            client.trail.append(delta.token_ids)
+    def _given(self, client: _Client, part: Part, work: Prefill | Decode) -> Given:
+        """What a worker has to do for a message that has just been sent."""
+        computes = isinstance(work, Prefill) or work.source is None
+        decodes = isinstance(work, Decode)
+        return Given(
+            number=self._links[part.place.address].num_sent,
+            tier=work.tier,
+            num_tokens=len(work.token_ids) - client.cached.get(part.place, 0) if computes else 0,
+            num_sequences=len(work.choices) if decodes else 0,
+            num_blocks=-(-len(work.token_ids) // client.block_size) if decodes else 0,
+        )
+
+    def _deliver(self, client: _Client, deliver: Deliver) -> None:
+        delta = deliver.delta
         now = self._clock()
         if delta.choice in client.failed_at:
             self.recovery.resume.observe(now - client.failed_at.pop(delta.choice))
         client.delivered_at[delta.choice] = now
-        client.queue.put_nowait(delta)
+        client.flow.generation.waterfall.tokens(deliver.attempt, delta.choice, deliver.role, now)
+        client.mailbox.put(delta)
 
     # --- workers for it ------------------------------------------------------------------------------------------
 
     def _want(self, client: _Client, want: Want) -> None:
         """Choices want workers: now, or in a moment."""
         if want.key.attempt > 1 or any(choice.num_failures for choice in want.choices):
-            log.warning("request %s goes on elsewhere: %s", want.key.request, client.flow.story[-1])
-            for choice in want.choices:
-                client.failed_at.setdefault(choice.index, self._clock())
+            choices = [choice.index for choice in want.choices]
+            why = client.flow.story[-1]
+            fields = client.about("failed_over", want.key, choices=choices, why=why)
+            log.warning("request %s goes on elsewhere: %s", want.key.request, why, extra=fields)
+            now = self._clock()
+            client.flow.generation.waterfall.failed(choices, now)
+            for choice in choices:
+                client.failed_at.setdefault(choice, now)
         if want.delay_s > 0:
             asyncio.get_running_loop().call_later(want.delay_s, self._wait, client, want)
         else:
@@ -333,11 +385,26 @@ class Dispatcher(Collector):
             del self._waiting[want]
             self._do(client, client.flow.without_offer(want))
             return
-        trail = client.trail if want.choices[0].index == 0 else None
-        route = self._placement.choose(want, {} if trail is None else trail.cached(), client.fingerprint)
-        if route is not None:
-            del self._waiting[want]
+        num_blocks = self._index.longest(client.block_hashes)
+        client.cached = {place: num * client.block_size for place, num in num_blocks.items()}
+        generation = client.flow.generation
+        route = self._placement.choose(want, generation.tier, client.cached, client.fingerprint)
+        if route is None:
+            return
+        del self._waiting[want]
+        refusal = self._refusal(client, route)
+        if refusal is None:
             self._go(client, want, route)
+        else:
+            self.num_refused[generation.tier] += 1
+            client.retry_after_s = refusal.retry_after_s
+            self._do(client, client.flow.fail(Cause.CAPACITY, refusal.message))
+
+    def _refusal(self, client: _Client, route: Route) -> Refusal | None:
+        """Why a request that has not begun is not let in, if it is not."""
+        if self._admission is None or isinstance(route, Rebind) or client.fingerprint is not None:
+            return None
+        return self._admission.refusal(client.flow.generation.tier, route.expected)
 
     def _out_of_patience(self, want: Want) -> None:
         """Choices have waited long for a decode worker."""
@@ -355,12 +422,22 @@ class Dispatcher(Collector):
             self.num_local_prefills[route.reason] += 1
         elif prefix is not None:
             self.num_prefix_hints += 1
+        if not flow.generation.waterfall.route and not isinstance(route, Rebind):
+            flow.generation.waterfall.route = route.explain()
         self._note_degradation()
         if client.fingerprint is None and route.decode.welcome is not None:
             client.fingerprint = route.decode.welcome.fingerprint
-        budget_s = max(0.001, client.deadline - self._clock())
-        self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix, now=self._clock()))
-        log.info("request %s: %s", want.key.request, flow.story[-1])
+        now = self._clock()
+        budget_s = max(0.001, client.deadline - now)
+        source = prefill if want.offer is None else want.offer.place
+        at, source_at = route.decode.place.address, None if source is None else source.address
+        choices = [choice.index for choice in want.choices]
+        flow.generation.waterfall.began(
+            want.key, choices, now, decode=at, prefill=source_at, takes_over=want.offer is not None
+        )
+        self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix, now=now))
+        fields = client.about("routed", want.key, prefill=source_at, decode=at, why=flow.generation.waterfall.route)
+        log.info("request %s: %s", want.key.request, flow.story[-1], extra=fields)
 
     def _look_again(self) -> None:
         """Something has changed: whoever waits may find workers now."""
@@ -385,6 +462,8 @@ class Dispatcher(Collector):
                 now = self._clock()
                 budget_s = max(0.001, client.deadline - now)
                 self._do(client, client.flow.move(attempt, choice, refuge.place, budget_s, now=now))
+                moving = client.flow.attempts[-1].key
+                client.flow.generation.waterfall.began(moving, [choice.index], now, decode=refuge.address, moving=True)
                 for request in client.flow.requests:
                     self._clients[request] = client
 
@@ -417,6 +496,7 @@ class Dispatcher(Collector):
 
     def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
         """Messages to or from a worker were lost."""
+        self._registry.resynced(link.address)
         open_requests = frozenset(welcome.open_requests)
         for client in list(self._open_clients):
             for attempt, part in client.flow.parts_at(link.address):
@@ -435,6 +515,8 @@ class Dispatcher(Collector):
                 self._look_again()
         elif isinstance(message, RequestMessage):
             self._on_request(link.address, message)
+        elif isinstance(message, CacheEvents) and link.worker is not None:
+            self._index.apply(Place(link.address, link.worker), message)
 
     def _on_request(self, address: str, message: RequestMessage) -> None:
         client = self._clients.get(message.request)
@@ -442,17 +524,17 @@ class Dispatcher(Collector):
         if client is None or found is None:
             self.num_stale_messages += 1
             return
-        self._on_part(client, *found, message)
+        if isinstance(message, Timings):
+            client.flow.generation.waterfall.measured(found[0].key, message)
+        else:
+            self._on_part(client, *found, message)
 
     def _is_early(self, attempt: Attempt, message: RequestMessage) -> bool:
         """Whether a decode worker reports its source lost before this gateway is sure of it."""
+        if not isinstance(message, Failed) or message.cause is not Cause.WORKER_LOST:
+            return False
         source = attempt.moving or attempt.prefill
-        return (
-            isinstance(message, Failed)
-            and message.cause is Cause.WORKER_LOST
-            and source is not None
-            and self._links[source.place.address].broken
-        )
+        return source is not None and self._links[source.place.address].broken
 
     def _on_part(self, client: _Client, attempt: Attempt, part: Part, message: RequestMessage) -> None:
         if self._is_early(attempt, message):
@@ -460,13 +542,13 @@ class Dispatcher(Collector):
             asyncio.get_running_loop().call_later(RECONNECT_S, self._on_request, part.place.address, message)
             return
         if isinstance(message, Tokens) and part.role is Role.DECODE:
-            if message.choice == 0:
-                client.decoded_at = part.place
+            if attempt.prefill is not None and not attempt.decode_has_spoken:
+                self.handoffs[attempt.prefill.place.address, part.place.address] += 1
             if attempt.moving is not None and not attempt.decode_has_spoken:
                 self.recovery.moves["moved"] += 1
+                fields = client.about("moved", part.key, choice=message.choice, decode=part.place.address)
+                log.info("request %s: choice %d has moved", part.key.request, message.choice, extra=fields)
                 self.recovery.pause.observe(self._clock() - client.delivered_at.get(message.choice, self._clock()))
-        elif isinstance(message, Tokens) and not part.over and client.trail is not None:
-            client.trail.prompt_computed(part.place)
         elif isinstance(message, Alone):
             self.recovery.num_trials += message.alone
         elif isinstance(message, Failed) and attempt.moving is not None and not attempt.decode_has_spoken:
@@ -476,6 +558,8 @@ class Dispatcher(Collector):
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         """A worker's session is over."""
         self._registry.lost(link.address)
+        if link.worker is not None:
+            self._index.forget(Place(link.address, link.worker))
         self._lose(link.address, why, crashed=crashed)
 
     def _lose(self, address: str, why: str, *, crashed: bool) -> None:

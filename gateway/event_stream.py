@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
 
 from aiohttp import web
 
@@ -14,7 +12,8 @@ _HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_SURE_BYTES = 2**14
+"""An event up to this size that finds the connection's buffer empty is taken at once: far below what pauses writing."""
 
 
 class EventStream:
@@ -25,19 +24,29 @@ class EventStream:
         self._request = request
         self._stall_timeout_s = stall_timeout_s
         self._response: web.StreamResponse | None = None
+        self._held = b""
+        """Events that wait for the next one."""
 
     @property
     def started(self) -> bool:
         """Whether the client has been told that the request succeeds."""
         return self._response is not None
 
-    async def send(self, payload: Mapping[str, object]) -> None:
-        """Send a data event. Raises `ConnectionError` if the client is gone, or takes nothing."""
-        await self._write(b"data: " + _encode(payload) + b"\n\n")
+    async def send(self, data: bytes, *, more: bool = False) -> None:
+        """Send an event; its data has no line end. With `more`, it may wait for the next one, or for `flush`.
 
-    async def send_error(self, payload: Mapping[str, object]) -> None:
+        Raises `ConnectionError` if the client is gone, or takes nothing.
+        """
+        await self._write(b"data: " + data + b"\n\n", more=more)
+
+    async def flush(self) -> None:
+        """Send what waits. Raises as `send` does."""
+        if self._held:
+            await self._write(b"")
+
+    async def send_error(self, data: bytes) -> None:
         """Send an error event: the last one, nothing else ends the stream."""
-        await self._write(b"event: error\ndata: " + _encode(payload) + b"\n\n")
+        await self._write(b"event: error\ndata: " + data + b"\n\n")
 
     async def send_done(self) -> None:
         """Send the event that ends a stream that is complete."""
@@ -49,19 +58,24 @@ class EventStream:
         await self._response.write_eof()
         return self._response
 
-    async def _write(self, event: bytes) -> None:
-        if self._response is None:
+    async def _write(self, event: bytes, *, more: bool = False) -> None:
+        event, self._held = self._held + event, b""
+        response = self._response
+        if response is None:
             response = web.StreamResponse(headers=_HEADERS)
             await response.prepare(self._request)
             self._response = response
+        elif more and len(event) < _SURE_BYTES:
+            self._held = event
+            return
+        transport = self._request.transport
+        if transport is not None and not transport.get_write_buffer_size() and len(event) <= _SURE_BYTES:
+            await response.write(event)  # waits for nobody, so it needs no timer
+            return
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await self._response.write(event)
+                await response.write(event)
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ConnectionAbortedError(f"the client has read nothing for {self._stall_timeout_s} s") from None
-
-
-def _encode(payload: Mapping[str, object]) -> bytes:
-    return _JSON.encode(payload).encode()

@@ -130,9 +130,10 @@ class Flow:
 
     def find(self, key: RequestKey, address: str) -> tuple[Attempt, Part] | None:
         """The attempt, of those under way, and its part at this address, that messages under `key` are about."""
-        for attempt, part in self.parts_at(address):
-            if part.key == key:
-                return attempt, part
+        for attempt in self.attempts:
+            for part in attempt.parts:
+                if part.key == key and part.place.address == address:
+                    return attempt, part
         return None
 
     def parts_at(self, address: str) -> list[tuple[Attempt, Part]]:
@@ -212,7 +213,7 @@ class Flow:
             part.alone = False
             actions.append(Left(part))
         actions += self._do(attempt, attempt.on_message(part, message))
-        if isinstance(message, Cut | Moved) and self.running and attempt in self.attempts:
+        if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
             actions += self._cut(attempt, self.choices[message.choice])
         return actions
 
@@ -265,6 +266,8 @@ class Flow:
         if choice.ended or choice.next_position >= choice.innocent_at:
             choice.num_crashes = 0
         actions: list[Action] = []
+        if not choice.ended and attempt.moving is None:
+            return actions  # as most tokens find it: every attempt goes on as before
         if all(each.ended for each in self.choices):
             return [*self._end(FlowState.DONE, "done"), Done()]
         for other in self.attempts:

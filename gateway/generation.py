@@ -14,6 +14,7 @@ from common.contract.errors import BatonError, Cause
 from common.contract.messages import FinishReason, TokenLogprobs
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
+from gateway.waterfall import Waterfall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class Generation:
     """Whose it is: tenants of one tier share the workers evenly."""
     cache_salt: str = ""
     """Prefixes are shared only under the same salt; `request_intake` makes it of the tenant and the client's own."""
+    waterfall: Waterfall = field(default_factory=Waterfall, compare=False, repr=False)
+    """The record of its time, which the dispatcher fills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Delta:
     """One for each token when the sampling asked for them, else None."""
     finish_reason: FinishReason | None
     """Set on the choice's last delta."""
+    more: bool = False
+    """Whether the next one is there already, of this very choice: whoever takes this one will not wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +67,11 @@ class Readiness:
 class GenerationFailed(BatonError):  # noqa: N818 (the protocol's word for this end is Failed)
     """A generation ended without finishing."""
 
-    def __init__(self, cause: Cause, message: str) -> None:
+    def __init__(self, cause: Cause, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.cause = cause
+        self.retry_after_s = retry_after_s
+        """When to try again, where that is known."""
         self.message = message
         """What the client is told."""
 

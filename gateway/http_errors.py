@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Final
 
 from aiohttp import web
@@ -15,6 +16,7 @@ CLIENT_CLOSED_REQUEST: Final = 499
 
 _TYPES: Final = {
     401: "authentication_error",
+    403: "permission_error",
     429: "rate_limit_error",
     CLIENT_CLOSED_REQUEST: "cancelled_error",
     500: "server_error",
@@ -42,24 +44,38 @@ _RETRYABLE: Final = frozenset({429, 503})
 class ApiError(BatonError):
     """A request ends with this HTTP status and this error object."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """When to try again, where that is known."""
         self.status = status
         self.message = message
         self.param = param
         """The request's field at fault."""
         self.code = code
+        self.retry_after_s = retry_after_s
+        """After how long a client may come back, where that is known."""
 
     def body(self) -> dict[str, object]:
         """The error as a JSON object."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, retry_after_s: int, headers: dict[str, str] | None = None) -> web.Response:
-        """The error as a response; a client that may come back is told in how many seconds."""
+    def response(self, retry_after_s: float, headers: dict[str, str] | None = None) -> web.Response:
+        """The error as a response; a client that may come back is told in how many seconds: the error's own number, or
+        else `retry_after_s`."""
         headers = dict(headers or {})
         if self.status in _RETRYABLE:
-            headers["Retry-After"] = str(retry_after_s)
+            wait_s = retry_after_s if self.retry_after_s is None else self.retry_after_s
+            headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         return web.Response(
             status=self.status, text=json.dumps(self.body()), content_type="application/json", headers=headers
         )
@@ -80,7 +96,13 @@ def from_failure(failure: GenerationFailed) -> ApiError:
     if failure.cause is Cause.INTERNAL:
         return internal_error()
     param = "max_tokens" if failure.cause is Cause.TOO_LARGE else None
-    return ApiError(_STATUSES[failure.cause], failure.message, param=param, code=failure.cause)
+    return ApiError(
+        _STATUSES[failure.cause],
+        failure.message,
+        param=param,
+        code=failure.cause,
+        retry_after_s=failure.retry_after_s,
+    )
 
 
 def from_http(error: web.HTTPException, path: str, max_body_bytes: int) -> ApiError:

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from common.contract.errors import Cause
 from gateway.api_settings import ApiSettings
+from gateway.callers import CALLER, Callers
+from gateway.cors import Cors
+from gateway.dashboard import assets
 from gateway.generation import GenerationFailed
-from gateway.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error, invalid
+from gateway.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error
 from gateway.metrics import GatewayMetrics
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""What probes and scrapers read, which have no key."""
-MAX_TENANT_CHARS: Final = 256
-"""Longest name of a tenant, as on the wire."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | assets.PATHS.keys()
+"""What probes and scrapers read, which have no key; and the page in which a person gives one."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class Guard:
-    """Authentication, the bound on concurrency, and errors."""
+    """Authentication, the bounds on requests, errors, and the headers that every answer has."""
 
-    def __init__(self, settings: ApiSettings, metrics: GatewayMetrics) -> None:
+    def __init__(self, settings: ApiSettings, metrics: GatewayMetrics, callers: Callers) -> None:
         self._limits = settings.limits
-        self._keys = [key.encode() for key in settings.api_keys]
+        self._cors = Cors(settings.cors_origins)
+        self._callers = callers
         self._metrics = metrics
         self._num_in_flight = 0
 
@@ -50,13 +50,23 @@ class Guard:
 
         return guard
 
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Called before the head of any answer is sent, a stream's and an error's included."""
+        response.headers.update(self._cors.headers(request))
+        if CALLER in request:
+            response.headers.update(request[CALLER].headers())
+
     async def _respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = {}
         try:
-            self._authenticate(request)
+            if self._cors.is_preflight(request):
+                return self._cors.preflight(request)
+            if request.path in OPEN_PATHS:
+                return await handler(request)
+            caller = request[CALLER] = self._callers.identify(request)
             if request.method != "POST":
                 return await handler(request)
-            with self._slot():
+            with self._slot(), caller.request():
                 return await handler(request)
         except web.HTTPException as error:
             if "Allow" in error.headers:
@@ -65,15 +75,6 @@ class Guard:
         except Exception as error:  # noqa: BLE001 (logged where it is worded)
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
         return answer.response(self._limits.retry_after_s, headers)
-
-    def _authenticate(self, request: web.Request) -> None:
-        if not self._keys or request.path in OPEN_PATHS:
-            return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        key = given.strip().encode(errors="surrogateescape")
-        matches = [hmac.compare_digest(key, known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
@@ -86,19 +87,6 @@ class Guard:
         finally:
             self._num_in_flight -= 1
             self._metrics.requests_in_flight.dec()
-
-
-def tenant_of(request: web.Request, header: str | None) -> str:
-    """The tenant that `header` names; "" without one. Raises `ApiError`, a 400, for what is no name, or two of them:
-    then somebody has added to what another wrote."""
-    names = [] if header is None else request.headers.getall(header, [])
-    if len(names) > 1:
-        raise invalid(None, f"the header {header} must come once", code="invalid_tenant")
-    tenant = names[0] if names else ""
-    if len(tenant) > MAX_TENANT_CHARS or not tenant.isprintable():
-        message = f"the header {header} must hold at most {MAX_TENANT_CHARS} printable characters"
-        raise invalid(None, message, code="invalid_tenant")
-    return tenant
 
 
 def is_gone(request: web.Request) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Role
-from gateway.attempt import Place
+from common.contract.tiers import Tier
 from gateway.flow import Want
 from gateway.registry import Registry, WorkerView
-from gateway.router import Caution, Handoff, Local, choose, least_loaded_decode
+from gateway.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +25,9 @@ Route = Handoff | Local | Rebind
 class Placement:
     """Chooses workers for what flows want."""
 
-    def __init__(self, registry: Registry, local_prefill_tokens: int) -> None:
+    def __init__(self, registry: Registry, router: Router) -> None:
         self._registry = registry
-        self._local_prefill_tokens = local_prefill_tokens
+        self._router = router
 
     def stands(self, want: Want) -> bool:
         """Whether the worker whose offer is to be taken over is still there."""
@@ -36,13 +35,14 @@ class Placement:
         place = want.offer.place
         return self._registry.workers[place.address].incarnation == place.incarnation
 
-    def choose(self, want: Want, cached: Mapping[Place, int], fits: Fingerprint | None = None) -> Route | None:
+    def choose(self, want: Want, tier: Tier, cached: Cached, fits: Fingerprint | None = None) -> Route | None:
         """Workers for these choices, of this fingerprint if they have begun; None if they have to wait."""
         caution = Caution(avoid=want.avoid, fits=fits)
+        ask = Ask(num_tokens=want.num_tokens, tier=tier, num_choices=len(want.choices))
         if want.offer is None:
-            return choose(self._registry, want.num_tokens, cached, self._local_prefill_tokens, caution)
+            return self._router.choose(ask, cached, caution)
         decode = caution.decode(self._registry.usable(Role.DECODE))
-        return Rebind(least_loaded_decode(decode)) if decode else None
+        return Rebind(least_loaded_decode(decode, ask, cached)) if decode else None
 
     def refuge(self, address: str, num_tokens: int, fits: Fingerprint | None = None) -> WorkerView | None:
         """A decode worker, other than the one at `address`, that probably has room for a sequence that has to leave."""
@@ -51,4 +51,4 @@ class Placement:
             for worker in Caution(fits=fits).decode(self._registry.usable(Role.DECODE))
             if worker.address != address and worker.has_room(num_tokens)
         ]
-        return least_loaded_decode(others) if others else None
+        return least_loaded_decode(others, Ask(num_tokens=num_tokens), {}) if others else None

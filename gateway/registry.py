@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION
 from common.contract.messages import Heartbeat, Phase, Role, Welcome
+from common.contract.tiers import Tier
 from gateway.attempt import Place
+from gateway.token_rates import TokenRates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a worker has been given to do, by a message of which no heartbeat has said yet that it has arrived."""
+
+    number: int
+    """Of the message, in its session."""
+    tier: Tier
+    num_tokens: int = 0
+    """Prompt tokens that it probably has to compute."""
+    num_sequences: int = 0
+    num_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -27,14 +43,16 @@ class WorkerView:
     """The last heartbeat of this session."""
     in_flight: int = 0
     """Requests that this gateway has given it and whose part there is not over."""
-    in_flight_tokens: int = 0
-    """Tokens of those requests' prompts, whoever computes them."""
+    unseen: deque[Given] = field(default_factory=deque)
+    """Given to it since its last heartbeat."""
     refused: str | None = None
     """Why it is not used although it answers."""
     idle_or_stepped_at: float = 0.0
     """When its engine last had nothing to do, or had done a step."""
     stalled: bool = False
     """Whether its engine has work and makes no progress."""
+    rates: TokenRates = field(default_factory=TokenRates)
+    """Of this session."""
 
     @property
     def usable(self) -> bool:
@@ -43,12 +61,33 @@ class WorkerView:
         leaving = said is not None and said.phase is not Phase.SERVING
         return self.incarnation is not None and self.refused is None and not leaving and not self.stalled
 
+    @property
+    def queued_tokens(self) -> list[int]:
+        """Prompt tokens that it has to compute, by tier, the most urgent first."""
+        tokens = list(self.load.queued_tokens) if self.load else [0] * len(Tier)
+        for given in self.unseen:
+            tokens[given.tier.rank] += given.num_tokens
+        return tokens
+
+    @property
+    def sequences(self) -> list[int]:
+        """Sequences that it has, by tier, the most urgent first."""
+        sequences = list(self.load.sequences) if self.load else [0] * len(Tier)
+        for given in self.unseen:
+            sequences[given.tier.rank] += given.num_sequences
+        return sequences
+
+    @property
+    def blocks_expected(self) -> int:
+        """The most blocks that it will use, as far as is known."""
+        return (self.load.blocks_used if self.load else 0) + sum(given.num_blocks for given in self.unseen)
+
     def has_room(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` probably finds room there at once."""
         if self.load is None or self.welcome is None:
             return False
         num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
-        return self.load.blocks_used + num_blocks <= self.load.blocks_total
+        return self.blocks_expected + num_blocks <= self.load.blocks_total
 
     @property
     def place(self) -> Place:
@@ -76,10 +115,12 @@ class Registry:
         """A session is open. Raises `FingerprintMismatchError` when the worker must not be used."""
         worker = self.workers[address]
         worker.incarnation, worker.welcome, worker.load = incarnation, welcome, None
+        worker.unseen.clear()
         if worker.life != incarnation:
             worker.life = incarnation
-            worker.in_flight = worker.in_flight_tokens = 0
+            worker.in_flight = 0
         worker.refused, worker.stalled = None, False
+        worker.rates.forget()
         try:
             self._require_fit(worker, welcome)
         except FingerprintMismatchError as error:
@@ -90,35 +131,49 @@ class Registry:
         """Its session is over."""
         worker = self.workers[address]
         worker.incarnation = worker.welcome = worker.load = None
+        worker.unseen.clear()
         worker.refused = None
+        worker.rates.forget()
         for other in self.workers.values():  # one that did not fit beside the lost one may fit now
             if other.refused is not None and other.welcome is not None:
                 with contextlib.suppress(FingerprintMismatchError):
                     self._require_fit(other, other.welcome)
                     other.refused = None
 
+    def resynced(self, address: str) -> None:
+        """Its session counts anew."""
+        self.workers[address].unseen.clear()
+
     def heartbeat(self, address: str, load: Heartbeat, now: float) -> bool:
         """Its state of this moment; whether it shows, for the first time, that the engine hangs."""
         worker = self.workers[address]
         before, worker.load = worker.load, load
+        worker.rates.read(now, load.prompt_tokens, load.output_tokens)
+        while worker.unseen and worker.unseen[0].number <= load.received:
+            worker.unseen.popleft()
         if before is None or load.running == 0 or load.steps != before.steps:
             worker.idle_or_stepped_at, worker.stalled = now, False
         stalls = now - worker.idle_or_stepped_at > self._stall_s and not worker.stalled
         worker.stalled = worker.stalled or stalls
         return stalls
 
-    def took(self, address: str, num_tokens: int) -> None:
-        """A request with a prompt of `num_tokens` was given to it."""
+    def took(self, address: str, given: Given) -> None:
+        """A request was given to it."""
         worker = self.workers[address]
         worker.in_flight += 1
-        worker.in_flight_tokens += num_tokens
+        worker.unseen.append(given)
 
-    def left(self, address: str, incarnation: Incarnation, num_tokens: int) -> None:
+    def left(self, address: str, incarnation: Incarnation) -> None:
         """A request's part there is over; inert if that life of the worker is, too."""
         worker = self.workers[address]
         if worker.life == incarnation:
             worker.in_flight -= 1
-            worker.in_flight_tokens -= num_tokens
+
+    @property
+    def block_size(self) -> int:
+        """Of every worker that is connected, and fits."""
+        welcomes = (worker.welcome for worker in self.workers.values() if worker.usable)
+        return next(welcome.fingerprint.layout.block_size for welcome in welcomes if welcome is not None)
 
     def usable(self, role: Role) -> list[WorkerView]:
         """Workers of a role that may be given work."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from common.contract.sampling import SamplingParams
+from gateway.answer_parts import AnswerPlan
 from gateway.api_settings import ApiSettings
+from gateway.dialect import Dialect
+from gateway.field_types import Prompt
 from gateway.generation import Generation
 from gateway.http_errors import ApiError, invalid
 from gateway.schemas import (
@@ -18,11 +22,13 @@ from gateway.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Prompt,
     SamplingFields,
     TokenizeRequest,
 )
+from gateway.structured_output import grammar_of
 from gateway.tokenizer import ChatTemplateError, ModelTokenizer
+from gateway.tool_grammar import chat_grammar
+from gateway.tool_schemas import Tool, usable_tools
 
 COMPLETION_MAX_TOKENS = 16
 """What the OpenAI API takes when a completions request leaves `max_tokens` out."""
@@ -50,9 +56,15 @@ class Job:
     generations: tuple[Generation, ...]
     """One for each prompt; choice `c` of prompt `p` is choice `p * n + c` of the request."""
     stops: tuple[str, ...]
+    echoes: tuple[str, ...]
+    """What each prompt's texts begin with."""
     stream: bool
     include_usage: bool
     """End the stream with a chunk that carries the usage."""
+    plan: AnswerPlan | None = None
+    """What to look for in the texts, if they can be more than text."""
+    include_timings: bool = False
+    """Let the usage say what the time was spent on."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -87,18 +99,23 @@ class Intake:
         self._workers_take = workers_take
         self._settings = settings
         self._limits = settings.limits
+        self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
 
     async def completion(self, form: CompletionRequest, tenant: str = "") -> Job:
         """A job of one generation for each prompt."""
         self._check_form(form)
-        if len(form.prompt) > self._limits.max_prompts:
-            raise invalid("prompt", f"{len(form.prompt)} prompts, at most {self._limits.max_prompts} in one request")
         length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS)
+        grammar = await grammar_of(form)
         generations = []
         for prompt in form.prompt:
             token_ids = await self._prompt_tokens(prompt)
-            generations.append(self._generation(form, tenant, token_ids, "prompt", length, form.logprobs))
-        return self._job(form, generations)
+            generations.append(self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar))
+        if not form.echo:
+            return self._job(form, generations)
+        if form.logprobs is not None:
+            raise invalid("echo", "echo with logprobs is not supported: the prompt has no log probabilities")
+        echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
+        return self._job(form, generations, echoes)
 
     async def chat(self, form: ChatRequest, tenant: str = "") -> Job:
         """A job of one generation."""
@@ -110,9 +127,19 @@ class Intake:
             if form.max_completion_tokens is None
             else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None)
         )
-        token_ids = await self._chat_tokens(form.messages)
+        tools = usable_tools(form)
+        prompt = self._render(form.messages, tools, form.chat_template_kwargs or {})
+        token_ids = await self._tokenizer.encode_rendered(prompt)
         num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        return self._job(form, [self._generation(form, tenant, token_ids, "messages", length, num_logprobs)])
+        grammar = await chat_grammar(form, self._dialect, prompt)
+        plan = self._dialect.plan(
+            prompt,
+            [tool.function.name for tool in tools],
+            one_call=form.parallel_tool_calls is False,
+            include_reasoning=form.include_reasoning is not False,
+        )
+        generation = self._generation(form, tenant, token_ids, "messages", length, num_logprobs, grammar)
+        return self._job(form, [generation], plan=plan)
 
     async def tokenize(self, form: TokenizeRequest) -> list[int]:
         """The tokens of a text or a conversation."""
@@ -120,7 +147,8 @@ class Intake:
         if (form.prompt is None) == (form.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if form.messages is not None:
-            return await self._chat_tokens(form.messages)
+            prompt = self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
+            return await self._tokenizer.encode_rendered(prompt)
         assert form.prompt is not None
         return await self._tokenizer.encode(form.prompt)
 
@@ -141,13 +169,8 @@ class Intake:
         self.check_model(form.model)
         if form.stream_options is not None and not form.stream:
             raise invalid("stream_options", "stream_options needs stream to be true")
-        if form.n is not None and not 1 <= form.n <= self._limits.max_choices:
-            raise invalid("n", f"n must be between 1 and {self._limits.max_choices}, not {form.n}")
-        if len(form.stop) > self._limits.max_stop_strings:
-            raise invalid("stop", f"{len(form.stop)} stop strings, at most {self._limits.max_stop_strings}")
-        if any(len(stop) > self._limits.max_stop_chars for stop in form.stop):
-            raise invalid("stop", f"a stop string is longer than {self._limits.max_stop_chars} characters")
         self._check_vocabulary(form.stop_token_ids or [], "stop_token_ids")
+        self._check_vocabulary([token for token, _ in form.logit_bias], "logit_bias")
 
     def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
         size = self._settings.model_vocab_size
@@ -157,9 +180,19 @@ class Intake:
     async def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         return await self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    async def _chat_tokens(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> str:
+        """A conversation as the model reads it."""
+        for name in switches:
+            if not self._tokenizer.takes_switch(name):
+                raise invalid("chat_template_kwargs", f"chat_template_kwargs: {name[:64]!r} is not a request's to set")
+        if tools and not self._dialect.takes_tools:
+            raise invalid("tools", "tools: this model's chat template does not tell the model of functions")
+        if tools and self._dialect.tool_format is None:
+            raise invalid("tools", "tools: this gateway does not recognise this model's calls (--tool-parser)")
         try:
-            return await self._tokenizer.encode_chat([message.model_dump(exclude_none=True) for message in messages])
+            return self._tokenizer.render_chat(
+                [message.for_template() for message in messages], [tool.for_template() for tool in tools], switches
+            )
         except ChatTemplateError as error:
             raise invalid("messages", str(error)) from error
 
@@ -171,6 +204,7 @@ class Intake:
         param: str,
         length: _LengthLimit,
         num_logprobs: int | None,
+        grammar: str | None,
     ) -> Generation:
         """`param` is the field that the prompt came from."""
         context = min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
@@ -190,7 +224,7 @@ class Intake:
         return Generation(
             token_ids=tuple(token_ids),
             num_choices=form.n or 1,
-            sampling=self._sampling(form, max_tokens, length.param, num_logprobs),
+            sampling=self._sampling(form, max_tokens, num_logprobs, grammar),
             budget_s=self._limits.default_budget_s,
             tier=form.service_tier,
             tenant=tenant,
@@ -198,7 +232,11 @@ class Intake:
         )
 
     def _sampling(
-        self, form: SamplingFields, max_tokens: int, length_param: str, num_logprobs: int | None
+        self,
+        form: SamplingFields,
+        max_tokens: int,
+        num_logprobs: int | None,
+        grammar: str | None,
     ) -> SamplingParams:
         defaults = self._settings.sampling_defaults
         fields = {
@@ -209,30 +247,35 @@ class Intake:
             "repetition_penalty": defaults.repetition_penalty,
             "seed": secrets.randbits(63),
             "stop_token_ids": tuple(form.stop_token_ids or ()),
+            "logit_bias": form.logit_bias,
+            "grammar": grammar,
             "logprobs": num_logprobs,
         }
         fields |= {name: value for name in _PASSED_ON if (value := getattr(form, name)) is not None}
         if fields["top_k"] == -1:
             fields["top_k"] = 0
-        try:
-            sampling = _SAMPLING.validate_python(fields)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            param = {
-                "max_tokens": length_param,
-                "logprobs": "top_logprobs" if isinstance(form, ChatRequest) else "logprobs",
-            }.get(str(first["loc"][0]), str(first["loc"][0]))
-            raise invalid(param, f"{param}: {first['msg']}") from error
+        sampling = _SAMPLING.validate_python(fields)
         if sampling.min_tokens > sampling.max_tokens:
             raise invalid("min_tokens", f"min_tokens {sampling.min_tokens} is more than the {max_tokens} to generate")
         return sampling
 
-    def _job(self, form: SamplingFields, generations: Sequence[Generation]) -> Job:
+    def _job(
+        self,
+        form: SamplingFields,
+        generations: Sequence[Generation],
+        echoes: Sequence[str] = (),
+        plan: AnswerPlan | None = None,
+    ) -> Job:
+        options = form.stream_options
+        include_timings = bool(form.include_timings or (options is not None and options.include_timings))
         return Job(
             generations=tuple(generations),
             stops=form.stop,
+            echoes=tuple(echoes) or ("",) * len(generations),
             stream=bool(form.stream),
-            include_usage=form.stream_options is not None and bool(form.stream_options.include_usage),
+            include_usage=include_timings or (options is not None and bool(options.include_usage)),
+            include_timings=include_timings,
+            plan=plan,
         )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from common.contract.messages import FinishReason
-from gateway.choice_text import Piece, TokenReport
+from gateway.call_parser import CallDelta
+from gateway.choice_text import AnswerEnd, Piece, TokenReport
 
 Json = dict[str, Any]
 
@@ -30,14 +30,17 @@ class Usage:
 
     num_prompt_tokens: int
     num_completion_tokens: int
+    timings: Json | None = None
+    """What the request's time was spent on, where that was asked for."""
 
     def as_json(self) -> Json:
         """As the API has it."""
-        return {
+        usage: Json = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
         }
+        return usage if self.timings is None else usage | {"timings": self.timings}
 
 
 @dataclass(slots=True)
@@ -46,11 +49,20 @@ class WholeChoice:
 
     texts: list[str] = field(default_factory=list)
     reports: list[TokenReport] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: AnswerEnd | None = None
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[list[CallDelta]] = field(default_factory=list)
+    """The deltas of each call of a function."""
 
     def add(self, piece: Piece) -> None:
         """Append the choice's next piece."""
         self.texts.append(piece.text)
+        if piece.reasoning:
+            self.reasoning.append(piece.reasoning)
+        if piece.call is not None:
+            if piece.call.index == len(self.calls):
+                self.calls.append([])
+            self.calls[piece.call.index].append(piece.call)
         self.reports.extend(piece.reports)
         self.finish_reason = piece.finish_reason
 
@@ -77,6 +89,14 @@ class Heading:
 class AnswerFormat(Protocol):
     """How one endpoint words its answers."""
 
+    operation: str
+    """What the endpoint does, as OpenTelemetry names it."""
+
+    @property
+    def heading(self) -> Heading:
+        """What is the same in all of them."""
+        ...
+
     def chunk(self, piece: Piece, first: bool) -> Json:
         """A piece, the choice's `first` or a later one, as a chunk of a stream."""
         ...
@@ -93,10 +113,17 @@ class AnswerFormat(Protocol):
 class CompletionFormat:
     """`/v1/completions`."""
 
+    operation = "text_completion"
+
     def __init__(self, heading: Heading, speller: TokenSpeller, with_logprobs: bool) -> None:
         self._heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
+
+    @property
+    def heading(self) -> Heading:
+        """What every chunk begins with."""
+        return self._heading
 
     def chunk(self, piece: Piece, first: bool) -> Json:
         """The piece's text."""
@@ -117,9 +144,7 @@ class CompletionFormat:
             "usage": usage.as_json(),
         }
 
-    def _choice(
-        self, index: int, text: str, reports: Sequence[TokenReport], finish_reason: FinishReason | None
-    ) -> Json:
+    def _choice(self, index: int, text: str, reports: Sequence[TokenReport], finish_reason: AnswerEnd | None) -> Json:
         logprobs = self._logprobs(reports) if self._with_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
@@ -143,16 +168,29 @@ class CompletionFormat:
 class ChatFormat:
     """`/v1/chat/completions`."""
 
+    operation = "chat"
+
     def __init__(self, heading: Heading, speller: TokenSpeller, with_logprobs: bool) -> None:
         self._heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
 
+    @property
+    def heading(self) -> Heading:
+        """What every chunk begins with."""
+        return self._heading
+
     def chunk(self, piece: Piece, first: bool) -> Json:
         """The piece's text; a choice's first chunk says whose turn it is."""
         delta: Json = {"role": "assistant"} if first else {}
-        if first or piece.text:
+        if piece.reasoning:
+            delta |= _reasoning(piece.reasoning)
+        if piece.call is not None:
+            delta["tool_calls"] = [_call_delta(piece.call)]
+        if piece.text:
             delta["content"] = piece.text
+        elif first:
+            delta["content"] = None if len(delta) > 1 else ""
         choice = {
             "index": piece.choice,
             "delta": delta,
@@ -171,7 +209,7 @@ class ChatFormat:
             "choices": [
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+                    "message": _message(choice),
                     "logprobs": self._logprobs(choice.reports),
                     "finish_reason": choice.finish_reason,
                 }
@@ -195,3 +233,29 @@ class ChatFormat:
     def _entry(self, token_id: int, logprob: float) -> Json:
         name, content = self._speller.spelling(token_id)
         return {"token": name, "logprob": logprob, "bytes": list(content)}
+
+
+def _message(choice: WholeChoice) -> Json:
+    text = "".join(choice.texts)
+    message: Json = {"role": "assistant", "content": None if choice.calls and not text else text, "refusal": None}
+    if choice.reasoning:
+        message |= _reasoning("".join(choice.reasoning))
+    if choice.calls:
+        message["tool_calls"] = [_call(deltas) for deltas in choice.calls]
+    return message
+
+
+def _reasoning(text: str) -> Json:
+    """Under the name that DeepSeek has given it, which most clients read, and under vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(deltas: Sequence[CallDelta]) -> Json:
+    arguments = "".join(delta.arguments for delta in deltas)
+    return {"id": deltas[0].id, "type": "function", "function": {"name": deltas[0].name, "arguments": arguments}}
+
+
+def _call_delta(delta: CallDelta) -> Json:
+    if delta.id is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    return {"index": delta.index} | _call([delta])

@@ -3,27 +3,35 @@
 no prefill workers exist          one decode worker, which computes the prompt too          colocated
 little of it is left to compute   the same: a handoff would cost more than it saves         short
 no prefill worker is usable       the same, since the request is served all the same        no_prefill_worker
-otherwise                         a prefill and a decode worker, each the least loaded
+otherwise                         a prefill and a decode worker                             handoff
 
-Workers that have just failed the request are avoided.
+The prefill worker is the one from which the first token is expected first (`gateway.estimates`), the decode worker the
+one where the fewest blocks will be in use. Workers that have just failed the request are avoided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import PrefixHint, Role
+from common.contract.tiers import Tier
 from gateway.attempt import Place
+from gateway.estimates import occupancy, prompt_s, queue_s, room_s
 from gateway.registry import Registry, WorkerView
 
 _CROWDED_FACTOR: Final = 2
 _CROWDED_REQUESTS: Final = 4
 """A worker is passed over for what it has cached once it has twice as many requests as the least loaded one, and these
 many more: a few requests may always follow their prefix, and a popular one does not gather everything at one worker."""
+_OCCUPANCY_STEP: Final = 1 / 16
+"""Decode workers whose occupancies differ by less are equally occupied."""
+_CLOSE_FACTOR: Final = 1.1
+_CLOSE_S: Final = 0.005
+"""Expected times that differ by less are equal: what they are made of is measured."""
 
 
 class LocalPrefill(StrEnum):
@@ -38,6 +46,33 @@ class LocalPrefill(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is to be placed."""
+
+    num_tokens: int
+    """Of the sequence whose KV is wanted."""
+    tier: Tier = Tier.STANDARD
+    num_choices: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What is expected of a route, in seconds."""
+
+    queue_s: float
+    """Until the prompt's turn."""
+    prompt_s: float
+    """Its turn, up to the first token."""
+    room_s: float
+    """Until the decode worker has room, from now on."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Until the first token."""
+        return self.queue_s + self.prompt_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Handoff:
     """One worker computes the prompt, another goes on from it."""
 
@@ -45,6 +80,17 @@ class Handoff:
     decode: WorkerView
     prefix: PrefixHint | None
     """Where the prefill worker may pull the prompt's beginning from."""
+    num_cached: int
+    """Leading tokens of the prompt that the prefill worker probably has."""
+    expected: Expected
+
+    def explain(self) -> dict[str, str]:
+        """The decision, for whoever wants to understand it."""
+        told = {"route": "handoff", "prefill": self.prefill.address, "decode": self.decode.address}
+        told |= {"cached-tokens": str(self.num_cached), "expected-ttft-ms": _milliseconds(self.expected.ttft_s)}
+        if self.prefix is not None:
+            told |= {"prefix-from": self.prefix.source.address, "prefix-tokens": str(self.prefix.num_tokens)}
+        return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +98,17 @@ class Local:
     """A decode worker does everything."""
 
     decode: WorkerView
+    num_cached: int
+    expected: Expected
     reason: LocalPrefill
+
+    def explain(self) -> dict[str, str]:
+        """The decision, for whoever wants to understand it."""
+        told = {"route": self.reason.value, "decode": self.decode.address}
+        return told | {
+            "cached-tokens": str(self.num_cached),
+            "expected-ttft-ms": _milliseconds(self.expected.ttft_s),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,64 +134,119 @@ class Caution:
 
 
 NO_CAUTION: Final = Caution()
+Cached: TypeAlias = Mapping[Place, int]
+"""How many leading tokens of the prompt, always fewer than all, a worker's cache probably holds."""
+Routing = Literal["expected", "round_robin"]
+"""By what is expected of each worker; or all in turn, whatever they hold: to compare with."""
 
 
-def choose(
-    registry: Registry,
-    num_tokens: int,
-    cached: Mapping[Place, int],
-    local_prefill_tokens: int,
-    caution: Caution = NO_CAUTION,
-) -> Handoff | Local | None:
-    """Workers for a prompt of `num_tokens`; None if there are none now.
+class Router:
+    """Chooses workers for prompts."""
 
-    `cached` says how many of its leading tokens, always fewer than all, a worker's cache probably holds. A prompt of
-    which a decode worker would compute at most `local_prefill_tokens` is short.
-    """
-    prefill, decode = caution.prefill(registry.usable(Role.PREFILL)), caution.decode(registry.usable(Role.DECODE))
-    if not decode:
-        return None
+    def __init__(self, registry: Registry, *, local_prefill_tokens: int = 0, routing: Routing = "expected") -> None:
+        """A prompt of which a decode worker would compute at most `local_prefill_tokens` is short."""
+        self._registry = registry
+        self._local_prefill_tokens = local_prefill_tokens
+        self._in_turn = routing == "round_robin"
+        self._turn = 0
+
+    def choose(self, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Handoff | Local | None:
+        """Workers for a prompt; None if there are none now."""
+        registry = self._registry
+        prefill, decode = caution.prefill(registry.usable(Role.PREFILL)), caution.decode(registry.usable(Role.DECODE))
+        if not decode:
+            return None
+        if self._in_turn:
+            self._turn += 1
+            prefill, decode, cached = self._next(prefill), self._next(decode), {}
+        free = _uncrowded(decode)
+        near = [w for w in free if ask.num_tokens - cached.get(w.place, 0) <= self._local_prefill_tokens]
+        if registry.colocated:
+            return _local(ask, free, cached, LocalPrefill.COLOCATED)
+        if near:
+            return _local(ask, near, cached, LocalPrefill.SHORT)
+        if not prefill:
+            return _local(ask, free, cached, LocalPrefill.NO_PREFILL_WORKER)
+        return _handoff(ask, prefill, decode, cached)
+
+    def _next(self, workers: list[WorkerView]) -> list[WorkerView]:
+        return workers and [workers[self._turn % len(workers)]]
+
+
+def least_loaded_decode(workers: list[WorkerView], ask: Ask, cached: Cached) -> WorkerView:
+    """Where there is room soonest; then where the fewest blocks will be in use, roughly; then, of those that are not
+    crowded, the one with the most of the prompt; then the one with the fewest requests from here."""
+    uncrowded = _uncrowded(workers)
+
+    def key(worker: WorkerView) -> tuple[object, ...]:
+        return (
+            room_s(worker, ask.tier, ask.num_choices),
+            int(occupancy(worker) / _OCCUPANCY_STEP),
+            -cached.get(worker.place, 0) if worker in uncrowded else 0,
+            worker.in_flight,
+            worker.address,
+        )
+
+    return min(workers, key=key)
+
+
+def _handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cached: Cached) -> Handoff:
+    holder = _least([*prefill, *decode], lambda w: -cached.get(w.place, 0))
+    most = cached.get(holder.place, 0)
+
+    def own_s(worker: WorkerView) -> float:
+        return prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0), most)
+
+    chosen = _least(_soonest(prefill, lambda w: queue_s(w, ask.tier) + own_s(w)), lambda w: -cached.get(w.place, 0))
+    here = cached.get(chosen.place, 0)
+    taker = least_loaded_decode(decode, ask, cached)
+    return Handoff(
+        prefill=chosen,
+        decode=taker,
+        prefix=PrefixHint(source=holder.place.source, num_tokens=most) if most > here else None,
+        num_cached=here,
+        expected=Expected(
+            queue_s=queue_s(chosen, ask.tier),
+            prompt_s=own_s(chosen),
+            room_s=room_s(taker, ask.tier, ask.num_choices),
+        ),
+    )
+
+
+def _local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPrefill) -> Local:
+
+    def own_s(worker: WorkerView) -> float:
+        return prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0))
+
+    chosen = least_loaded_decode(_soonest(decode, lambda w: queue_s(w, ask.tier) + own_s(w)), ask, cached)
+    return Local(
+        decode=chosen,
+        num_cached=cached.get(chosen.place, 0),
+        expected=Expected(
+            queue_s=queue_s(chosen, ask.tier),
+            prompt_s=own_s(chosen),
+            room_s=room_s(chosen, ask.tier, ask.num_choices),
+        ),
+        reason=reason,
+    )
+
+
+def _uncrowded(decode: list[WorkerView]) -> list[WorkerView]:
     fewest = min(worker.in_flight for worker in decode)
-    free = [worker for worker in decode if worker.in_flight <= _CROWDED_FACTOR * fewest + _CROWDED_REQUESTS]
-    near = [worker for worker in free if num_tokens - cached.get(worker.place, 0) <= local_prefill_tokens]
-    if registry.colocated:
-        reason = LocalPrefill.COLOCATED
-    elif near:
-        reason = LocalPrefill.SHORT
-    elif not prefill:
-        reason = LocalPrefill.NO_PREFILL_WORKER
-    else:
-        chosen = least_loaded_prefill(prefill)
-        prefix = _hint(chosen, [*prefill, *decode], cached)
-        return Handoff(prefill=chosen, decode=least_loaded_decode(decode), prefix=prefix)
-    return Local(decode=least_loaded_decode(near or _holding_most(free, cached)), reason=reason)
+    return [worker for worker in decode if worker.in_flight <= _CROWDED_FACTOR * fewest + _CROWDED_REQUESTS]
 
 
-def least_loaded_prefill(workers: list[WorkerView]) -> WorkerView:
-    """The worker with the fewest prompt tokens in flight from here, then the fewest that it reported."""
-    return min(
-        workers,
-        key=lambda w: (w.in_flight_tokens, w.load.waiting_tokens if w.load else 0, w.in_flight, w.address),
-    )
+def _soonest(workers: list[WorkerView], seconds: Callable[[WorkerView], float]) -> list[WorkerView]:
+    """Those of which about the least is expected."""
+    expected = [seconds(worker) for worker in workers]
+    most = min(expected) * _CLOSE_FACTOR + _CLOSE_S
+    return [worker for worker, each in zip(workers, expected, strict=True) if each <= most]
 
 
-def least_loaded_decode(workers: list[WorkerView]) -> WorkerView:
-    """The worker with the fewest requests in flight from here, then the smallest share of its blocks spoken for."""
-    return min(
-        workers,
-        key=lambda w: (w.in_flight, w.load.blocks_used / max(1, w.load.blocks_total) if w.load else 0.0, w.address),
-    )
+def _least(workers: list[WorkerView], key: Callable[[WorkerView], float]) -> WorkerView:
+    """By `key`, then the one with the fewest requests from here."""
+    return min(workers, key=lambda worker: (key(worker), worker.in_flight, worker.address))
 
 
-def _holding_most(workers: list[WorkerView], cached: Mapping[Place, int]) -> list[WorkerView]:
-    most = max(cached.get(worker.place, 0) for worker in workers)
-    return [worker for worker in workers if cached.get(worker.place, 0) == most]
-
-
-def _hint(prefill: WorkerView, workers: list[WorkerView], cached: Mapping[Place, int]) -> PrefixHint | None:
-    """The worker that holds the most of the prompt, if that is more than the prefill worker has itself."""
-    holder = min(workers, key=lambda w: (-cached.get(w.place, 0), w.in_flight, w.address))
-    num_tokens = cached.get(holder.place, 0)
-    if num_tokens <= cached.get(prefill.place, 0):
-        return None
-    return PrefixHint(source=holder.place.source, num_tokens=num_tokens)
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}"

@@ -7,22 +7,30 @@ text that is already sent could not follow.
 
 from __future__ import annotations
 
-import asyncio
+import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from common.contract.errors import BatonError, OperatorError
+from gateway.bounded_threads import BoundedThreads
+from gateway.detokenizer import TokenDecoder
 
-_THREAD_CHARS = 8192
-"""Text from this size on, some milliseconds' work, is encoded in a thread."""
+_THREAD_CHARS = 2048
+"""Text from this size on, half a millisecond's work, is encoded in a thread; the way there and back takes a fifth of
+that."""
+_NUM_THREADS = 4
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNSETTLED = "�"
+_TEMPLATE_NAMES = frozenset(
+    {"messages", "raise_exception", "strftime_now", "namespace", "dict", "range", "self", "conversations"}
+)
+"""What `transformers` gives to every template, beside special tokens and the options of rendering."""
 
 
 class ChatTemplateError(BatonError):
@@ -53,9 +61,13 @@ class ModelTokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
         """One more than the largest token id, added tokens included."""
-        special = {index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        added = self._backend.get_added_tokens_decoder()
+        self._added = {token.content: index for index, token in added.items()}
+        special = {index for index, token in added.items() if token.special}
         self._with_text = frozenset(vocabulary.values()) - special
+        self._rendering_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._spellings: dict[int, tuple[str, bytes]] = {}
+        self._threads = BoundedThreads(_NUM_THREADS, "tokenizer")
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -77,20 +89,48 @@ class ModelTokenizer:
         """The tokens of a prompt, with the special tokens that the model puts around a text."""
         return await self._encode(text, add_special_tokens=True)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation up to where the assistant is to speak.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        switches: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as the model reads it, up to where the assistant is to speak.
 
-        Special tokens are the template's: none is added. Raises `ChatTemplateError`.
+        `tools` are the functions that the model is told of, `switches` further variables of its chat template, each of
+        which `takes_switch`. Raises `ChatTemplateError`.
         """
         if self._templates.chat_template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
         try:
             text: str = self._templates.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **(switches or {}),
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            text.encode()
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise ChatTemplateError(f"the model's chat template does not take these messages: {error}") from error
+        return text
+
+    async def encode_rendered(self, text: str) -> list[int]:
+        """The tokens of a conversation that `render_chat` has written: no special token is added to its own."""
         return await self._encode(text, add_special_tokens=False)
+
+    def chat_template(self, with_tools: bool) -> str:
+        """The model's chat template for conversations with functions, or without; empty if there is none."""
+        template = self._templates.chat_template
+        if isinstance(template, Mapping):
+            template = (template.get("tool_use") if with_tools else None) or template.get("default")
+        return template or ""
+
+    def takes_switch(self, name: str) -> bool:
+        """Whether a client may set this variable of the chat template: it is nobody else's."""
+        special = name.endswith("_token") or name in self._templates.special_tokens_map
+        taken = name in _TEMPLATE_NAMES or name in self._rendering_options or name.startswith("_")
+        return name.isidentifier() and not special and not taken
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, without special tokens."""
@@ -101,6 +141,15 @@ class ModelTokenizer:
         """The text of `token_ids`, special tokens spelt out."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
+
+    def spelling_out(self, markers: Iterable[str]) -> TokenDecoder:
+        """A decoder that gives the text of these special tokens, too, where they are some."""
+        marked = {self._added[marker] for marker in markers if marker in self._added} - self._with_text
+        return _SpellingOut(self, frozenset(marked)) if marked else self
+
+    def added_token(self, text: str) -> int | None:
+        """The token that was added to the vocabulary for this text, special or not, if there is one."""
+        return self._added.get(text)
 
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` gives something for this token: it is in the vocabulary, and not special."""
@@ -123,7 +172,7 @@ class ModelTokenizer:
             token_ids: list[int] = encoding.ids
             return token_ids
 
-        return encode() if len(text) < _THREAD_CHARS else await asyncio.to_thread(encode)
+        return encode() if len(text) < _THREAD_CHARS else await self._threads.run(encode)
 
     def _spell(self, token_id: int) -> tuple[str, bytes]:
         raw: str | None = self._backend.id_to_token(token_id)
@@ -141,6 +190,22 @@ class ModelTokenizer:
         else:
             return text, text.encode()
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
+
+
+class _SpellingOut:
+    """A decoder for which some special tokens have text."""
+
+    def __init__(self, tokenizer: ModelTokenizer, marked: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._marked = marked
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, each of which `has_text`."""
+        return self._tokenizer.decode_all(token_ids)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` gives something for this token."""
+        return token_id in self._marked or self._tokenizer.has_text(token_id)
 
 
 def _byte_alphabet() -> dict[str, int]:

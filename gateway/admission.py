@@ -1,0 +1,50 @@
+"""Whether a request is let in: not if its first token would come later than its tier allows. Pure.
+
+Refusing early is kinder than being late: the client can go elsewhere, or come back when it is told to, and what was
+let in is served in time. A prompt that takes long by itself is not refused for that: only waiting counts against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from common.contract.tiers import Tier
+from gateway.router import Expected
+
+_LEAST_SHARE: Final = 0.5
+"""Of its tier's limit: so long any prompt may wait, however long it takes by itself."""
+_MARGIN: Final = 0.8
+"""Of the time allowed: what is expected is not exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a request is not let in."""
+
+    message: str
+    retry_after_s: int
+    """When it might be."""
+
+
+class Admission:
+    """The limits of each tier."""
+
+    def __init__(self, limits_s: Mapping[Tier, float]) -> None:
+        """`limits_s` is the time within which a tier's first tokens must be expected; 0 for any time."""
+        self._limits_s = limits_s
+
+    def refusal(self, tier: Tier, expected: Expected) -> Refusal | None:
+        """Why a request of this tier is not let in, if it is not."""
+        limit_s = self._limits_s[tier]
+        wait_s = max(expected.queue_s, expected.room_s)
+        allowed_s = _MARGIN * max(limit_s - expected.prompt_s, _LEAST_SHARE * limit_s)
+        if not limit_s or wait_s <= allowed_s:
+            return None
+        where = "prefill workers" if expected.queue_s >= expected.room_s else "decode workers"
+        return Refusal(
+            message=f"the {where} are busy: {wait_s:.1f} s to wait, {allowed_s:.1f} s allowed for service tier {tier}",
+            retry_after_s=math.ceil(wait_s - allowed_s),
+        )

@@ -1,0 +1,51 @@
+"""Whether a page can reach the admin port, and may be told of it. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+_HOST = re.compile(r"(localhost|\d{1,3}(?:\.\d{1,3}){3})(?::\d{1,5})?")
+
+
+@dataclass(frozen=True, slots=True)
+class AdminLink:
+    """Where operators look at workers and drain them."""
+
+    host: str
+    """The address that the admin port is bound to."""
+    port: int
+
+    def origin(self, host_header: str) -> str | None:
+        """The admin port's origin for a page that was loaded from `host_header`: the same host, the other port.
+
+        None where it would not be reached there, and where the host is neither `localhost` nor an IPv4 address: a name
+        may be anybody's by tomorrow (DNS rebinding), and a policy cannot name an IPv6 address.
+        """
+        match = _HOST.fullmatch(host_header)
+        if match is None:
+            return None
+        host = match.group(1)
+        if host != "localhost" and not _is_address(host):
+            return None
+        return f"http://{host}:{self.port}" if self._listens_at(host) else None
+
+    def _listens_at(self, host: str) -> bool:
+        if _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified:
+            return True
+        if _is_loopback(self.host):
+            return _is_loopback(host)
+        return host == self.host
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

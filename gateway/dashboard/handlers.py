@@ -1,0 +1,194 @@
+"""The dashboard over HTTP: the page, `GET /pools` (this moment) and `GET /pools/events` (as it goes on).
+
+While nobody watches nothing is computed. Those who watch at the same time share what is computed for one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from prometheus_client import Gauge
+
+from common.contract.errors import Cause
+from common.runtime.clock import Clock, monotonic
+from gateway.api_settings import ApiSettings
+from gateway.chunk_encoder import encode
+from gateway.dashboard import assets
+from gateway.dashboard.admin_link import AdminLink
+from gateway.dashboard.pool_view import Names, pool_view
+from gateway.event_stream import EventStream
+from gateway.flow import Flow
+from gateway.http_errors import ApiError
+from gateway.metrics import GatewayMetrics
+from gateway.registry import WorkerView
+
+PERIOD_S: Final = 0.4
+"""Seconds between two events."""
+MAX_WATCHERS: Final = 16
+"""Event streams at once; the next one is refused with 429."""
+_LATEST_SLOTS: Final = 4
+"""Slots in each event but the first, which has them all."""
+
+
+class Pools(Protocol):
+    """What knows workers and requests: the dispatcher."""
+
+    @property
+    def handoffs(self) -> Mapping[tuple[str, str], int]:
+        """Completed handoffs by the addresses of prefill and decode worker."""
+        ...
+
+    def worker_views(self) -> Collection[WorkerView]:
+        """Every worker that this gateway was told of."""
+        ...
+
+    def open_flows(self) -> Iterable[tuple[Flow, float]]:
+        """The requests under way, and when each came."""
+        ...
+
+
+class Dashboard:
+    """The page and its data, to be given to `create_app`."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        settings: ApiSettings,
+        metrics: GatewayMetrics,
+        *,
+        clock: Clock = monotonic,
+        period_s: float = PERIOD_S,
+    ) -> None:
+        """`clock` is the application's."""
+        self._pools = pools
+        self._model_name = settings.model_name
+        self._targets = {
+            tier.value: {"ttft_s": _finite(target.ttft_s), "itl_s": _finite(target.itl_s)}
+            for tier, target in settings.targets.items()
+        }
+        self._stall_timeout_s = settings.limits.stall_timeout_s
+        self._recent = metrics.recent
+        self._clock = clock
+        self._period_s = period_s
+        self._names = Names(secrets.token_bytes(16))
+        self._assets = {path: assets.Asset(file) for path, file in assets.PATHS.items()}
+        self._latest: tuple[float, dict[str, object]] = (float("-inf"), {})
+        self._num_watchers = 0
+        self._closing = asyncio.Event()
+        self._watchers = Gauge(
+            "baton_gateway_dashboard_watchers", "Event streams of the pools.", registry=metrics.registry
+        )
+        self.admin: AdminLink | None = None
+        """Set once the admin port is bound, if there is one."""
+
+    def add_to(self, app: web.Application) -> None:
+        """Add the routes, the count of refusals, and the end of every event stream when the application ends."""
+        for path in self._assets:
+            app.router.add_get(path, self._asset)
+        app.router.add_get("/pools", self._state)
+        app.router.add_get("/pools/events", self._events, allow_head=False)
+        app.middlewares.insert(0, self._outcomes())
+        app.on_shutdown.append(self._close)
+
+    # --- handlers ------------------------------------------------------------------------------------------------
+
+    async def _asset(self, request: web.Request) -> web.StreamResponse:
+        return self._assets[request.path].response(request, self._admin_origin(request))
+
+    async def _state(self, request: web.Request) -> web.StreamResponse:
+        headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+        return web.json_response(self._whole() | self._admin_fields(request), headers=headers)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        with self._watching():
+            events = EventStream(request, self._stall_timeout_s)
+            admin = self._admin_fields(request)
+            await events.send(encode(self._whole() | admin))
+            while not await self._closes_within(self._period_s):
+                await events.send(encode(self._shared() | admin))
+            return await events.close()
+
+    # --- what they say -------------------------------------------------------------------------------------------
+
+    def _whole(self) -> dict[str, object]:
+        """This moment, and all that is remembered."""
+        now = self._clock()
+        return self._view(now) | {"recent": self._recent.slots(now)}
+
+    def _shared(self) -> dict[str, object]:
+        """This moment, computed once for all who watch."""
+        now = self._clock()
+        at, latest = self._latest
+        if now - at >= self._period_s / 2:
+            latest = self._view(now) | {"recent": self._recent.slots(now, _LATEST_SLOTS)}
+            self._latest = now, latest
+        return latest
+
+    def _view(self, now: float) -> dict[str, object]:
+        pools = self._pools
+        return {
+            "model": self._model_name,
+            **pool_view(pools.worker_views(), pools.open_flows(), pools.handoffs, now, self._names),
+            "summary": self._recent.summary(now),
+            "targets": self._targets,
+        }
+
+    def _admin_fields(self, request: web.Request) -> dict[str, object]:
+        origin = self._admin_origin(request)
+        return {"admin_port": None if origin is None else int(origin.rpartition(":")[2])}
+
+    def _admin_origin(self, request: web.Request) -> str | None:
+        if self.admin is None or request.secure:  # no page that came encrypted may call what is not
+            return None
+        return self.admin.origin(request.headers.get("Host", ""))
+
+    # --- who watches ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        if self._num_watchers >= MAX_WATCHERS:
+            raise ApiError(429, f"{self._num_watchers} watch already, as many as may", code=Cause.CAPACITY)
+        self._num_watchers += 1
+        self._watchers.inc()
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
+            self._watchers.dec()
+
+    async def _closes_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _close(self, _: web.Application) -> None:
+        """A gateway that ends does not wait for those who watch."""
+        self._closing.set()
+
+    def _outcomes(self) -> Middleware:
+        @web.middleware
+        async def outcomes(request: web.Request, handler: Handler) -> web.StreamResponse:
+            response = await handler(request)
+            if request.method == "POST" and request.path.startswith("/v1/"):
+                if response.status in (429, 503):
+                    self._recent.refused(self._clock())
+                elif response.status >= 500:
+                    self._recent.failed(self._clock())
+            return response
+
+        return outcomes
+
+
+def _finite(seconds: float) -> float | None:
+    """JSON has no infinity."""
+    return seconds if math.isfinite(seconds) else None

@@ -1,0 +1,249 @@
+// The pools as a relay: requests as runners at the workers, and a baton that travels with each handoff.
+
+import { count, percent, setText } from './format.js';
+import { Tracks } from './tracks.js';
+
+const element = (id) => document.getElementById(id);
+const ROLE_NAMES = { prefill: 'Prefill', decode: 'Decode' };
+const MAX_RUNNERS = 24;
+
+export class Relay {
+  constructor() {
+    this.workers = new Map(); // id → WorkerCard
+    this.tracks = new Tracks(element('relay'), element('lines'), element('batons'));
+    this.handoffs = null; // 'prefill decode' → how many were known at the last look
+    this.moving = new Set();
+    this.adminPort = null;
+    element('confirm').addEventListener('close', () => this.confirmed());
+  }
+
+  show(view) {
+    this.adminPort = view.admin_port;
+    this.view = view;
+    this.showWorkers(view.workers);
+    this.showRequests(view);
+    this.launchBatons(view);
+  }
+
+  showWorkers(workers) {
+    const numbers = { prefill: 0, decode: 0 };
+    const known = new Set(workers.map((worker) => worker.id));
+    for (const [id, card] of this.workers) {
+      if (!known.has(id)) {
+        card.item.remove();
+        this.workers.delete(id);
+      }
+    }
+    for (const worker of workers) {
+      numbers[worker.role] += 1;
+      let card = this.workers.get(worker.id);
+      if (!card) {
+        card = new WorkerCard(worker.role, (verb) => this.ask(worker.id, verb));
+        this.workers.set(worker.id, card);
+        element(`${worker.role}-workers`).append(card.item);
+      }
+      card.show(worker, numbers[worker.role], this.adminPort !== null);
+    }
+    element('prefill-lane').hidden = numbers.prefill === 0;
+    element('relay').dataset.pools = numbers.prefill === 0 ? 'one' : 'two';
+    this.tracks.arrange(
+      workers.filter((worker) => worker.role === 'prefill').map((worker) => this.workers.get(worker.id)),
+      workers.filter((worker) => worker.role === 'decode').map((worker) => this.workers.get(worker.id)),
+    );
+  }
+
+  showRequests(view) {
+    const here = new Map([...this.workers.keys()].map((id) => [id, []]));
+    let seekers = 0;
+    for (const each of view.requests) {
+      const place = placeOf(each);
+      if (place !== null && here.has(place)) here.get(place).push(each);
+      else seekers += 1;
+    }
+    for (const [id, requests] of here) this.workers.get(id).showRunners(requests);
+    const unlisted = view.in_flight - view.requests.length;
+    const words = [];
+    if (seekers) words.push(`${seekers} without a worker`);
+    if (unlisted) words.push(`${unlisted} more not drawn`);
+    setText(element('elsewhere'), words.join(', '));
+  }
+
+  /** A baton for each handoff since the last look, and for each sequence that begins to move. */
+  launchBatons(view) {
+    const counts = new Map(view.handoffs.map((each) => [`${each.prefill} ${each.decode}`, each.count]));
+    for (const [pair, number] of this.handoffs === null ? [] : counts) {
+      const [from, to] = pair.split(' ').map((id) => this.workers.get(id));
+      this.tracks.launch(from, to, number - (this.handoffs.get(pair) ?? 0));
+    }
+    this.handoffs = counts;
+    const moving = view.requests.filter((each) => each.stage === 'moving');
+    for (const each of moving) {
+      if (!this.moving.has(each.id)) {
+        this.tracks.launch(this.workers.get(each.moving_from), this.workers.get(each.decode), 1);
+      }
+    }
+    this.moving = new Set(moving.map((each) => each.id));
+  }
+
+  // --- drain and resume -------------------------------------------------------------------------------------------
+
+  ask(id, verb) {
+    if (verb === 'resume') {
+      this.tell(id, verb);
+      return;
+    }
+    const card = this.workers.get(id);
+    const others = this.view.workers.filter((each) => each.role === card.role && each.usable && each.id !== id);
+    setText(element('confirm-title'), `Drain ${card.name}?`);
+    setText(element('confirm-text'), describeDrain(card.role, others.length));
+    this.asked = id;
+    element('confirm').returnValue = 'cancel';
+    element('confirm').showModal();
+  }
+
+  confirmed() {
+    if (element('confirm').returnValue === 'drain') this.tell(this.asked, 'drain');
+  }
+
+  async tell(id, verb) {
+    const { name } = this.workers.get(id);
+    const url = `http://${location.hostname}:${this.adminPort}/workers/${encodeURIComponent(id)}/${verb}`;
+    let words;
+    try {
+      const response = await fetch(url, { method: 'POST' });
+      const body = await response.json();
+      words = response.ok ? `${name} was told to ${verb}.` : `${name}: ${body.error?.message ?? response.status}`;
+    } catch {
+      words = `${name}: the admin port cannot be reached from here.`;
+    }
+    setText(element('told'), words);
+  }
+}
+
+/** Where a request is drawn; null while it has no worker. */
+function placeOf(request) {
+  if (request.stage === 'moving') return request.moving_from;
+  if (request.stage === 'decode') return request.decode;
+  return request.prefill ?? request.decode;
+}
+
+function describeDrain(role, numOthers) {
+  if (role === 'prefill') {
+    return numOthers
+      ? 'It takes no new prompts, hands over what it has begun, and gives the rest back to the others.'
+      : 'It is the only prefill worker that can be used: decode workers will compute the prompts, and slower.';
+  }
+  return numOthers
+    ? 'It takes no new requests. What runs there moves to other decode workers that have room, or ends where it is.'
+    : 'It is the only decode worker that can be used: new requests will be refused until it resumes.';
+}
+
+const STATES = {
+  serving: '●', draining: '◐', drained: '○', joining: '◌', stalled: '!', refused: '×', lost: '×',
+};
+
+function stateOf(worker) {
+  if (worker.refused !== null) return 'refused';
+  if (!worker.connected) return 'lost';
+  if (worker.stalled) return 'stalled';
+  return worker.phase ?? 'joining';
+}
+
+/** One worker: its state, its track with the requests there, its load. */
+class WorkerCard {
+  constructor(role, ask) {
+    this.role = role;
+    this.runners = new Map(); // request id → element
+    this.item = make('li', 'worker');
+    const head = make('div', 'worker-head');
+    this.title = make('h4');
+    this.state = make('span', 'state');
+    this.address = make('span', 'address');
+    head.append(this.title, this.state);
+    this.track = make('div', 'track');
+    this.track.setAttribute('aria-hidden', 'true');
+    this.loads = make('dl', 'loads');
+    this.kv = this.addLoad('KV');
+    this.kvBar = make('span', 'bar');
+    this.kvFill = make('span', 'fill');
+    this.kvBar.append(this.kvFill);
+    this.kvBar.setAttribute('aria-hidden', 'true');
+    this.running = this.addLoad('running');
+    this.waiting = this.addLoad('queue');
+    this.rate = this.addLoad('tokens/s');
+    this.button = make('button', 'quiet');
+    this.button.type = 'button';
+    this.button.addEventListener('click', () => ask(this.verb));
+    const foot = make('div', 'worker-foot');
+    foot.append(this.address, this.button);
+    this.item.append(head, this.track, this.loads, this.kvBar, foot);
+  }
+
+  addLoad(term) {
+    const pair = make('div');
+    const value = make('dd');
+    pair.append(make('dt', '', term), value);
+    this.loads.append(pair);
+    return value;
+  }
+
+  show(worker, number, withAdmin) {
+    const state = stateOf(worker);
+    this.name = `${ROLE_NAMES[this.role]} ${number}`;
+    setText(this.title, this.name);
+    this.item.dataset.state = state;
+    setText(this.state, `${STATES[state]} ${state}`);
+    this.state.title = worker.refused ?? '';
+    const used = worker.blocks_total ? worker.blocks_used / worker.blocks_total : null;
+    setText(this.kv, percent(used));
+    this.kvFill.style.width = `${(used ?? 0) * 100}%`;
+    setText(this.running, count(worker.running));
+    setText(this.waiting, count(worker.waiting));
+    setText(this.rate, count(rateOf(worker)));
+    setText(this.address, worker.transport ? `${worker.id} · ${worker.transport}` : worker.id);
+    this.verb = worker.phase === 'draining' || worker.phase === 'drained' ? 'resume' : 'drain';
+    setText(this.button, this.verb === 'drain' ? 'Drain' : 'Resume');
+    this.button.setAttribute('aria-label', `${this.verb === 'drain' ? 'Drain' : 'Resume'} ${this.name}`);
+    this.button.hidden = !withAdmin || !worker.connected;
+  }
+
+  showRunners(requests) {
+    const shown = requests.slice(0, MAX_RUNNERS);
+    const known = new Set(shown.map((each) => each.id));
+    for (const [id, runner] of this.runners) {
+      if (!known.has(id)) {
+        runner.remove();
+        this.runners.delete(id);
+      }
+    }
+    for (const each of shown) {
+      let runner = this.runners.get(each.id);
+      if (!runner) {
+        runner = make('span', 'runner');
+        this.runners.set(each.id, runner);
+        this.track.append(runner);
+      }
+      runner.dataset.stage = each.stage;
+      runner.style.width = `${lengthOf(each)}px`;
+    }
+    this.track.dataset.more = requests.length > shown.length ? `+${requests.length - shown.length}` : '';
+  }
+}
+
+/** An answer grows with each token: fast at first, so that a short one shows, too. */
+function lengthOf(request) {
+  if (request.stage !== 'decode' && request.stage !== 'moving') return 10;
+  return Math.round(10 + Math.min(46, 6 * Math.log2(1 + request.tokens / 4)));
+}
+
+function rateOf(worker) {
+  if (worker.prompt_tokens_per_s === null) return null;
+  return worker.role === 'prefill' ? worker.prompt_tokens_per_s : worker.output_tokens_per_s;
+}
+
+function make(name, className = '', text = '') {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text) made.textContent = text;
+  return made;
+}

@@ -1,0 +1,137 @@
+"""The pools and the requests in flight as the dashboard shows them. Pure; JSON values only.
+
+Whoever may send requests may see this. So it says where requests are and how far they have got, and nothing of what
+is in them or whose they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Final
+
+from common.contract.ids import RequestId
+from gateway.attempt import Attempt
+from gateway.flow import Flow
+from gateway.registry import WorkerView
+
+MAX_REQUESTS: Final = 64
+"""Requests that are listed one by one; the others are counted."""
+
+
+class Stage(StrEnum):
+    """Where a request is."""
+
+    QUEUED = "queued"
+    """It has no workers yet."""
+    PREFILL = "prefill"
+    """Its prompt waits at a worker or is being computed."""
+    HANDOFF = "handoff"
+    """It has its first token, and its KV is on the way to the decode worker."""
+    DECODE = "decode"
+    MOVING = "moving"
+    """A draining decode worker goes on with it while another one pulls it."""
+    RECOVERING = "recovering"
+    """A worker has failed it: another one is sought, or has begun anew."""
+
+
+class Names:
+    """Names of requests for the outside, from which nothing inside can be learnt."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def of(self, request: RequestId) -> str:
+        """The same name each time."""
+        return hashlib.blake2b(request.encode(), key=self._secret, digest_size=4).hexdigest()
+
+
+def worker_view(worker: WorkerView) -> dict[str, object]:
+    """One worker, as this gateway sees it."""
+    load, rates = worker.load, worker.rates.per_s
+    said = load or worker.welcome
+    return {
+        "id": worker.address,
+        "role": worker.role.value,
+        "connected": worker.incarnation is not None,
+        "usable": worker.usable,
+        "phase": said.phase.value if said else None,
+        "refused": worker.refused,
+        "stalled": worker.stalled,
+        "transport": worker.welcome.transport if worker.welcome else None,
+        "in_flight": worker.in_flight,
+        "running": load.running if load else None,
+        "waiting": load.waiting if load else None,
+        "queued_tokens": sum(load.queued_tokens) if load else None,
+        "blocks_used": load.blocks_used if load else None,
+        "blocks_total": load.blocks_total if load else None,
+        "prompt_tokens_per_s": None if rates is None else round(rates[0], 1),
+        "output_tokens_per_s": None if rates is None else round(rates[1], 1),
+    }
+
+
+def request_view(flow: Flow, age_s: float, names: Names) -> dict[str, object]:
+    """One request under way."""
+    attempt = _shown(flow)
+    prompt_len = len(flow.generation.token_ids)
+    prefill = None if attempt is None or attempt.prefill is None else attempt.prefill.place.address
+    moving = None if attempt is None or attempt.moving is None else attempt.moving.place.address
+    return {
+        "id": names.of(next(iter(flow.requests))),
+        "stage": stage_of(flow).value,
+        "prefill": prefill,
+        "decode": None if attempt is None else attempt.decode.place.address,
+        "moving_from": moving,
+        "tokens": sum(choice.next_position - prompt_len for choice in flow.choices),
+        "tier": flow.generation.tier.value,
+        "age_s": round(max(0.0, age_s), 2),
+    }
+
+
+def stage_of(flow: Flow) -> Stage:
+    """Where a request is; with several choices, the one that is furthest behind counts."""
+    attempt = _shown(flow)
+    if attempt is None:
+        return Stage.RECOVERING if _has_failed(flow) else Stage.QUEUED
+    if attempt.decode_has_spoken:
+        return Stage.DECODE
+    if attempt.moving is not None:
+        return Stage.MOVING
+    if _has_failed(flow):
+        return Stage.RECOVERING
+    return Stage.HANDOFF if attempt.prefill is not None and attempt.prefill.over else Stage.PREFILL
+
+
+def pool_view(
+    workers: Iterable[WorkerView],
+    flows: Iterable[tuple[Flow, float]],
+    handoffs: Mapping[tuple[str, str], int],
+    now: float,
+    names: Names,
+) -> dict[str, object]:
+    """Workers, and requests under way with the time at which each came; `handoffs` counts those that were completed,
+    by prefill and decode worker."""
+    under_way = [(flow, since) for flow, since in flows if flow.running]
+    listed = [request_view(flow, now - since, names) for flow, since in under_way[:MAX_REQUESTS]]
+    return {
+        "workers": [worker_view(worker) for worker in workers],
+        "in_flight": len(under_way),
+        "requests": listed,
+        "handoffs": [
+            {"prefill": prefill, "decode": decode, "count": count} for (prefill, decode), count in handoffs.items()
+        ],
+    }
+
+
+def _shown(flow: Flow) -> Attempt | None:
+    """The attempt that tells most: the newest of those that have not brought a token yet; None while one is wanted."""
+    if flow.wants or not flow.attempts:
+        return None
+    behind = [attempt for attempt in flow.attempts if not attempt.decode_has_spoken]
+    return (behind or flow.attempts)[-1]
+
+
+def _has_failed(flow: Flow) -> bool:
+    """Whether an attempt has failed since a choice's last token."""
+    return any(choice.num_failures for choice in flow.choices if not choice.ended)

@@ -1,0 +1,246 @@
+"""`baton gateway --processes N`: one gateway as several processes that share its port.
+
+Each is a gateway of its own, with links and a view of the workers; the kernel deals out the connections. They start
+from one process, which only watches: it forks them, says that the gateway is ready when all are, and ends them all when
+it is told to, or when one of them ends. Whoever asks one for `/metrics` or `/ready` is answered for all: it asks the
+others by sockets in a folder that nobody else can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from common.contract.errors import OperatorError
+from common.runtime.lifecycle import Announcer, end_with_parent, exit_on_operator_error, run
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
+"""Within which a process must answer another one."""
+_GRACE_S = 5.0
+"""Beyond what open requests get: then a process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One process's place among those of its gateway."""
+
+    index: int
+    number: int
+    listener: socket.socket
+    """Bound to the port that all share."""
+    folder: Path
+    """Of the sockets."""
+    announce_fd: int
+    """Where the process that watches listens."""
+
+    @property
+    def middleware(self) -> Middleware:
+        """Makes what this process says of itself, on `/metrics` and `/ready`, what all say."""
+
+        @web.middleware
+        async def for_all(request: web.Request, handler: Handler) -> web.StreamResponse:
+            response = await handler(request)
+            if request.path not in ("/metrics", "/ready") or "own" in request.query:
+                return response
+            assert isinstance(response, web.Response)
+            assert isinstance(response.body, bytes)
+            try:
+                bodies = await self._ask_all(request.path, response.body)
+            except (OSError, TimeoutError, aiohttp.ClientError) as error:
+                log.warning("a process of this gateway does not answer: %r", error)
+                return web.json_response({"ready": False, "reason": "a process does not answer"}, status=503)
+            if request.path == "/metrics":
+                return web.Response(
+                    body=merged_metrics(bodies), headers={"Content-Type": response.headers["Content-Type"]}
+                )
+            readiness = merged_readiness([json.loads(body) for body in bodies])
+            return web.json_response(readiness, status=200 if readiness["ready"] else 503)
+
+        return for_all
+
+    @property
+    def path(self) -> str:
+        """Where the others ask this process."""
+        return str(self.folder / str(self.index))
+
+    async def _ask_all(self, path: str, own: bytes) -> list[bytes]:
+        """The bodies of all processes' answers, in order."""
+
+        async def ask(index: int) -> bytes:
+            if index == self.index:
+                return own
+            connector = aiohttp.UnixConnector(str(self.folder / str(index)))
+            async with aiohttp.ClientSession(connector=connector) as session:
+                async with session.get(f"http://process{path}?own") as response:
+                    return await response.read()
+
+        async with asyncio.timeout(_ANSWER_S):
+            return await asyncio.gather(*(ask(index) for index in range(self.number)))
+
+
+# --- one answer for all ------------------------------------------------------------------------------------------
+
+
+def merged_metrics(expositions: Sequence[bytes]) -> bytes:
+    """Every sample of every process, told apart by the label `process`."""
+    families: dict[str, Metric] = {}
+    for index, exposition in enumerate(expositions):
+        for family in text_string_to_metric_families(exposition.decode()):
+            known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            known.samples += [
+                sample._replace(labels=sample.labels | {"process": str(index)}) for sample in family.samples
+            ]
+
+    class Merged(Collector):
+        def collect(self) -> Iterable[Metric]:
+            return families.values()
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Merged())
+    return generate_latest(registry)
+
+
+def merged_readiness(answers: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Ready when all are, for a client may meet any of them; the reason is that of the first that is not."""
+    worst = next((answer for answer in answers if not answer["ready"]), answers[0])
+    details = {"processes": [answer["details"] for answer in answers]}
+    return {"ready": worst["ready"], "reason": worst["reason"], "details": details}
+
+
+# --- the process that watches ------------------------------------------------------------------------------------
+
+
+def bind_shared(host: str, port: int, number: int) -> list[socket.socket]:
+    """As many sockets on one port, which nobody else listens on. Raises `OperatorError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as alone:  # with SO_REUSEPORT another gateway's port would do, too
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind(address)
+            address = alone.getsockname()
+        sockets = [socket.socket(family, kind, protocol) for _ in range(number)]
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            each.bind(address)
+    except OSError as error:
+        raise OperatorError(f"cannot bind {host}:{port}: {error.strerror or error}") from error
+    return sockets
+
+
+def run_processes(
+    host: str,
+    port: int,
+    number: int,
+    serve: Callable[[Share, asyncio.Event], Coroutine[Any, Any, None]],
+    announcer: Announcer,
+    grace_s: float,
+) -> None:
+    """Run `serve(share, stop)` in `number` processes until SIGTERM or SIGINT, or until one of them ends.
+
+    Raises `OperatorError` if the port is taken, and `SystemExit` with the code of a process that has ended by itself.
+    """
+    watcher = os.getpid()
+    fork = multiprocessing.get_context("fork")
+
+    def process(share: Share, shares: Sequence[Share]) -> None:
+        for other in shares:
+            if other is not share:
+                other.listener.close()
+        end_with_parent(watcher)
+        exit_on_operator_error(lambda: run(lambda stop: serve(share, stop)))
+
+    with TemporaryDirectory(prefix="baton-gateway-") as folder:
+        pipes = [os.pipe() for _ in range(number)]
+        listeners = bind_shared(host, port, number)
+        shares = [
+            Share(index, number, listener, Path(folder), pipe[1])
+            for index, (listener, pipe) in enumerate(zip(listeners, pipes, strict=True))
+        ]
+        processes = [fork.Process(target=process, args=(share, shares)) for share in shares]
+        for each in processes:
+            each.start()
+        for share in shares:  # a connection that came to a copy here would wait for ever
+            share.listener.close()
+            os.close(share.announce_fd)
+        codes: list[int] = []
+        run(lambda stop: _watch(processes, [reader for reader, _ in pipes], announcer, stop, grace_s, codes))
+    if codes:
+        log.error("a process of this gateway has ended by itself, with exit code %d, and so the gateway ends", codes[0])
+        sys.exit(max(1, *codes))
+
+
+async def _watch(
+    processes: Sequence[BaseProcess],
+    readers: Sequence[int],
+    announcer: Announcer,
+    stop: asyncio.Event,
+    grace_s: float,
+    codes: list[int],
+) -> None:
+    """Until it is time to end; then end all. Those that had ended by themselves leave their exit codes in `codes`."""
+    loop = asyncio.get_running_loop()
+    ended: list[BaseProcess] = []
+
+    def on_end(process: BaseProcess) -> None:
+        loop.remove_reader(process.sentinel)
+        if not stop.is_set():  # a signal from the terminal reaches all of them
+            ended.append(process)
+        stop.set()
+
+    for process in processes:
+        loop.add_reader(process.sentinel, on_end, process)
+    announcing = asyncio.create_task(_announce(readers, announcer))
+    await stop.wait()
+    for process in processes:
+        loop.remove_reader(process.sentinel)
+        process.terminate()
+    for process in processes:
+        await asyncio.to_thread(process.join, grace_s + _GRACE_S)
+        process.kill()
+        process.join()
+    codes += [process.exitcode or 0 for process in ended]
+    announcing.cancel()
+    await asyncio.gather(announcing, return_exceptions=True)
+
+
+async def _announce(readers: Sequence[int], announcer: Announcer) -> None:
+    """Say that the gateway is ready, as the first process says it, once every one has."""
+
+    async def ready(fd: int) -> dict[str, object]:
+        stream = asyncio.StreamReader()
+        pipe = os.fdopen(fd, "rb")
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), pipe
+        )
+        try:
+            facts: dict[str, object] = json.loads(await stream.readline() or "{}")
+            return facts
+        finally:
+            transport.close()
+
+    facts = await asyncio.gather(*(ready(fd) for fd in readers))
+    if all(each.get("ready") for each in facts):
+        announcer.say(**facts[0])
+        log.info("ready, with %d processes", len(facts))

@@ -1,0 +1,40 @@
+"""`X-Request-Id`: the name by which a client, its proxies and the log speak of one HTTP request."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from common.runtime.logs import about
+
+HEADER: Final = "X-Request-Id"
+MAX_CHARS: Final = 128
+"""Longest name that is taken from a client."""
+REQUEST_ID: Final = web.RequestKey("request_id", str)
+ACCEPTED: Final = web.RequestKey("accepted", bool)
+"""Set on a generating request once it is valid: from then on its own life is logged."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@web.middleware
+async def name_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Take the client's name for the request, or draw one; log what is refused under it."""
+    given = request.headers.getall(HEADER, [])
+    usable = len(given) == 1 and 0 < len(given[0]) <= MAX_CHARS and given[0].isascii() and given[0].isprintable()
+    request[REQUEST_ID] = name = given[0] if usable else secrets.token_hex(16)
+    response = await handler(request)
+    if request.method == "POST" and response.status >= 400 and not request.get(ACCEPTED, False):
+        fields = about("refused", x_request_id=name, path=request.path, status=response.status)
+        _LOG.info("request %s refused with %d", name, response.status, extra=fields)
+    return response
+
+
+async def echo_name(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell the client the name, with the response's other headers."""
+    if (name := request.get(REQUEST_ID)) is not None:
+        response.headers[HEADER] = name
