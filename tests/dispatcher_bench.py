@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.contract.block_hashes import SHORT_NAME_BYTES, block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
@@ -16,6 +17,7 @@ from common.contract.messages import (
     Abort,
     Ack,
     Alone,
+    CacheEvents,
     Decode,
     Failed,
     FinishReason,
@@ -30,6 +32,7 @@ from common.contract.messages import (
     Welcome,
 )
 from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatcher import Dispatcher
 from gateway.generation import Delta, Generation, GenerationFailed
@@ -63,7 +66,6 @@ def heartbeat(phase: Phase = Phase.SERVING, *, used: int = 0, total: int = 100) 
         steps=0,
         running=0,
         waiting=0,
-        waiting_tokens=0,
         blocks_used=used,
         blocks_total=total,
         phase=phase,
@@ -78,6 +80,10 @@ class Link:
         self.worker: Incarnation = new_incarnation()
         self.sent: list[Message] = []
         self.broken = False
+
+    @property
+    def num_sent(self) -> int:
+        return len(self.sent)
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -177,10 +183,22 @@ class Bench:
             ),
         )
 
+    def holds(self, address: str, token_ids: Sequence[int], *, salt: str = "") -> None:
+        """A worker tells that its cache holds the full blocks of a sequence."""
+        names = block_hashes(token_ids, LAYOUT.block_size, salt)
+        stored = b"".join(name[:SHORT_NAME_BYTES] for name in names)
+        self.say(address, CacheEvents(begins=False, stored=stored, removed=b""))
+
     # --- clients -------------------------------------------------------------------------------------------------
 
     async def request(
-        self, prompt: Sequence[int] = PROMPT, *, n: int = 1, salt: str = "", budget_s: float = 30.0
+        self,
+        prompt: Sequence[int] = PROMPT,
+        *,
+        n: int = 1,
+        salt: str = "",
+        budget_s: float = 30.0,
+        tier: Tier = Tier.STANDARD,
     ) -> tuple[RequestKey, asyncio.Task[list[Delta]]]:
         """A client asks; its key, and what it is given."""
 
@@ -189,13 +207,15 @@ class Bench:
 
         sampling = SamplingParams(max_tokens=99)
         generation = Generation(
-            token_ids=tuple(prompt), num_choices=n, sampling=sampling, budget_s=budget_s, cache_salt=salt
+            token_ids=tuple(prompt), num_choices=n, sampling=sampling, budget_s=budget_s, cache_salt=salt, tier=tier
         )
         known = set(self.work)
         task = asyncio.create_task(collect())
         self.tasks.append(task)
         while self.work.keys() == known:
             await asyncio.sleep(0)
+            if task.done():
+                task.result()
         (key,) = self.work.keys() - known
         return key, task
 
@@ -256,9 +276,8 @@ class Bench:
         return [message.key for message in messages if isinstance(message, Abort | Ack)]
 
     def in_flight(self, *addresses: str) -> tuple[int, ...]:
-        """Requests and tokens at each worker: the prefill and the decode worker, unless told otherwise."""
-        workers = [self.registry.workers[address] for address in addresses or (P, D)]
-        return tuple(number for worker in workers for number in (worker.in_flight, worker.in_flight_tokens))
+        """Requests at each worker: the prefill and the decode worker, unless told otherwise."""
+        return tuple(self.registry.workers[address].in_flight for address in addresses or (P, D))
 
     async def close(self) -> None:
         """Every client leaves; nothing may be left of any."""
@@ -269,7 +288,7 @@ class Bench:
         assert not self.dispatcher._clients
         assert not self.dispatcher._waiting
         for address in self.links:
-            assert self.in_flight(address) == (0, 0), address
+            assert self.in_flight(address) == (0,), address
         self.dispatcher._context.destroy(linger=0)
 
 

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import json
 import socket
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import aiohttp
 import openai
-from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from common.contract.messages import FinishReason, TokenLogprobs
 from gateway.api import create_app, create_runner
+from gateway.api_keys import Keyring
 from gateway.api_settings import ApiSettings, Limits
+from gateway.connections import ConnectionBounds, Listener
 from gateway.generation import Delta, Generation, Readiness
 from gateway.metrics import GatewayMetrics
+from gateway.request_life import Traces
 from gateway.tokenizer import ModelTokenizer
 
 MODEL = "owner/tiny"
@@ -201,6 +207,15 @@ class Server:
     metrics: GatewayMetrics
 
 
+def keyring_of(*keys: str) -> Keyring:
+    """Lets in who has one of these keys, without limits."""
+    with NamedTemporaryFile("w", suffix=".toml") as file:
+        for number, key in enumerate(keys):
+            file.write(f'[[keys]]\nname = "{number}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n')
+        file.flush()
+        return Keyring(Path(file.name))
+
+
 @asynccontextmanager
 async def serve(
     generator: ScriptedGenerator,
@@ -208,21 +223,28 @@ async def serve(
     model_tokenizer: ModelTokenizer | None = None,
     clock: Callable[[], float] | None = None,
     send_buffer_bytes: int | None = None,
+    traces: Traces | None = None,
+    keyring: Keyring | None = None,
+    bounds: ConnectionBounds | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Server]:
     """Serve on a free port of loopback; afterwards, no generation may be left open."""
     metrics = GatewayMetrics(MODEL)
-    options = {} if clock is None else {"clock": clock}
-    app = create_app(generator, model_tokenizer or tokenizer(), api_settings or settings(), metrics, **options)
+    options: dict[str, Any] = {"traces": traces} | ({} if clock is None else {"clock": clock})
+    app = create_app(
+        generator, model_tokenizer or tokenizer(), api_settings or settings(), metrics, keyring=keyring, **options
+    )
     runner = create_runner(app, shutdown_timeout_s=0.2)
     await runner.setup()
+    listener = Listener(runner, bounds or ConnectionBounds(), metrics, tls)
     try:
-        listener = socket.create_server(("127.0.0.1", 0))
+        place = socket.create_server(("127.0.0.1", 0))
         if send_buffer_bytes is not None:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-        await web.SockSite(runner, listener).start()
-        host, port = listener.getsockname()
-        yield Server(url=f"http://{host}:{port}", metrics=metrics)
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+        listener.listen(place)
+        yield Server(url=f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.port}", metrics=metrics)
     finally:
+        await listener.close()
         await runner.cleanup()
     assert generator.num_open == 0
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from played_source import FINGERPRINT
 
+from common.contract.codec import decode, encode
 from common.contract.errors import Cause, TransferError
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
@@ -32,6 +33,7 @@ from common.contract.messages import (
     Phase,
     Role,
     Source,
+    Timings,
     TokenLogprobs,
     Tokens,
 )
@@ -113,11 +115,9 @@ class Engine:
     """It computes what it is told when the test says so, and finds out when the KV before a token is not its own."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
-        config = SimpleNamespace(
-            objection=lambda token_ids: None, max_sequence_tokens=MAX_TOKENS, eos_token_ids=frozenset()
-        )
         self.runner = SimpleNamespace(
-            config=config,
+            config=SimpleNamespace(max_sequence_tokens=MAX_TOKENS, eos_token_ids=frozenset()),
+            objection=lambda token_ids, sampling: None,
             layout=SimpleNamespace(block_size=BLOCK_SIZE),
             cache=SimpleNamespace(num_blocks=num_blocks, device=SimpleNamespace(type="cpu")),
             num_host_blocks=num_host_blocks,
@@ -584,9 +584,11 @@ class Gateway:
     def hear(self, site: Site) -> None:
         """The next message of a worker arrives."""
         message = site.to_gateway.popleft()
-        assert isinstance(message, Tokens | Finished | Failed | Cancelled | Cut | Moved), message
+        assert isinstance(message, Timings | Tokens | Finished | Failed | Cancelled | Cut | Moved), message
         [leg] = [leg for leg in self.legs if leg.site is site and leg.key == message.key]
         match message:
+            case Timings():
+                assert decode(encode(Incarnation("w"), [message]))[1] == [message], "durations out of bounds"
             case Tokens():
                 self._take(leg, message)
             case Cut():

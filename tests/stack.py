@@ -25,12 +25,13 @@ from checkpoints import VOCAB_SIZE
 from common.contract.ids import new_incarnation
 from common.contract.messages import Hello, Message, Role, Welcome
 from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
 from common.runtime.channel import ControlClient
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatcher import Dispatcher
 from gateway.generation import Delta, Generation
-from gateway.registry import Registry
+from gateway.registry import Given, Registry
 
 START_TIMEOUT_S = 120.0
 BASELINE_TIMEOUT_S = 10.0
@@ -342,17 +343,23 @@ async def gateway_of(address: str) -> AsyncIterator[tuple[Gateway, ControlClient
         context.destroy(linger=0)
 
 
+BUSY = Given(number=2**62, tier=Tier.INTERACTIVE, num_tokens=2**30, num_sequences=2**30, num_blocks=2**30)
+"""More than a worker can do, and which it never reports."""
+
+
 @contextmanager
 def avoided(registry: Registry, *processes: Process) -> Iterator[None]:
     """As if requests of others kept these workers busy: new ones go elsewhere."""
     places = [registry.workers[process.facts["control"]].place for process in processes]
     for place in places:
-        registry.took(place.address, 2**20)
+        registry.took(place.address, BUSY)
     try:
         yield
     finally:
         for place in places:
-            registry.left(place.address, place.incarnation, 2**20)
+            registry.left(place.address, place.incarnation)
+            if BUSY in registry.workers[place.address].unseen:
+                registry.workers[place.address].unseen.remove(BUSY)
 
 
 @dataclass

@@ -1,12 +1,15 @@
-"""Worker pools shared by the end-to-end tests. Each test leaves them as it found them: empty."""
+"""Worker pools shared by the end-to-end tests, which each test leaves as it found them: empty; and a browser."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import chromium
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser
 from stack import BLOCK_BYTES, Process, Workers
 
 NUM_SMALL_BLOCKS = 40
@@ -85,3 +88,10 @@ def small_decode(pool: Callable[..., Workers]) -> dict[str, Process]:
         decode_options=[(*size, *options) for options in policies.values()],
     )
     return dict(zip(policies, workers.decode, strict=True))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    """Chromium, for the tests of one file."""
+    async with chromium.launched() as running:
+        yield running

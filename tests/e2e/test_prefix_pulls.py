@@ -32,7 +32,6 @@ from common.contract.sampling import SamplingParams
 from gateway.dispatcher import Dispatcher
 from gateway.router import LocalPrefill
 
-INDEX = {"prefix_index_blocks": 2**16}
 NEW_TEXT = (100, 1, 15, 16, 17, 33, 5, 48)
 """Tokens that each turn adds to the prompt, besides the answer before."""
 ANSWERS = (40, 47, 48, 49, 41, 64, 40, 40)
@@ -90,7 +89,7 @@ def uncached(pool: Callable[..., Workers]) -> Callable[..., Any]:
     workers = pool("uncached", options=("--no-prefix-cache",))
 
     async def run(seed: int, num_turns: int = len(NEW_TEXT), sampling: dict[str, Any] | None = None) -> list[list[int]]:
-        async with workers.dispatcher(**INDEX) as dispatcher:
+        async with workers.dispatcher() as dispatcher:
             turns = [turn async for turn in converse(dispatcher, workers, seed, num_turns, sampling)]
         assert [turn.num_computed for turn in turns] == [len(turn.prompt) for turn in turns], "something was cached"
         return [turn.answer for turn in turns]
@@ -120,7 +119,7 @@ async def test_a_turn_computes_its_new_text_and_pulls_the_answer_before_from_whe
     answers = []
     num_held = 0
     """Leading tokens of the prompt that the prefill worker computed, or pulled, for the turn before."""
-    async with workers.dispatcher(**INDEX) as dispatcher:
+    async with workers.dispatcher() as dispatcher:
         names = (
             (p, PULLS, {"end": "pulled"}),
             (p, PULLS, {"end": "gave_up"}),
@@ -161,7 +160,7 @@ async def test_prefill_workers_that_take_turns_pull_from_whoever_was_there_befor
 
     pulls = [process.metric(PULLS, end="pulled") for process in main_pool.prefill]
     answers = []
-    async with main_pool.dispatcher(registry, **INDEX) as dispatcher:
+    async with main_pool.dispatcher(registry) as dispatcher:
         async for turn in converse(dispatcher, main_pool, 3000, around=elsewhere):
             answers.append(turn.answer)
             assert turn.num_computed == len(turn.prompt) - turn.num_known
@@ -176,7 +175,7 @@ async def test_a_turn_with_little_new_text_is_computed_where_the_answer_was_born
     """Conditional disaggregation: the first prompt is handed off, every later one computed by the decode worker."""
     computed = [process.metric(COMPUTED) for process in (*main_pool.prefill, *main_pool.decode)]
     turns = []
-    async with main_pool.dispatcher(**INDEX, local_prefill_tokens=80) as dispatcher:
+    async with main_pool.dispatcher(local_prefill_tokens=80) as dispatcher:
         async for turn in converse(dispatcher, main_pool, 4000):
             assert turn.num_computed == len(turn.prompt) - turn.num_known
             turns.append(turn)
@@ -192,7 +191,7 @@ async def test_another_salt_shares_nothing(main_pool: Workers) -> None:
     ids = prompt(5000, 100)
     hits = "vllm:prefix_cache_hits_total"
     computed, hit, answers = [], [], []
-    async with main_pool.dispatcher(**INDEX) as dispatcher:
+    async with main_pool.dispatcher() as dispatcher:
         for salt in ("a", "a", "b", "", "b"):
             before = main_pool.metric(COMPUTED), main_pool.metric(hits)
             answers.append((await answer(dispatcher, generation(ids, cache_salt=salt))).tokens)
@@ -239,7 +238,7 @@ async def test_a_holder_that_does_not_answer_costs_time_but_no_request(
     pulls = p.metric(PULLS, end="pulled"), p.metric(PULLS, end="gave_up")
     seed = 6000 if fault == "frozen" else 7000
     with faults:
-        async with workers.dispatcher(registry, **INDEX) as dispatcher:
+        async with workers.dispatcher(registry) as dispatcher:
             turns = [turn async for turn in converse(dispatcher, healthy, seed, 3, around=around)]
     # The prefill worker itself has the second turn's prompt, and nothing of its answer.
     num_held = len(turns[1].prompt) // BLOCK_SIZE * BLOCK_SIZE

@@ -116,6 +116,7 @@ async def http(stack: Stack) -> AsyncIterator[aiohttp.ClientSession]:
 def test_the_curl_that_it_prints_works_as_printed(stack: Stack) -> None:
     command = shlex.split(stack.ready.removeprefix("ready:"))
     assert command[0] == "curl"
+    assert json.loads(command[-1])["temperature"] == 0, "a sampled answer may be a wrong one"
     answer = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
     assert answer["choices"][0]["message"]["content"].strip() == "4817"
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -229,6 +230,18 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
     print(f"everything is free {time.monotonic() - left:.3f} s after the clients left")
 
 
+async def test_an_answer_tells_where_it_was_made(http: aiohttp.ClientSession) -> None:
+    for prompt, stream, route in (("hello", True, "short"), ("a b c d " * 100, False, "handoff")):
+        body = {"prompt": prompt, "max_tokens": 2, "stream": stream}
+        async with http.post("/v1/completions", json=body) as response:
+            told = response.headers
+            assert response.status == 200
+            assert told["x-baton-route"] == route
+            assert ("x-baton-prefill" in told) == (route == "handoff")
+            assert float(told["x-baton-expected-ttft-ms"]) > 0
+            assert int(told["x-baton-cached-tokens"]) >= 0
+
+
 async def test_tokenize_and_detokenize_are_inverse(http: aiohttp.ClientSession) -> None:
     text = "Mira's code is 4817 — naïve 日本語 👩‍👩‍👧"
     tokens = (await (await http.post("/tokenize", json={"prompt": text})).json())["tokens"]
@@ -241,6 +254,16 @@ async def test_the_metrics_have_the_names_that_dashboards_know(http: aiohttp.Cli
     text = await (await http.get("/metrics")).text()
     for name in ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:prompt_tokens_total"):
         assert name in text
+
+
+async def test_the_dashboard_is_there_and_may_drain(http: aiohttp.ClientSession, stack: Stack) -> None:
+    assert any(line.endswith(f"dashboard on {stack.url}/") for line in stack.log)
+    async with http.get("/") as response:
+        assert response.content_type == "text/html"
+    view = await (await http.get("/pools")).json()
+    assert [worker["phase"] for worker in view["workers"]] == ["serving", "serving"]
+    async with http.get(f"http://127.0.0.1:{view['admin_port']}/workers") as response:
+        assert len((await response.json())["workers"]) == 2
 
 
 async def test_the_demo_model_answers_from_its_prompt(http: aiohttp.ClientSession) -> None:

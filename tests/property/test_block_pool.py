@@ -234,3 +234,17 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
     cached(pool, HASHES[:2])
     assert pool.match(HASHES[:2]) == []
     assert (pool.num_free, pool.num_cached, pool.num_evicted) == (2, 0, 0)
+
+
+def test_what_was_taken_back_does_not_pile_up_when_the_rest_is_given_away() -> None:
+    """30 blocks are cached and released, the last 20 of these taken back, and the others evicted."""
+    pool = BlockPool(30)
+    blocks = pool.allocate(30)
+    names = [BlockHash(hashlib.sha256(bytes([1, number])).digest()) for number in range(30)]
+    pool.name(blocks, names)
+    for block in blocks:
+        pool.release([block])
+    pool.share(blocks[10:])
+    pool.check_invariants()
+    assert pool.allocate(10) == blocks[:10]
+    pool.check_invariants()

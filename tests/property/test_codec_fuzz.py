@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.contract.block_hashes import HASH_BYTES
+from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES
 from common.contract.codec import decode, encode
 from common.contract.errors import Cause, ProtocolError
 from common.contract.ids import Incarnation, RequestKey
@@ -25,9 +25,11 @@ from common.contract.messages import (
     AttachPrefix,
     AttachSequence,
     BlocksReady,
+    CacheEvents,
     Cancelled,
     Cut,
     Decode,
+    DecodeTimes,
     Detach,
     Drain,
     Failed,
@@ -45,12 +47,14 @@ from common.contract.messages import (
     Prefill,
     PrefillDone,
     PrefixHint,
+    PromptTimes,
     Resend,
     Resume,
     Role,
     Settle,
     Settled,
     Source,
+    Timings,
     TokenLogprobs,
     Tokens,
     Welcome,
@@ -100,6 +104,10 @@ samplings = st.builds(
     repetition_penalty=st.floats(0.01, 100),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(
+        st.tuples(st.integers(0, 2**31), st.floats(-100, 100)), max_size=4, unique_by=lambda pair: pair[0]
+    ).map(tuple),
+    grammar=st.none() | words,
     seed=st.integers(0, MAX_SEED),
     stop_token_ids=st.lists(st.integers(0, 2**31), max_size=4).map(tuple),
     ignore_eos=st.booleans(),
@@ -107,6 +115,21 @@ samplings = st.builds(
 )
 logprobs = st.builds(
     TokenLogprobs, logprob=reals, top=st.lists(st.tuples(counts, reals), max_size=MAX_LOGPROBS).map(tuple)
+)
+seconds = st.floats(0, 10**6)
+prompt_times = st.builds(PromptTimes, queue_s=seconds, prefix_pull_s=seconds, prefill_s=seconds)
+decode_times = st.builds(
+    DecodeTimes,
+    wait_s=seconds,
+    reserve_s=seconds,
+    pull_s=seconds,
+    settle_s=seconds,
+    queue_s=seconds,
+    decode_s=seconds,
+    preempted_s=seconds,
+    read_s=seconds,
+    hidden_read_s=seconds,
+    pull_bytes=counts,
 )
 about = {"request": handles, "attempt": attempts}
 lease = {"lease": handles, "epoch": counts}
@@ -168,6 +191,10 @@ def decodes(draw: st.DrawFn) -> Message:
     return dataclasses.replace(work, choices=work.choices[:1], moving=True) if draw(st.booleans()) else work
 
 
+seconds = st.floats(0, 1e6)
+short_names = st.lists(st.binary(min_size=SHORT_NAME_BYTES, max_size=SHORT_NAME_BYTES), max_size=4).map(b"".join)
+
+
 BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Hello: st.builds(Hello, role=roles, fingerprint=st.none() | fingerprints, open_requests=open_requests),
     Welcome: st.builds(
@@ -189,12 +216,21 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
         steps=counts,
         running=counts,
         waiting=counts,
-        waiting_tokens=counts,
         blocks_used=counts,
         blocks_total=counts,
         phase=st.sampled_from(Phase),
+        queued_tokens=st.tuples(counts, counts, counts),
+        sequences=st.tuples(counts, counts, counts),
+        places=counts,
+        token_s=seconds,
+        pulled_token_s=seconds,
+        sequence_s=seconds,
+        prompt_tokens=counts,
+        output_tokens=counts,
+        received=counts,
         echoed=counts,
     ),
+    CacheEvents: st.builds(CacheEvents, begins=st.booleans(), stored=short_names, removed=short_names),
     HeartbeatEcho: st.builds(HeartbeatEcho, number=counts, sent=counts),
     Prefill: works(Prefill, prefix=st.none() | hints),
     Drain: st.builds(Drain),
@@ -203,6 +239,9 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Abort: st.builds(Abort, **about),
     Resend: st.builds(Resend, **about, choice=choices, position=counts),
     Ack: st.builds(Ack, **about),
+    Timings: st.builds(
+        Timings, **about, choice=st.none() | choices, prompt=st.none() | prompt_times, decode=st.none() | decode_times
+    ),
     Tokens: all_tokens(),
     Finished: st.builds(Finished, **about),
     Failed: st.builds(Failed, **about, cause=causes, message=texts),
@@ -225,7 +264,11 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
         checksums=st.none() | token_ids,
     ),
     PrefillDone: st.builds(
-        PrefillDone, **about, **lease, first_tokens=st.lists(first_tokens, min_size=1, max_size=3).map(tuple)
+        PrefillDone,
+        **about,
+        **lease,
+        first_tokens=st.lists(first_tokens, min_size=1, max_size=3).map(tuple),
+        times=st.none() | prompt_times,
     ),
     Settled: st.builds(Settled, **about, **lease, valid=st.booleans()),
     OfferWithdrawn: st.builds(OfferWithdrawn, **about, cause=causes, message=texts),

@@ -126,7 +126,9 @@ class Traffic:
             prompt_len=num_tokens - num_output,
             choices=tuple(range(self.pick([1, 1, 2, 3] if num_output == 0 else [1]))),
             sampling=SamplingParams(
-                max_tokens=num_output + self.pick(range(1, 10)), presence_penalty=self.pick([0.0] * 5 + [1.0])
+                max_tokens=num_output + self.pick(range(1, 10)),
+                presence_penalty=self.pick([0.0] * 5 + [1.0]),
+                grammar=self.pick([None] * 5 + ["start: /a*/"]),
             ),
             budget_s=1.0,
             tier=self.pick(list(Tier)),
@@ -237,7 +239,7 @@ class Traffic:
             if each.follows is not None:
                 assert before is not None
                 assert before.decodes[each.follows] is g, "follows the token of another"
-                assert not g.sequence.sampling.penalised, "its penalties need a token that nobody knows"
+                assert not g.sequence.sampling.looks_back, "it needs a token that nobody knows"
                 tokens.append(self.token(g.request, g.sequence.choice, len(tokens)))
             assert (each.start, each.samples[0].position) == (len(tokens) - 1, len(tokens))
             assert len(tokens) - g.sequence.prompt_len < g.sequence.sampling.max_tokens, "goes on beyond its end"

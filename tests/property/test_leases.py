@@ -77,6 +77,8 @@ class LeaseMachine(RuleBasedStateMachine):
         """Requests that wait for blocks → attempt."""
         self.ended = dict.fromkeys(REQUESTS, 0)
         """The newest attempt whose offer has ended."""
+        self.finished: dict[RequestId, Held] = {}
+        """What the first tokens have ended, for who attaches afterwards."""
         self.reading: set[tuple[Incarnation, RequestKey]] = set()
         """Sinks that were given an offer and have neither settled nor detached."""
         self.seen: list[tuple[Incarnation, RequestKey, LeaseId, int]] = []
@@ -116,7 +118,22 @@ class LeaseMachine(RuleBasedStateMachine):
                     raise AssertionError(action)
         return verdicts
 
+    def check_last_words(self, sink: Incarnation, message: BlocksReady | PrefillDone) -> None:
+        """A sink that came too late hears of the end: it has nothing to read, and waits for nothing."""
+        finished = self.finished[message.request]
+        assert (sink, message.key) in self.waiting, "told to a sink that waits for nothing"
+        assert self.offered[sink, message.key] == finished.opened_attempt, "the end of another offer"
+        if isinstance(message, BlocksReady):
+            assert (message.start, message.block_ids, message.checksums) == (0, (), ()), "blocks of nobody are offered"
+            assert message.num_blocks == len(finished.blocks)
+        else:
+            assert [token.finish_reason for token in message.first_tokens] == ["stop"]
+            self.waiting.remove((sink, message.key))
+
     def check_offer(self, sink: Incarnation, message: BlocksReady | PrefillDone) -> None:
+        if message.request not in self.held:
+            self.check_last_words(sink, message)
+            return
         held = self.held[message.request]
         assert (sink, message.key) in self.waiting, "an offer to a sink that is not attached"
         assert (held.sink, held.key) == (sink, message.key), "an offer to another sink than the attached one"
@@ -216,6 +233,8 @@ class LeaseMachine(RuleBasedStateMachine):
         )
         self.check(self.table.complete(request, [token]))
         assert (request in self.held) is not ended
+        if ended:
+            self.finished[request] = held
         if ended and held.sink is not None:
             self.waiting.remove((held.sink, held.key))
 
@@ -260,7 +279,9 @@ class LeaseMachine(RuleBasedStateMachine):
         offered = self.offered.setdefault((sink, key), max(1, attempt - older))
         self.waiting.add((sink, key))
         self.bind(sink, key)
-        gone = request not in self.held and offered <= self.ended[request]
+        held = self.held.get(request)
+        newer = held is None or (not held.lent and offered > held.opened_attempt)
+        gone = newer and offered <= self.ended[request]
         actions = self.table.attach(Attach(request=request, attempt=attempt, offered=offered), sink, self.now)
         if gone and any((sink, key) == granted[:2] for granted in self.granted):
             assert actions == [], "its Settle is answered, and nothing else"
@@ -269,7 +290,6 @@ class LeaseMachine(RuleBasedStateMachine):
         self.check(actions)
         assert gone <= ((sink, key) not in self.waiting), "waits for an offer that has ended"
         assert self.table.awaits(RequestKey(request, offered)) <= ((sink, key) in self.waiting or bool(self.waiting))
-        held = self.held.get(request)
         if held is not None and (held.sink, held.key) == (sink, key):
             assert not held.lent or len(actions) == 1
             told = [action.message for action in actions if isinstance(action, Send) and action.sink == sink]

@@ -1,7 +1,8 @@
 """Chunked prefill under random traffic: budget, order, progress, and every block accounted for and rightly filled.
 
 Prompts begin alike, come from several tenants in several tiers, and end at any moment. Leases keep blocks for a while,
-prefixes are fetched from elsewhere, sometimes by reads that nobody waits for any more, and the engine takes its time.
+prefixes are fetched from elsewhere, sometimes by reads that nobody waits for any more, and the engine takes its time;
+the next step may be planned, and begin, meanwhile.
 A model of the device's memory holds, for every slot, all the tokens that its KV depends on.
 """
 
@@ -56,7 +57,9 @@ class Traffic:
         self.on_hold: list[PrefillRequest] = []
         self.reads: list[list[int]] = []
         """Blocks that a read, abandoned but not ended, may still write to; it has a reference on each."""
-        self.in_flight: tuple[int, list[tuple[Chunk[PrefillRequest], list[int]]]] | None = None
+        self.runs_ahead = data.draw(st.booleans(), label="runs ahead")
+        self.in_flight: list[tuple[int, list[tuple[Chunk[PrefillRequest], list[int]]]]] = []
+        """Steps, with the blocks of each chunk's prompt."""
         self.num_arrived = 0
         self.num_done = 0
         self.queried = 0
@@ -67,7 +70,8 @@ class Traffic:
     def steps(self) -> list[Callable[[], None]]:
         steps = [self.admit, self.time_passes]
         steps += [self.arrive] * 4 if not self.scheduler.full else []
-        steps += [self.begin_step] * 8 if self.in_flight is None else [self.end_step] * 8
+        steps += [self.begin_step] * 8 if len(self.in_flight) <= self.runs_ahead else []
+        steps += [self.end_step] * 8 if self.in_flight else []
         steps += [self.remove] if self.here else []
         steps += [self.settle] * 2 if self.leases else []
         steps += [self.resume, self.give_up] if self.on_hold else []
@@ -202,27 +206,30 @@ class Traffic:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
+        scheduled = {chunk.prompt: chunk.end for _, chunks in self.in_flight for chunk, _ in chunks}
         runnable = [r for r in self.here if r.block_table and r not in self.on_hold]
+        starts = {request: scheduled.get(request, request.num_computed) for request in runnable}
+        runnable = [request for request in runnable if starts[request] < len(request.token_ids)]
         chunks = self.scheduler.schedule(self.now)
         sizes = [chunk.end - chunk.start for chunk in chunks]
-        most = sum(min(self.chunk_size, request.num_uncomputed) for request in runnable)
+        most = sum(min(self.chunk_size, len(request.token_ids) - starts[request]) for request in runnable)
         assert sum(sizes) == min(self.token_budget, most), "over the budget, or idle while there is work"
         assert all(1 <= size <= self.chunk_size for size in sizes)
         assert len({chunk.prompt for chunk in chunks}) == len(chunks)
         assert [c.prompt.urgency for c in chunks] == sorted(c.prompt.urgency for c in chunks)
         for chunk in chunks:
             assert chunk.prompt in runnable
-            assert chunk.start == chunk.prompt.num_computed
+            assert chunk.start == starts[chunk.prompt]
             assert chunk.last == (chunk.end == len(chunk.prompt.token_ids))
         if not any(self.now - request.arrived > AGEING_S for request in runnable):
             served = {chunk.prompt: chunk.end - chunk.start for chunk in chunks}
             order = sorted(runnable, key=lambda request: request.urgency)[: len(chunks)]
             assert list(served) == order, "a more urgent one was left out"
-        self.in_flight = self.pool.step_started(), [(chunk, list(chunk.prompt.block_table)) for chunk in chunks]
+        tables = [(chunk, list(chunk.prompt.block_table)) for chunk in chunks]
+        self.in_flight.append((self.pool.step_started(), tables))
 
     def end_step(self) -> None:
-        assert self.in_flight is not None
-        (step, chunks), self.in_flight = self.in_flight, None
+        step, chunks = self.in_flight.pop(0)
         for chunk, table in chunks:
             self.check_contents(chunk.prompt, table, chunk.start)
             self.write(chunk.prompt, table, chunk.start, chunk.end)
@@ -273,7 +280,7 @@ class Traffic:
         """Nobody comes or leaves any more, and what is fetched arrives: every prompt that is here gets computed."""
         bound = 2 * sum(len(request.token_ids) for request in self.here) + 2 * len(self.here) + 2
         for _ in range(bound):
-            if self.in_flight is not None:
+            while self.in_flight:
                 self.end_step()
             while self.reads:
                 self.end_read()

@@ -49,7 +49,7 @@ KEY = RequestKey(RequestId("r"), 1)
 
 
 def heartbeat(number: int, sent: int) -> Heartbeat:
-    load = {"steps": 0, "running": 0, "waiting": 0, "waiting_tokens": 0, "blocks_used": 0, "blocks_total": 1}
+    load = {"steps": 0, "running": 0, "waiting": 0, "blocks_used": 0, "blocks_total": 1}
     return Heartbeat(number=number, sent=sent, phase=Phase.SERVING, echoed=number, **load)
 
 
@@ -135,6 +135,8 @@ class Worker:
 
     def welcome(self) -> Welcome:
         return welcome(fingerprint=self.fingerprint)
+
+    def on_open(self, peer: Incarnation, role: Role) -> None: ...
 
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
         self.hellos.append(hello)

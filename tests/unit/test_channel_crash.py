@@ -38,7 +38,7 @@ WAIT_S = 20
 
 
 def heartbeat(number: int, *, echoed: int) -> Heartbeat:
-    load = dict.fromkeys(("steps", "running", "waiting", "waiting_tokens", "blocks_used", "blocks_total"), 0)
+    load = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
     return Heartbeat(number=number, sent=0, **load, phase=Phase.SERVING, echoed=echoed)
 
 
@@ -74,6 +74,8 @@ class Worker:
 
     def welcome(self) -> Welcome:
         return WELCOME
+
+    def on_open(self, peer: Incarnation, role: Role) -> None: ...
 
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
         self.hellos.append(hello)

@@ -34,6 +34,8 @@ class SlowWorker:
             open_requests=(),
         )
 
+    def on_open(self, peer: Incarnation, role: Role) -> None: ...
+
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
         self.hellos += 1
         return tuple(self.known)
@@ -52,7 +54,6 @@ class SlowWorker:
             steps=0,
             running=0,
             waiting=0,
-            waiting_tokens=0,
             blocks_used=0,
             blocks_total=1,
             phase=Phase.SERVING,

@@ -138,19 +138,36 @@ def test_a_prompt_that_has_come_back_is_not_taken_for_the_one_in_the_step() -> N
     assert bench.step() == "a[0,8)"
 
 
-def test_a_prompt_has_one_chunk_in_flight() -> None:
+def test_steps_that_are_planned_while_others_run_go_on_where_those_will_end() -> None:
     bench = Bench()
-    first, second = Piece("a", 20), Piece("b", 20)
+    first, second = Piece("a", 20), Piece("b", 6)
     bench.add(first, second)
-    one = bench.schedule()
-    assert show(one) == "a[0,8) b[0,4)"
+    one, two = bench.schedule(), bench.schedule()
+    assert (show(one), show(two)) == ("a[0,8) b[0,4)", "a[8,16) b[4,6]")
     assert bench.queue.in_flight(first)
-    assert bench.schedule() == []
-    bench.add(Piece("c", 3))
-    two = bench.schedule()
-    assert show(two) == "c[0,3]"
-    assert bench.done(two) == "c[0,3]"
+    assert bench.queue.num_uncomputed == 26, "nothing is computed yet"
     assert bench.done(one) == "a[0,8) b[0,4)"
+    assert bench.queue.in_flight(first)
+    three = bench.schedule()
+    assert show(three) == "a[16,20]"
+    assert bench.done(two) == "a[8,16) b[4,6]"
+    assert second not in bench.queue
+    assert bench.done(three) == "a[16,20]"
+    assert (len(bench.queue), bench.queue.num_uncomputed) == (0, 0)
+
+
+def test_a_removed_prompt_s_later_chunks_count_for_nothing_either() -> None:
+    bench = Bench()
+    piece = Piece("a", 20)
+    bench.add(piece)
+    one, two = bench.schedule(), bench.schedule()
+    assert bench.done(one) == "a[0,8)"
+    bench.queue.remove(piece)
+    bench.add(piece)
+    three = bench.schedule()
+    assert show(three) == "a[8,16)"
+    assert bench.done(two) == ""
+    assert bench.done(three) == "a[8,16)"
 
 
 # --- ageing ------------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_a_sequence_is_named_as_its_worker_knows_it() -> None:
 
 @pytest.mark.parametrize("phase", Phase)
 def test_a_worker_says_whether_it_takes_work(phase: Phase) -> None:
-    load = dict.fromkeys(("steps", "running", "waiting", "waiting_tokens", "blocks_used", "blocks_total"), 0)
+    load = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
     heartbeat = received("Heartbeat", {"number": 7, "sent": 0, **load, "phase": phase.value, "echoed": 6})
     assert (heartbeat.phase, heartbeat.echoed) == (phase, 6)
     assert isinstance(heartbeat.phase, Phase)
@@ -436,6 +436,19 @@ def test_what_is_not_a_message_is_refused_by_name(kind: str, fields: dict[str, A
     assert names in why
 
 
+PROMPT_TIMES: dict[str, Any] = {"queue_s": 0, "prefix_pull_s": 0.0, "prefill_s": 1.5}
+TIMINGS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": None, "prompt": PROMPT_TIMES, "decode": None}
+
+
+@pytest.mark.parametrize("seconds", [-1e-9, 10.0**6 + 1, float("inf"), float("nan"), "1", None])
+def test_durations_are_bounded(seconds: object) -> None:
+    assert received("Timings", TIMINGS).prompt.prefill_s == 1.5
+    assert received("PrefillDone", {**DONE, "times": PROMPT_TIMES}).times.prefill_s == 1.5
+    assert "prefill_s" in refused("Timings", {**TIMINGS, "prompt": {**PROMPT_TIMES, "prefill_s": seconds}})
+    assert "prefill_s" in refused("PrefillDone", {**DONE, "times": {**PROMPT_TIMES, "prefill_s": seconds}})
+    assert "queue" in refused("Timings", {**TIMINGS, "prompt": {**PROMPT_TIMES, "queue": 0.0}})
+
+
 REQUEST_MESSAGES: dict[str, dict[str, Any]] = {
     cls.__name__: {"request": "r1", "attempt": 1} for cls in MESSAGES if issubclass(cls, RequestMessage)
 } | {
@@ -447,6 +460,7 @@ REQUEST_MESSAGES: dict[str, dict[str, Any]] = {
     "Alone": {"request": "r1", "attempt": 1, "alone": True},
     "Cut": {"request": "r1", "attempt": 1, "choice": 0, "position": 0},
     "Moved": {"request": "r1", "attempt": 1, "choice": 0},
+    "Timings": TIMINGS,
     "Tokens": TOKENS,
     "Settle": SETTLE,
     "Settled": {**SETTLE, "valid": True},

@@ -192,7 +192,7 @@ def test_what_is_still_cached_is_not_swapped_in() -> None:
     bench.forget(a.request)
     bench.reserve()
     step = bench.begin_step()
-    assert b.sequence.block_table[:2] == table[:2]
+    assert list(b.sequence.block_table[:2]) == table[:2]
     assert step.swap_ins == [(slots[2], b.sequence.block_table[2])]
 
 
@@ -490,7 +490,7 @@ def test_in_a_full_batch_an_interactive_request_takes_the_place_of_a_lower_one_w
     [vip] = bench.enter(vip_request)
     step = bench.step()
     assert step.decodes == [a, vip]
-    assert (b.stage, b.sequence.block_table) == (Stage.READY, table)
+    assert (b.stage, list(b.sequence.block_table)) == (Stage.READY, table)
     assert bench.num_preemptions == 0
     num_tokens = b.sequence.num_tokens
     bench.steps(3)

@@ -31,7 +31,7 @@ def reservation(bench: Bench, subject: DecodeRequest) -> tuple[list[int], int]:
 @pytest.mark.parametrize("num_tokens", [8, 10])
 def test_a_pull_shares_every_full_block_that_is_cached_and_allocates_the_rest(num_tokens: int) -> None:
     bench = Bench(memory_reserve=EAGER)
-    table = bench.run(request("first", 8)).sequence.block_table
+    table = list(bench.run(request("first", 8)).sequence.block_table)
     num_used = bench.pool.num_used
     blocks, num_held = reservation(bench, request("second", tokens("first", 8) + tokens("more", num_tokens - 8)))
     assert (blocks[:2], num_held) == (table[:2], 2)
@@ -46,7 +46,7 @@ def test_a_pull_shares_every_full_block_that_is_cached_and_allocates_the_rest(nu
 )
 def test_a_prompt_that_is_computed_here_begins_after_what_is_cached(num_tokens: int, first_chunk: int) -> None:
     bench = Bench(memory_reserve=EAGER)
-    table = bench.run(request("first", 8)).sequence.block_table
+    table = list(bench.run(request("first", 8)).sequence.block_table)
     second = request("second", tokens("first", 8) + tokens("more", num_tokens - 8), local=True)
     bench.reserve(second)
     step = bench.begin_step()
@@ -68,7 +68,7 @@ def test_only_the_common_beginning_is_shared() -> None:
 def test_what_is_cached_outlives_its_sequence() -> None:
     bench = Bench(memory_reserve=EAGER)
     first = request("first", 10)
-    table = bench.run(first).sequence.block_table
+    table = list(bench.run(first).sequence.block_table)
     bench.forget(first)
     assert bench.pool.num_used == 0
     blocks, num_held = reservation(bench, request("second", tokens("first", 10)))
@@ -294,7 +294,7 @@ def test_a_chunk_of_a_request_that_was_given_up_counts_no_more() -> None:
     step = bench.begin_step()
     bench.forget(subject)
     assert bench.scheduler.chunks_done(step.chunks) == []
-    assert bench.scheduler.num_uncomputed == 0
+    assert bench.scheduler.num_computing == 0
     bench.pool.step_finished(1)
     assert bench.pool.num_free == bench.pool.num_blocks
 
@@ -303,7 +303,7 @@ def test_what_is_computed_here_goes_on_like_anything_else() -> None:
     bench = Bench(memory_reserve=EAGER)
     subject = request("a", 6, num_choices=2, local=True)
     bench.reserve(subject)
-    assert (bench.scheduler.num_computing, bench.scheduler.num_uncomputed) == (1, 6)
+    assert (bench.scheduler.num_computing, bench.scheduler.num_uncomputed_of(subject)) == (1, 6)
     bench.step()
     one, other = subject.generations
     step = bench.step()

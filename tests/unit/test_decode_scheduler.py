@@ -55,7 +55,7 @@ def test_choices_share_full_blocks_and_copy_the_partial_one_before_it_is_written
     pulled = list(bench.pulling["a"].block_ids)
     generations = bench.settle(subject)
     step = bench.begin_step()
-    tables = [generation.sequence.block_table for generation in generations]
+    tables = [list(generation.sequence.block_table) for generation in generations]
     assert tables[0] == pulled
     assert [table[0] for table in tables] == [pulled[0]] * 3
     assert bench.pool.ref_count(pulled[0]) == 3

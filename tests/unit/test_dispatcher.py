@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, text, welcome
+from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, heartbeat, text, welcome
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.messages import Abort, Ack, Decode, HelloRefused, PrefixHint, Role, Source, Tokens
 from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
 from gateway import dispatcher
+from gateway.admission import Admission
 from gateway.generation import Generation, GenerationFailed
 
 
@@ -26,15 +28,15 @@ async def bench() -> AsyncIterator[Bench]:
 
 async def test_a_request_goes_through(bench: Bench) -> None:
     key, task = await bench.request()
-    assert bench.in_flight() == (1, 3, 1, 3)
+    assert bench.in_flight() == (1, 1)
     bench.tokens(P, key, 0, 10)
-    assert bench.in_flight() == (0, 0, 1, 3), "its prompt is computed"
+    assert bench.in_flight() == (0, 1), "its prompt is computed"
     bench.tokens(D, key, 0, 10, 11)
     bench.tokens(D, key, 2, 12, reason="stop")
     assert [delta.token_ids for delta in await task] == [(10,), (11,), (12,)]
     assert [message.key for message in bench.sent(D, Ack)] == [key]  # type: ignore[attr-defined]
     assert bench.sent(P, Abort) == bench.sent(D, Abort) == []
-    assert bench.in_flight() == (0, 0, 0, 0)
+    assert bench.in_flight() == (0, 0)
     bench.tokens(D, key, 2, 12)
     assert bench.dispatcher.num_stale_messages == 1
 
@@ -47,7 +49,7 @@ async def test_a_client_that_leaves_frees_both_workers(bench: Bench) -> None:
         await task
     for address in (P, D):
         assert [message.key for message in bench.sent(address, Abort)] == [key]  # type: ignore[attr-defined]
-    assert bench.in_flight() == (0, 0, 0, 0)
+    assert bench.in_flight() == (0, 0)
 
 
 async def test_without_workers_a_request_fails_at_once(bench: Bench) -> None:
@@ -78,7 +80,7 @@ async def test_a_lost_worker_does_not_end_its_requests() -> None:
     assert set(work) == {P2, D2}
     bench.tokens(D2, key, 2, 12, reason="stop")
     assert await text(task) == [10, 11, 12]
-    assert bench.in_flight(P, P2, D, D2) == (0, 0) * 4
+    assert bench.in_flight(P, P2, D, D2) == (0,) * 4
     await bench.close()
 
 
@@ -89,7 +91,7 @@ async def test_a_lost_prefill_worker_is_not_missed_after_its_first_token(bench: 
     bench.open(P)
     bench.tokens(D, key, 0, 10, 11, reason="length")
     assert [delta.token_ids for delta in await task] == [(10,), (11,)]
-    assert bench.in_flight() == (0, 0, 0, 0)
+    assert bench.in_flight() == (0, 0)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -101,9 +103,9 @@ async def test_loads_balance_when_a_session_ends_and_opens_again(bench: Bench, r
     bench.open(P, restarted=restarted)
     bench.tokens(D, key, 1, 11, reason="stop")
     await task
-    assert bench.in_flight() == (0, 0, 0, 0)
+    assert bench.in_flight() == (0, 0)
     await bench.request()
-    assert bench.in_flight() == (1, 3, 1, 3)
+    assert bench.in_flight() == (1, 1)
 
 
 async def test_a_resync_begins_again_what_the_worker_has_forgotten(bench: Bench) -> None:
@@ -181,10 +183,10 @@ async def test_a_gateway_without_prefill_workers_is_whole(log: pytest.LogCapture
     assert isinstance(decode, Decode)
     assert decode.source is None
     worker = bench.registry.workers[D]
-    assert (worker.in_flight, worker.in_flight_tokens) == (1, 3)
+    assert worker.in_flight == 1
     bench.tokens(D, key, 0, 10, reason="stop")
     assert [delta.token_ids for delta in await task] == [(10,)]
-    assert (worker.in_flight, worker.in_flight_tokens) == (0, 0)
+    assert worker.in_flight == 0
     assert bench.counted("local_prefills_total", reason="colocated") == 1
     assert [record for record in log.records if record.levelno > logging.INFO] == []
     bench.lose(D, "dead")
@@ -203,7 +205,7 @@ async def test_without_a_prefill_worker_the_decode_worker_computes_the_prompt(
         for _ in range(3):
             key = await bench.whole(PROMPT, (10, 11))
             assert set(bench.work[key]) == {D}
-        assert bench.in_flight() == (0, 0, 0, 0)
+        assert bench.in_flight() == (0, 0)
         assert bench.counted("local_prefills_total", reason="no_prefill_worker") == 3 * number
         assert len([r for r in log.records if r.levelno == logging.WARNING]) == number, "once for each outage"
         bench.open(P)
@@ -261,96 +263,118 @@ async def test_a_short_prompt_is_computed_by_the_decode_worker() -> None:
     await bench.close()
 
 
-# --- what the workers' caches probably hold --------------------------------------------------------------------------
+# --- what the workers' caches hold -----------------------------------------------------------------------------------
 
 PROMPT_1 = tuple(range(100, 140))
 OUTPUT_1 = tuple(range(140, 160))
 PROMPT_2 = (*PROMPT_1, *OUTPUT_1, *range(160, 180))
 """A conversation's next turn: 80 tokens, of which 59, in 3 full blocks of 16, are in the decode worker's cache."""
+HELD = (*PROMPT_1, *OUTPUT_1)[:-1]
 
 
 async def test_the_next_turn_is_told_where_the_last_one_was_decoded() -> None:
-    bench = Bench(prefix_index_blocks=1000)
-    key = await bench.whole(PROMPT_1, OUTPUT_1)
-    assert bench.hint(key) is None
+    bench = Bench()
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
+    bench.holds(D, HELD)
     key = await bench.whole(PROMPT_2, (1, 2))
     source = Source(address=D, incarnation=bench.links[D].worker)
     assert bench.hint(key) == PrefixHint(source=source, num_tokens=48)
     assert bench.counted("prefix_hints_total") == 1
-    key = await bench.whole(PROMPT_2, (1, 2))
-    assert bench.hint(key) is None, "by now the prefill worker has it itself"
+    bench.holds(P, PROMPT_2)
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None, "by now the prefill worker has it itself"
     await bench.close()
 
 
 async def test_the_next_turn_goes_where_the_last_one_was_decoded_if_little_is_left_to_compute() -> None:
-    bench = Bench(decode=(D, D2), prefix_index_blocks=1000, local_prefill_tokens=32)
-    await bench.whole(PROMPT_1, OUTPUT_1)
-    _, task = await bench.request(PROMPT_1)  # makes D the busier one
+    bench = Bench(decode=(D, D2), local_prefill_tokens=32)
+    bench.holds(D, HELD)
+    await bench.request(PROMPT_1)  # makes D the busier one
     assert bench.registry.workers[D].in_flight == 1
     key = await bench.whole(PROMPT_2, (1, 2))
     assert set(bench.work[key]) == {D}
     assert bench.counted("local_prefills_total", reason="short") == 2
-    key = await bench.whole((*PROMPT_2, 5), (1, 2))
-    assert set(bench.work[key]) == {D}, "it has kept what it computed itself"
-    task.cancel()
     await bench.close()
 
 
 async def test_another_salt_shares_nothing() -> None:
-    bench = Bench(prefix_index_blocks=1000)
-    await bench.whole(PROMPT_1, OUTPUT_1, salt="one")
+    bench = Bench()
+    bench.holds(D, HELD, salt="one")
     assert bench.hint(await bench.whole(PROMPT_2, (1, 2), salt="another")) is None
     assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
     assert bench.hint(await bench.whole(PROMPT_2, (1, 2), salt="one")) is not None
     await bench.close()
 
 
-async def test_nothing_is_remembered_unless_asked_for(bench: Bench) -> None:
-    await bench.whole(PROMPT_1, OUTPUT_1)
-    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
+async def test_the_last_token_of_a_prompt_is_never_cached() -> None:
+    bench = Bench()
+    bench.holds(D, PROMPT_1)
+    hint = bench.hint(await bench.whole(PROMPT_1[:32], (1, 2)))
+    assert hint is not None
+    assert hint.num_tokens == 16
+    await bench.close()
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_a_cache_dies_with_its_worker_and_not_with_a_session(restarted: bool) -> None:
-    bench = Bench(prefix_index_blocks=1000)
-    await bench.whole(PROMPT_1, OUTPUT_1)
+async def test_what_a_worker_has_told_ends_with_its_session(restarted: bool) -> None:
+    bench = Bench()
+    bench.holds(D, HELD)
     bench.lose(D, "silent")
     bench.open(D, restarted=restarted)
-    assert (bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None) == restarted
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
+    bench.holds(D, HELD)
+    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is not None, "it tells it anew"
     await bench.close()
 
 
-async def test_a_request_that_the_client_ends_leaves_what_it_has_heard() -> None:
-    """A stop string ends a request like a client that leaves: what was decoded until then is cached."""
-    bench = Bench(prefix_index_blocks=1000)
-    key, task = await bench.request(PROMPT_1)
-    bench.tokens(D, key, 0, *OUTPUT_1)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is not None
-    await bench.close()
-
-
-@pytest.mark.parametrize("spoken", [False, True])
-async def test_a_request_that_fails_leaves_nothing_with_its_decode_worker(spoken: bool) -> None:
-    bench = Bench(prefix_index_blocks=1000)
-    key, task = await bench.request(PROMPT_1)
-    bench.tokens(P, key, 0, OUTPUT_1[0])
-    if spoken:
-        bench.tokens(D, key, 0, *OUTPUT_1)
-    bench.fail(D, key, Cause.INVALID)
-    assert await failure(task) is Cause.INVALID
+async def test_in_turn_nothing_that_is_cached_counts() -> None:
+    bench = Bench(routing="round_robin")
+    bench.holds(D, HELD)
     assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
     await bench.close()
 
 
-async def test_of_several_choices_the_first_is_remembered() -> None:
-    bench = Bench(prefix_index_blocks=1000)
-    key, task = await bench.request(PROMPT_1, n=2)
-    bench.tokens(D, key, 0, *reversed(OUTPUT_1), choice=1, reason="stop")
-    bench.tokens(D, key, 0, *OUTPUT_1, reason="stop")
-    await task
-    hint = bench.hint(await bench.whole(PROMPT_2, (1, 2)))
-    assert hint is not None
-    assert hint.num_tokens == 48
+# --- admission -------------------------------------------------------------------------------------------------------
+
+LIMITS = Admission({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0})
+
+
+async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_back() -> None:
+    bench = Bench(admission=LIMITS)
+    bench.say(P, replace(heartbeat(), queued_tokens=(0, 15_000, 99_000), token_s=0.001))
+    with pytest.raises(GenerationFailed, match="prefill workers are busy") as refusal:
+        await bench.whole(PROMPT, (1, 2))
+    assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 8)
+    assert bench.work == {}, "no worker has heard of it"
+    assert bench.counted("refused_total", tier="standard") == 1
+    await bench.whole(PROMPT, (1, 2), tier=Tier.INTERACTIVE)
+    await bench.whole(PROMPT, (1, 2), tier=Tier.BATCH)
+    bench.say(P, replace(heartbeat(), queued_tokens=(0, 5_000, 0), token_s=0.001))
+    await bench.whole(PROMPT, (1, 2))
+    await bench.close()
+
+
+async def test_a_burst_is_refused_by_what_it_brings_itself() -> None:
+    """No heartbeat comes between these: what was given counts at once."""
+    bench = Bench(admission=LIMITS)
+    bench.say(P, replace(heartbeat(), token_s=0.01))
+    for _ in range(2):
+        await bench.request(range(300))
+    with pytest.raises(GenerationFailed) as refusal:
+        await bench.whole(range(300), (1, 2))
+    assert refusal.value.cause is Cause.CAPACITY
+    bench.say(P, replace(heartbeat(), token_s=0.01, queued_tokens=(0, 100, 0), received=2))
+    await bench.whole(range(300), (1, 2))
+    await bench.close()
+
+
+async def test_a_request_that_has_begun_is_never_refused() -> None:
+    bench = Bench(decode=(D, D2), admission=LIMITS)
+    key, task = await bench.request(PROMPT)
+    bench.tokens(P, key, 0, 1)
+    bench.tokens(D, key, 0, 1, 2)
+    bench.say(P, replace(heartbeat(), queued_tokens=(99_000, 0, 0), token_s=0.001))
+    bench.lose(D)
+    newest, work = bench.newest(key)
+    bench.tokens(next(iter(work)), newest, 2, 3, reason="stop")
+    assert await text(task) == [1, 2, 3]
     await bench.close()

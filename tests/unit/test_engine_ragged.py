@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 
@@ -62,5 +64,22 @@ def test_a_block_is_begun_if_its_first_slot_is_written_and_its_last_is_not(
 def test_a_slice_needs_tokens_and_their_blocks() -> None:
     with pytest.raises(AssertionError, match="without tokens"):
         RaggedBatch.of([Slice(token_ids=[], start=4, block_table=[0, 1])], 4, CPU)
-    with pytest.raises(AssertionError, match="1 blocks for a slice that needs 2"):
+    with pytest.raises(AssertionError, match="blocks for slices that need"):
         RaggedBatch.of([Slice(token_ids=[5], start=4, block_table=[0])], 4, CPU)
+
+
+def test_a_table_may_grow_while_it_is_read() -> None:
+    """The next step is planned meanwhile, on another thread."""
+
+    class Growing(array):  # type: ignore[type-arg]  # is not subscriptable in Python 3.11
+        def tobytes(self) -> bytes:
+            read = super().tobytes()
+            self.append(9)
+            return read
+
+    tables = [Growing("q", [7, 2]), Growing("q", [4])]
+    slices = [Slice(token_ids=[5], start=start, block_table=table) for start, table in zip((5, 3), tables, strict=True)]
+    for _ in range(2):
+        batch = RaggedBatch.of(slices, 4, CPU)
+        assert batch.slot_blocks_T.tolist() == [2, 4]
+        assert batch.block_tables_BM[0].tolist() == [7, 2]

@@ -114,9 +114,11 @@ def test_a_cache_of_no_block_is_refused(folder: Path) -> None:
         load_runner(folder, kv_cache_bytes=100)
 
 
-def test_memory_that_the_machine_does_not_have_is_refused(folder: Path) -> None:
-    with pytest.raises(OperatorError, match=f"no memory for a KV cache of 10000 bytes and a swap space of {2**60}: "):
-        load_runner(folder, kv_cache_bytes=10_000, swap_bytes=2**60)
+@pytest.mark.parametrize(("num_bytes", "swap_bytes"), [(10_000, 2**60), (2**60, 0), (2**70, 0)])
+def test_memory_that_the_machine_does_not_have_is_refused(folder: Path, num_bytes: int, swap_bytes: int) -> None:
+    said = f"no memory for a KV cache of {num_bytes} bytes and a swap space of {swap_bytes}: "
+    with pytest.raises(OperatorError, match=said):
+        load_runner(folder, kv_cache_bytes=num_bytes, swap_bytes=swap_bytes)
 
 
 def test_knows_its_swap_space(folder: Path, runner: ModelRunner) -> None:
@@ -275,7 +277,7 @@ async def test_a_step_is_timed_on_its_thread(engine: Engine) -> None:
     """The time that a step waits for the thread is not its own."""
     assert engine.last_step_s == 0.0
     gate = threading.Event()
-    blocking = asyncio.create_task(engine.call(gate.wait))
+    blocking = engine.call(gate.wait)
     await asyncio.sleep(0)
     waiting = asyncio.create_task(engine.step([Slice(token_ids=PROMPT, start=0, block_table=[3, 1, 2])]))
     await asyncio.sleep(0.2)

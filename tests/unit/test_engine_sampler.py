@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,11 +20,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from common.contract.errors import Cause
 from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.attention import ReferenceAttention
 from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
+from common.engine.grammar import Grammars, GrammarState
 from common.engine.native.backend import NativeBackend
 from common.engine.philox import uniforms
 from common.engine.sampler import choose
@@ -215,6 +220,7 @@ any_params = st.fixed_dictionaries(
         "frequency_penalty": st.sampled_from([0.0, -0.3]),
         "min_tokens": st.sampled_from([0, 4]),
         "stop_token_ids": st.sampled_from([(), (9,)]),
+        "logit_bias": st.sampled_from([(), ((7, 4.0), (11, -100.0), (400, 1.0))]),
         "logprobs": st.sampled_from([None, 0, 3]),
         "seed": st.integers(0, 2**40),
     }
@@ -251,6 +257,68 @@ def test_presence_and_frequency_penalties_concern_the_output() -> None:
         expected[token] -= 0.7 + 0.4 * count
     row = ask(tokens, prompt_len=2, temperature=0.0, presence_penalty=0.7, frequency_penalty=0.4, logprobs=20)
     assert_top(sample(logits, [row], EOS)[0], expected)
+
+
+def test_biases_are_added_to_logits_of_tokens_that_there_are() -> None:
+    logits = random_logits(2, vocab=20)
+    before = logits.clone()
+    banned = int(logits[0].argmax())
+    assert banned != 3
+    expected = logits[0].clone()
+    expected[3] += 1.5
+    expected[banned] -= 100
+    bias = ((3, 1.5), (banned, -100.0), (20, 100.0))
+    rows = [ask(temperature=0.0, logit_bias=bias, logprobs=20), ask(temperature=0.0, logprobs=20)]
+    biased, plain = sample(logits, rows, EOS)
+    assert_top(biased, expected)
+    assert_top(plain, before[1])
+    assert torch.equal(logits, before)
+
+
+class ScriptedGrammars(Grammars):
+    """Each allows the tokens that it names, in decimal, and the next one each time it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[int]]] = []
+
+    def allowed(self, grammar: str, state: GrammarState, output: Sequence[int]) -> bytes:
+        self.asked.append((grammar, list(output)))
+        bits = np.zeros(64, np.uint8)
+        bits[[int(token) for token in grammar.split()]] = 1
+        return np.packbits(bits, bitorder="little").tobytes()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_leaves_the_tokens_that_it_allows(temperature: float) -> None:
+    logits = random_logits(4)
+    before = logits.clone()
+    grammars = ScriptedGrammars()
+    rows = [
+        ask([7, 9], temperature=temperature, grammar="3 17 49", logprobs=20, seed=1, prompt_len=1),
+        ask(temperature=temperature, seed=2),
+        ask(temperature=temperature, grammar="5", seed=3, logit_bias=((5, -100.0),)),
+        ask(temperature=temperature, grammar="63", seed=4),
+    ]
+    for row in rows:
+        row.grammar_state = None if row.params.grammar is None else GrammarState()
+    first, plain, only, none = choose(logits, rows, EOS, backend, grammars).outcomes()
+    assert isinstance(first, SampledToken)
+    assert first.token_id in (3, 17, 49)
+    assert first.logprobs is not None
+    assert {token for token, _ in first.logprobs.top} == {3, 17, 49}
+    assert sum(math.exp(logprob) for _, logprob in first.logprobs.top) == pytest.approx(1)
+    assert [plain] == sample(logits[1:2], [rows[1]], EOS)
+    assert only == SampledToken(5)
+    assert isinstance(none, InvalidLogitsError), "bits beyond the vocabulary mean nothing"
+    assert none.cause is Cause.INVALID, "it would be so everywhere"
+    assert grammars.asked == [("3 17 49", [9]), ("5", []), ("63", [])]
+    assert torch.equal(logits, before)
+
+
+def test_no_bias_brings_an_ending_back_before_min_tokens() -> None:
+    row = ask([7], temperature=0.0, min_tokens=2, logit_bias=((2, 100.0),))
+    assert tokens_of(random_logits(1), [row]) != [2]
+    assert tokens_of(random_logits(1), [ask([7], temperature=0.0, logit_bias=((2, 100.0),))]) == [2]
 
 
 def assert_top(outcome: object, penalised_V: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ def reason(
 def test_counts() -> None:
     sampling = SamplingParams(max_tokens=4)
     sequence = Sequence(RequestKey(RequestId("r"), 1), 0, [5, 6, 7, 8], 3, sampling)
-    assert (sequence.num_tokens, sequence.num_output, sequence.num_computed, sequence.block_table) == (4, 1, 0, [])
+    assert (sequence.num_tokens, sequence.num_output, sequence.num_computed, len(sequence.block_table)) == (4, 1, 0, 0)
     sequence.token_ids.append(9)
     assert (sequence.num_tokens, sequence.num_output) == (5, 2)
     assert "3 prompt + 2 output" in repr(sequence)

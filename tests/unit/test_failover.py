@@ -26,7 +26,7 @@ from flow_run import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Abort, Ack, Alone, Decode, Prefill
+from common.contract.messages import Abort, Ack, Alone, Decode, Prefill, Role
 from gateway import flow as rules
 from gateway.attempt import Deliver
 from gateway.flow import Fail, FlowState
@@ -69,9 +69,8 @@ def test_a_retry_goes_on_where_the_client_is(run: Run) -> None:
         assert (work.token_ids, work.prompt_len) == ((*PROMPT, 1, 2, 3), START)
         assert (work.key, work.choices, work.budget_s) == (RequestKey(REQUEST, 2), (0,), 4)
     assert (decode.source, decode.offered) == (place(P2).source, RequestKey(REQUEST, 2))
-    assert run.on(P2, tokens(START + 3, 4)) == [
-        Deliver(Delta(choice=0, token_ids=(4,), logprobs=None, finish_reason=None))
-    ]
+    fourth = Delta(choice=0, token_ids=(4,), logprobs=None, finish_reason=None)
+    assert run.on(P2, tokens(START + 3, 4)) == [Deliver(fourth, run.attempt.key, Role.PREFILL)]
     run.on(D2, tokens(START + 3, 4, 5, end="stop"))
     assert run.text() == [1, 2, 3, 4, 5]
     assert run.flow.state is FlowState.DONE

@@ -47,6 +47,7 @@ from common.contract.messages import (
     Prefill,
     PrefixHint,
     Resend,
+    Role,
     Source,
     TokenLogprobs,
     Tokens,
@@ -173,7 +174,8 @@ def test_a_decode_worker_alone_that_knows_the_request_is_asked_for_all_of_it(loc
 
 
 def test_the_first_token_comes_from_prefill_and_its_repeat_is_dropped(run: Run) -> None:
-    assert run.on(P, tokens(START, 1)) == [Deliver(Delta(choice=0, token_ids=(1,), logprobs=None, finish_reason=None))]
+    first = Delta(choice=0, token_ids=(1,), logprobs=None, finish_reason=None)
+    assert run.on(P, tokens(START, 1)) == [Deliver(first, run.attempt.key, Role.PREFILL)]
     assert run.on(D, tokens(START, 1)) == []
     assert run.attempt.num_duplicates == 1
     run.on(D, tokens(START, 1, 2, 3), tokens(START + 3, 4, end="stop"), FINISHED)

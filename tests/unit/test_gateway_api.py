@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -33,7 +34,7 @@ from gateway_fixtures import (
 from common.contract.errors import Cause
 from common.contract.sampling import MAX_SEED
 from common.contract.tiers import Tier
-from gateway.generation import GenerationFailed, Readiness
+from gateway.generation import Delta, Generation, GenerationFailed, Readiness
 
 
 async def test_completion() -> None:
@@ -206,6 +207,7 @@ async def test_sampling_reaches_the_generation() -> None:
             seed=7,
             presence_penalty=0.1,
             frequency_penalty=-0.2,
+            logit_bias={"5": -100, "17": 2.5},  # type: ignore[dict-item]  # says the client: whole numbers
             max_completion_tokens=33,
             extra_body={
                 "top_k": -1,
@@ -223,6 +225,8 @@ async def test_sampling_reaches_the_generation() -> None:
     assert (given.temperature, given.top_p, given.top_k, given.min_p, given.seed) == (0.5, 0.9, 0, 0.05, 7)
     assert (given.presence_penalty, given.frequency_penalty, given.repetition_penalty) == (0.1, -0.2, 1.2)
     assert (given.max_tokens, given.min_tokens, given.ignore_eos, given.stop_token_ids) == (33, 3, True, (5, 6))
+    assert given.logit_bias == ((5, -100.0), (17, 2.5))
+    assert completion.logit_bias == ()
     assert given.logprobs is None
     assert (completion.temperature, completion.top_p, completion.top_k, completion.max_tokens) == (1.0, 1.0, 0, 16)
     assert 0 <= completion.seed <= MAX_SEED
@@ -312,6 +316,22 @@ async def test_stop_strings(stop: str | list[str], stream: bool) -> None:
     assert not any(string in before for string in ([stop] if isinstance(stop, str) else stop))
     assert usage["completion_tokens"] == generator.num_deltas, "nothing is generated past the stop string"
     assert generator.closed_early.is_set()
+
+
+@pytest.mark.parametrize("prompt", ["hello fox", encode("hello fox")], ids=["text", "tokens"])
+async def test_an_echo_begins_with_the_prompt_and_stops_nothing(prompt: str | list[int]) -> None:
+    """Of each choice, once, streamed or not; it is no part of what was generated."""
+    generator = ScriptedGenerator(text=STORY, finish_reason="length", tokens_per_delta=1)
+    body = {"prompt": prompt, "echo": True, "stop": "own fo", "n": 2, "max_tokens": 100}
+    expected = "hello fox" + STORY[: STORY.index("own fo")]
+    chunks = await stream_of(generator, COMPLETIONS_PATH, body)
+    for index in range(2):
+        texts = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(texts) == expected
+        assert texts[0].startswith("hello fox"), "at once"
+    status, answer, _ = await post(COMPLETIONS_PATH, body, generator)
+    assert status == 200
+    assert [choice["text"] for choice in answer["choices"]] == [expected] * 2
 
 
 async def test_a_choice_that_has_stopped_ignores_what_follows() -> None:
@@ -407,3 +427,26 @@ async def test_probes() -> None:
             assert (await response.json())["reason"] == "no decode worker"
         async with session.get(server.url + "/health") as response:
             assert response.status == 200
+
+
+class Routed(ScriptedGenerator):
+    """Its requests were sent somewhere."""
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        generation.waterfall.route = {"route": "handoff", "prefill": "p:1"}
+        return super().generate(generation)
+
+
+@pytest.mark.parametrize("explain", [False, True])
+async def test_where_a_request_went_is_told_where_the_operator_says_so(explain: bool) -> None:
+    api_settings = dataclasses.replace(settings(), explain_routing=explain)
+    async with serve(Routed(), api_settings) as server, aiohttp.ClientSession() as session:
+        for stream in (False, True):
+            body = COMPLETION | {"stream": stream}
+            async with session.post(server.url + COMPLETIONS_PATH, json=body) as response:
+                assert response.status == 200
+                told = {name: value for name, value in response.headers.items() if name.startswith("x-baton-")}
+            assert told == ({"x-baton-route": "handoff", "x-baton-prefill": "p:1"} if explain else {})
+        async with session.post(server.url + COMPLETIONS_PATH, json={}) as response:
+            assert response.status == 400
+            assert not any(name.startswith("x-baton-") for name in response.headers)

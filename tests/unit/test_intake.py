@@ -595,6 +595,8 @@ class Peer:
             open_requests=(),
         )
 
+    def on_open(self, peer: Incarnation, role: Role) -> None: ...
+
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
         self.lender.on_hello(peer, hello.open_requests)
         return ()
@@ -607,7 +609,7 @@ class Peer:
         self.lender.on_peer_lost(peer)
 
     def heartbeat(self, number: int, sent: int) -> Heartbeat:
-        zero = dict.fromkeys(("steps", "running", "waiting", "waiting_tokens", "blocks_used", "blocks_total"), 0)
+        zero = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
         return Heartbeat(number=number, sent=sent, **zero, phase=Phase.SERVING)
 
     async def __aenter__(self) -> Peer:

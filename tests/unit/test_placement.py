@@ -10,10 +10,11 @@ from dispatcher_bench import D2, D3, LAYOUT, P2, D, P, heartbeat, role_of, welco
 from flow_run import Run, place
 
 from common.contract.messages import Phase, Role
+from common.contract.tiers import Tier
 from gateway.flow import Want
 from gateway.placement import Placement, Rebind
-from gateway.registry import Registry
-from gateway.router import Caution, Handoff, Local, LocalPrefill
+from gateway.registry import Given, Registry
+from gateway.router import Caution, Handoff, Local, LocalPrefill, Router
 
 NEAR = [D, D2, D3]
 
@@ -25,11 +26,11 @@ class Pool:
         self.registry = Registry(tuple(prefill), tuple(decode), "c")
         for address in (*prefill, *decode):
             self.registry.opened(address, place(address).incarnation, welcome(role_of(address)))
-        self.placement = Placement(self.registry, local_prefill_tokens=0)
+        self.placement = Placement(self.registry, Router(self.registry))
 
     def choose(self, *, avoid: Sequence[str] = (), offer: bool = False) -> tuple[str, ...] | None:
         """Where a request would go."""
-        match self.placement.choose(self.want(avoid=avoid, offer=offer), {}):
+        match self.placement.choose(self.want(avoid=avoid, offer=offer), Tier.STANDARD, {}):
             case Handoff(prefill=prefill, decode=decode):
                 return prefill.address, decode.address
             case Local(decode=decode) | Rebind(decode=decode):
@@ -110,7 +111,7 @@ def test_no_caution_changes_nothing() -> None:
 
 def test_where_all_prefill_workers_have_failed_that_is_said() -> None:
     pool = Pool()
-    route = pool.placement.choose(pool.want(avoid=(P, P2)), {})
+    route = pool.placement.choose(pool.want(avoid=(P, P2)), Tier.STANDARD, {})
     assert isinstance(route, Local)
     assert route.reason is LocalPrefill.NO_PREFILL_WORKER
 
@@ -132,7 +133,7 @@ def test_a_refuge_is_another_usable_worker_with_room() -> None:
     assert refuge(pool, D, most) == D2
     assert refuge(pool, D, most + 1) is None
     assert refuge(pool, D2, most) == D
-    pool.registry.took(D2, 1)
+    pool.registry.took(D2, Given(number=1, tier=Tier.STANDARD))
     assert refuge(pool, D, most) == D3, "the least loaded one"
     pool.registry.heartbeat(D3, heartbeat(Phase.DRAINING), 0.0)
     assert refuge(pool, D, most) == D2

@@ -1,21 +1,22 @@
-"""Which worker probably holds which blocks: exact while there is room, then forgotten from the far end."""
+"""Which worker holds which blocks: what the workers tell, and nothing else."""
 
 from __future__ import annotations
 
-import sys
-from itertools import takewhile
+import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.contract.block_hashes import BlockHash, block_hashes
+from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHash, block_hashes
 from common.contract.ids import Incarnation
+from common.contract.messages import MAX_CACHE_EVENTS, CacheEvents, Message
+from common.engine.block_pool import BlockPool
+from common.engine.cache_feed import CacheFeed
 from gateway.attempt import Place
-from gateway.prefix_index import MAX_PLACES, PrefixIndex, Trail
+from gateway.prefix_index import PrefixIndex
 
 A, B = Place("a:1", Incarnation("A")), Place("b:1", Incarnation("B"))
-SIZE = 4
-MANY = 1000
+GATEWAY, OTHER_GATEWAY = Incarnation("G"), Incarnation("H")
 
 
 def names(*token_ids: int) -> list[BlockHash]:
@@ -23,172 +24,162 @@ def names(*token_ids: int) -> list[BlockHash]:
     return block_hashes(token_ids, 1)
 
 
+def short(block_hashes: list[BlockHash]) -> bytes:
+    return b"".join(name[:SHORT_NAME_BYTES] for name in block_hashes)
+
+
+def events(
+    stored: list[BlockHash] | None = None, removed: list[BlockHash] | None = None, *, begins: bool = False
+) -> CacheEvents:
+    return CacheEvents(begins=begins, stored=short(stored or []), removed=short(removed or []))
+
+
 def test_it_knows_who_holds_how_much() -> None:
-    index = PrefixIndex(MANY)
-    index.add(names(1, 2, 3), A)
-    index.add(names(1, 2), B)
+    index = PrefixIndex()
+    index.apply(A, events(names(1, 2, 3)))
+    index.apply(B, events(names(1, 2)))
     assert index.longest(names(1, 2, 3, 4)) == {A: 3, B: 2}
     assert index.longest(names(1, 2, 9)) == {A: 2, B: 2}
     assert index.longest(names(1)) == {A: 1, B: 1}
     assert index.longest(names(2, 3)) == {}
     assert index.longest([]) == {}
-    assert len(index) == 3
+    assert (index.num_blocks(A), index.num_blocks(B)) == (3, 2)
+
+
+def test_what_is_removed_is_gone_and_what_comes_after_it_is_of_no_use() -> None:
+    index = PrefixIndex()
+    index.apply(A, events(names(1, 2, 3)))
+    index.apply(A, events(removed=names(1, 2)[1:]))
+    assert index.longest(names(1, 2, 3)) == {A: 1}
+    index.apply(A, events(names(1, 2)[1:]))
+    assert index.longest(names(1, 2, 3)) == {A: 3}
+
+
+def test_a_new_beginning_voids_what_was_told_before() -> None:
+    index = PrefixIndex()
+    index.apply(A, events(names(1, 2, 3)))
+    index.apply(B, events(names(1)))
+    index.apply(A, events(names(7), begins=True))
+    assert index.longest(names(1, 2, 3)) == {B: 1}
+    assert index.longest(names(7)) == {A: 1}
 
 
 def test_another_salt_is_another_prefix() -> None:
-    index = PrefixIndex(MANY)
-    index.add(block_hashes((1, 2), 1, "one"), A)
+    index = PrefixIndex()
+    index.apply(A, events(block_hashes((1, 2), 1, "one")))
     assert index.longest(block_hashes((1, 2), 1, "another")) == {}
 
 
-def test_another_life_is_another_place() -> None:
-    index = PrefixIndex(MANY)
+def test_a_life_that_is_forgotten_holds_nothing() -> None:
+    index = PrefixIndex()
     reborn = Place(A.address, Incarnation("A2"))
-    index.add(names(1, 2), A)
-    index.add(names(1), reborn)
+    index.apply(A, events(names(1, 2)))
+    index.apply(reborn, events(names(1)))
     assert index.longest(names(1, 2)) == {A: 2, reborn: 1}
+    index.forget(A)
+    index.forget(A)
+    assert index.longest(names(1, 2)) == {reborn: 1}
 
 
-def test_the_end_of_what_was_not_confirmed_for_longest_is_forgotten_first() -> None:
-    index = PrefixIndex(4)
-    index.add(names(1, 2), A)
-    index.add(names(3, 4), A)
-    index.add(names(1, 2), A)
-    index.add(names(5), A)
-    assert [index.longest(names(*ids)) for ids in ((1, 2), (3, 4), (5,))] == [{A: 2}, {A: 1}, {A: 1}]
+# --- what a worker tells ---------------------------------------------------------------------------------------------
 
 
-def test_of_a_sequence_that_is_too_long_the_beginning_is_kept() -> None:
-    index = PrefixIndex(3)
-    index.add(names(1, 2, 3, 4, 5), A)
-    index.check_invariants()
-    assert index.longest(names(1, 2, 3, 4, 5)) == {A: 3}
+class Wire:
+    """What a worker's feed sends, by gateway."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.feed = CacheFeed(pool, self.send)
+        self.sent: dict[Incarnation, list[Message]] = {GATEWAY: [], OTHER_GATEWAY: []}
+
+    def send(self, peer: Incarnation, message: Message) -> None:
+        self.sent[peer].append(message)
+
+    def deliver(self, gateway: Incarnation, index: PrefixIndex) -> int:
+        """Everything that is under way arrives; how many messages that was."""
+        messages, self.sent[gateway] = self.sent[gateway], []
+        for message in messages:
+            assert isinstance(message, CacheEvents)
+            index.apply(A, message)
+        return len(messages)
 
 
-def test_a_block_that_everyone_holds_is_remembered_with_the_last_few() -> None:
-    index = PrefixIndex(MANY)
-    crowd = [Place(f"w{i}:1", Incarnation(str(i))) for i in range(MAX_PLACES + 3)]
-    for place in crowd:
-        index.add(names(1), place)
-    assert set(index.longest(names(1))) == set(crowd[-MAX_PLACES:])
-    index.check_invariants()
+def test_only_gateways_with_a_session_are_told() -> None:
+    pool = BlockPool(4)
+    wire = Wire(pool)
+    pool.name(pool.allocate(1), names(1))
+    wire.feed.publish()
+    assert wire.sent == {GATEWAY: [], OTHER_GATEWAY: []}
+    wire.feed.begin(GATEWAY)
+    assert wire.sent[GATEWAY] == [events(names(1), begins=True)]
+    pool.name(pool.allocate(1), names(2))
+    wire.feed.publish()
+    assert wire.sent[GATEWAY][1:] == [events(names(2))]
+    wire.feed.end(GATEWAY)
+    wire.feed.end(OTHER_GATEWAY)
+    pool.name(pool.allocate(1), names(3))
+    wire.feed.publish()
+    assert len(wire.sent[GATEWAY]) == 2
 
 
-def test_a_worker_that_is_no_longer_listed_with_a_common_beginning_still_holds_what_follows() -> None:
-    """Every worker has the system's prompt; who has this conversation is found all the same."""
-    index = PrefixIndex(MANY)
-    index.add(names(1, 2, 3), A)
-    for i in range(MAX_PLACES):
-        index.add(names(1, 90 + i), Place(f"w{i}:1", Incarnation(str(i))))
-    assert A not in index.longest(names(1))
-    assert index.longest(names(1, 2, 3))[A] == 3
+def test_nothing_new_is_no_message() -> None:
+    wire = Wire(BlockPool(4))
+    wire.feed.begin(GATEWAY)
+    wire.feed.publish()
+    assert wire.sent[GATEWAY] == [events(begins=True)], "an empty cache is told, too: what was told before is void"
 
 
-class Naive:
-    """The same, by lists and searches."""
-
-    def __init__(self, max_blocks: int) -> None:
-        self.max_blocks = max_blocks
-        self.recent: list[tuple[int, ...]] = []
-        """Prefixes, the least recently confirmed first."""
-        self.places: dict[tuple[int, ...], list[Place]] = {}
-
-    def add(self, token_ids: tuple[int, ...], place: Place) -> None:
-        for length in range(min(len(token_ids), self.max_blocks), 0, -1):
-            prefix = token_ids[:length]
-            self.recent = [other for other in self.recent if other != prefix] + [prefix]
-            held = [other for other in self.places.get(prefix, []) if other != place]
-            self.places[prefix] = [*held, place][-MAX_PLACES:]
-        for gone in self.recent[: -self.max_blocks]:
-            del self.places[gone]
-        self.recent = self.recent[-self.max_blocks :]
-
-    def longest(self, token_ids: tuple[int, ...]) -> dict[Place, int]:
-        prefixes = [token_ids[:length] for length in range(1, len(token_ids) + 1)]
-        known = list(takewhile(self.places.__contains__, prefixes))
-        return {place: len(prefix) for prefix in known for place in self.places[prefix]}
+def test_a_large_cache_is_told_in_parts() -> None:
+    num_blocks = 2 * MAX_CACHE_EVENTS + 1
+    pool = BlockPool(num_blocks)
+    chain = names(*range(num_blocks))
+    pool.name(pool.allocate(num_blocks), chain)
+    wire, index = Wire(pool), PrefixIndex()
+    index.apply(A, events(names(-1 % 2**60)))
+    wire.feed.begin(GATEWAY)
+    assert wire.deliver(GATEWAY, index) == 3
+    assert index.num_blocks(A) == num_blocks
+    assert index.longest(chain) == {A: num_blocks}
 
 
-PLACES = [Place(f"w{number}:1", Incarnation(str(number))) for number in range(MAX_PLACES + 2)]
-TOKENS = st.lists(st.integers(0, 2), max_size=6).map(tuple)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    max_blocks=st.sampled_from([1, 3, 8, 30, MANY]),
-    added=st.lists(st.tuples(TOKENS, st.sampled_from(PLACES)), max_size=40),
-    asked=st.lists(TOKENS, max_size=5),
-)
-def test_it_agrees_with_a_naive_one(
-    max_blocks: int, added: list[tuple[tuple[int, ...], Place]], asked: list[tuple[int, ...]]
-) -> None:
-    index, naive = PrefixIndex(max_blocks), Naive(max_blocks)
-    ever: dict[Place, set[tuple[int, ...]]] = {place: set() for place in PLACES}
-    for token_ids, place in added:
-        index.add(names(*token_ids), place)
-        naive.add(token_ids, place)
-        ever[place] |= {token_ids[:length] for length in range(1, len(token_ids) + 1)}
-        index.check_invariants()
-        assert len(index) == len(naive.recent)
-        assert index.longest(names(*token_ids)).get(place, 0) == min(len(token_ids), max_blocks), "just confirmed"
-        for question in [*asked, token_ids]:
-            answer = index.longest(names(*question))
-            assert answer == naive.longest(question)
-            assert all(question[:length] in ever[place] for place, length in answer.items())
-
-
-def test_a_long_sequence_costs_what_its_blocks_cost() -> None:
-    index = PrefixIndex(2**18)
-
-    def calls_per_block(chain: list[BlockHash]) -> float:
-        num_calls = 0
-
-        def count(frame: object, event: str, argument: object) -> None:
-            nonlocal num_calls
-            num_calls += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
-            index.add(chain, A)
-            length = index.longest(chain)[A]
-        finally:
-            sys.setprofile(None)
-        assert length == len(chain)
-        return num_calls / len(chain)
-
-    assert calls_per_block(names(*range(100_000))) < 1.1 * calls_per_block(names(*range(2_000)))
-
-
-# --- a request's trail -----------------------------------------------------------------------------------------------
-
-
-def test_a_request_finds_what_an_earlier_one_left() -> None:
-    index = PrefixIndex(MANY)
-    first = Trail(index, SIZE, "", range(10))
-    assert first.cached() == {}
-    first.prompt_computed(A)
-    assert Trail(index, SIZE, "", range(10)).cached() == {A: 8}
-    assert Trail(index, SIZE, "", (*range(8), 99)).cached() == {A: 8}
-    assert Trail(index, SIZE, "", (*range(4), *[99] * 10)).cached() == {A: 4}
-    assert Trail(index, SIZE, "salt", range(10)).cached() == {}
-
-
-def test_the_last_token_of_a_prompt_is_never_cached() -> None:
-    index = PrefixIndex(MANY)
-    Trail(index, SIZE, "", range(8)).prompt_computed(A)
-    assert Trail(index, SIZE, "", range(8)).cached() == {A: 4}
-    assert Trail(index, SIZE, "", range(9)).cached() == {A: 8}
-    assert Trail(index, SIZE, "", range(1)).cached() == {}
-
-
-def test_output_leaves_all_but_its_last_token() -> None:
-    index = PrefixIndex(MANY)
-    trail = Trail(index, SIZE, "", range(6))
-    trail.append((6,))
-    trail.append((7, 8))
-    trail.decoded(B)
-    assert Trail(index, SIZE, "", range(20)).cached() == {B: 8}
-    trail = Trail(index, SIZE, "", range(100, 106))
-    trail.append((106, 107))
-    trail.decoded(B)
-    assert Trail(index, SIZE, "", range(100, 120)).cached() == {B: 4}, "the KV of 107 was never computed"
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_blocks=st.integers(1, 12))
+def test_every_gateway_knows_what_the_pool_holds(seed: int, num_blocks: int) -> None:
+    """Whatever is allocated, named, released and evicted; broken sessions lose what is under way, and begin anew."""
+    draw = random.Random(seed)
+    pool = BlockPool(num_blocks)
+    wire = Wire(pool)
+    indices: dict[Incarnation, PrefixIndex | None] = {GATEWAY: None, OTHER_GATEWAY: None}
+    held: list[list[int]] = []
+    for _ in range(60):
+        match draw.choice(["take", "take", "name", "release", "publish", "deliver", "break", "open"]):
+            case "take" if pool.num_free:
+                held.append(pool.allocate(draw.randint(1, min(3, pool.num_free))))
+            case "name" if held:
+                blocks = draw.choice(held)
+                start = draw.randrange(6)
+                pool.name(blocks, names(*range(start, start + len(blocks))))
+            case "release" if held:
+                pool.release(held.pop(draw.randrange(len(held))))
+            case "publish":
+                wire.feed.publish()
+            case "deliver":
+                for gateway, index in indices.items():
+                    if index is not None:
+                        wire.deliver(gateway, index)
+            case "break":
+                gateway = draw.choice(list(indices))
+                indices[gateway] = None
+                wire.sent[gateway].clear()
+                wire.feed.end(gateway)
+            case "open":
+                gateway = draw.choice(list(indices))
+                if indices[gateway] is None:
+                    indices[gateway] = PrefixIndex()
+                wire.sent[gateway].clear()  # lost, and noticed: the session begins anew
+                wire.feed.begin(gateway)
+        pool.check_invariants()
+    wire.feed.publish()
+    for gateway, index in indices.items():
+        if index is not None:
+            wire.deliver(gateway, index)
+            assert index._held[A] == {name[:SHORT_NAME_BYTES] for name in pool.named()}

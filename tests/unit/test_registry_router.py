@@ -11,9 +11,10 @@ from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
 from common.contract.messages import Heartbeat, Phase, PrefixHint, Role, Source, Welcome
+from common.contract.tiers import Tier
 from gateway.attempt import Place
-from gateway.registry import Registry, WorkerView
-from gateway.router import Handoff, Local, LocalPrefill, choose, least_loaded_decode, least_loaded_prefill
+from gateway.registry import Given, Registry, WorkerView
+from gateway.router import Ask, Handoff, Local, LocalPrefill, Router, least_loaded_decode
 
 P1, P2, D1, D2 = "p1:1", "p2:1", "d1:1", "d2:1"
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
@@ -35,7 +36,13 @@ def welcome(role: Role, fingerprint: Fingerprint = FINGERPRINT) -> Welcome:
 
 def load(
     *,
-    waiting_tokens: int = 0,
+    queued: tuple[int, int, int] = (0, 0, 0),
+    token_s: float = 0.001,
+    pulled_token_s: float = 0.001,
+    sequences: tuple[int, int, int] = (0, 0, 0),
+    places: int = 0,
+    sequence_s: float = 0.0,
+    received: int = 0,
     used: int = 0,
     total: int = 10,
     phase: Phase = Phase.SERVING,
@@ -48,10 +55,16 @@ def load(
         steps=steps,
         running=running,
         waiting=0,
-        waiting_tokens=waiting_tokens,
         blocks_used=used,
         blocks_total=total,
         phase=phase,
+        queued_tokens=queued,
+        sequences=sequences,
+        places=places,
+        token_s=token_s,
+        pulled_token_s=pulled_token_s,
+        sequence_s=sequence_s,
+        received=received,
     )
 
 
@@ -158,44 +171,49 @@ def test_a_sequence_has_room_where_its_blocks_and_the_next_one_are_free(
 # --- what is in flight -----------------------------------------------------------------------------------------------
 
 
-def in_flight(registry: Registry, address: str) -> tuple[int, int]:
-    return registry.workers[address].in_flight, registry.workers[address].in_flight_tokens
+def in_flight(registry: Registry, address: str) -> int:
+    return registry.workers[address].in_flight
+
+
+def took(registry: Registry, address: str, num_tokens: int = 0) -> None:
+    """A request is given to a worker, which it never reports."""
+    registry.took(address, Given(number=2**62, tier=Tier.STANDARD, num_tokens=num_tokens))
 
 
 def test_took_and_left_balance(registry: Registry) -> None:
     registry.opened(P1, LIFE, welcome(Role.PREFILL))
-    registry.took(P1, 100)
-    registry.took(P1, 7)
-    assert in_flight(registry, P1) == (2, 107)
-    assert in_flight(registry, P2) == (0, 0)
-    registry.left(P1, LIFE, 100)
-    registry.left(P1, LIFE, 7)
-    assert in_flight(registry, P1) == (0, 0)
+    took(registry, P1)
+    took(registry, P1)
+    assert in_flight(registry, P1) == 2
+    assert in_flight(registry, P2) == 0
+    registry.left(P1, LIFE)
+    registry.left(P1, LIFE)
+    assert in_flight(registry, P1) == 0
 
 
 def test_what_a_lost_life_held_is_not_taken_from_its_successor(registry: Registry) -> None:
     registry.opened(P1, LIFE, welcome(Role.PREFILL))
-    registry.took(P1, 100)
+    took(registry, P1)
     registry.lost(P1)
-    registry.left(P1, LIFE, 100)  # between the lives
+    registry.left(P1, LIFE)  # between the lives
     registry.opened(P1, NEXT_LIFE, welcome(Role.PREFILL))
-    assert in_flight(registry, P1) == (0, 0)
-    registry.took(P1, 5)
-    registry.left(P1, LIFE, 100)
-    assert in_flight(registry, P1) == (1, 5)
-    registry.left(P1, NEXT_LIFE, 5)
-    assert in_flight(registry, P1) == (0, 0)
+    assert in_flight(registry, P1) == 0
+    took(registry, P1)
+    registry.left(P1, LIFE)
+    assert in_flight(registry, P1) == 1
+    registry.left(P1, NEXT_LIFE)
+    assert in_flight(registry, P1) == 0
 
 
 def test_a_session_that_opens_again_in_the_same_life_never_counts_below_zero(registry: Registry) -> None:
     """The network was cut for longer than the timeout; a request of before ends late: its client reads slowly."""
     registry.opened(D1, LIFE, welcome(Role.DECODE))
-    registry.took(D1, 100)
+    took(registry, D1)
     registry.lost(D1)
     registry.opened(D1, LIFE, welcome(Role.DECODE))
-    registry.took(D1, 5)
-    registry.left(D1, LIFE, 100)
-    assert in_flight(registry, D1) == (1, 5)
+    took(registry, D1)
+    registry.left(D1, LIFE)
+    assert in_flight(registry, D1) == 1
 
 
 # --- roles -----------------------------------------------------------------------------------------------------------
@@ -293,38 +311,72 @@ def test_a_misfit_fits_once_all_that_it_disagreed_with_are_gone() -> None:
 # --- routing ---------------------------------------------------------------------------------------------------------
 
 
-def view(address: str, role: Role, *, requests: int = 0, tokens: int = 0, load: Heartbeat | None = None) -> WorkerView:
+def view(address: str, role: Role, *, requests: int = 0, load: Heartbeat | None = None) -> WorkerView:
     worker = WorkerView(address, role, Incarnation(address), welcome=welcome(role))
-    worker.in_flight, worker.in_flight_tokens, worker.load = requests, tokens, load
+    worker.in_flight, worker.load = requests, load
     return worker
 
 
-def prefill_choice(*workers: WorkerView) -> str:
-    forward, backward = least_loaded_prefill([*workers]), least_loaded_prefill([*reversed(workers)])
-    assert forward is backward, "the choice depends on the order"
+def prefill_choice(*workers: WorkerView, num_tokens: int = 1000, cached: dict[str, int] | None = None) -> str:
+    """Which prefill worker gets a prompt, in whatever order they are listed."""
+    choices = set()
+    for listed in (workers, workers[::-1]):
+        registry = Registry(tuple(worker.address for worker in listed), ("d", "e"), "c")
+        registry.workers = {worker.address: worker for worker in [*listed, view("d", Role.DECODE)]}
+        places = {registry.workers[address].place: number for address, number in (cached or {}).items()}
+        route = Router(registry).choose(Ask(num_tokens=num_tokens), places)
+        assert isinstance(route, Handoff)
+        choices.add(route.prefill.address)
+    (choice,) = choices
+    return choice
+
+
+def decode_choice(*workers: WorkerView, cached: dict[str, int] | None = None, tier: Tier = Tier.STANDARD) -> str:
+    places = {worker.place: (cached or {}).get(worker.address, 0) for worker in workers}
+    ask = Ask(num_tokens=100, tier=tier)
+    forward = least_loaded_decode([*workers], ask, places)
+    assert forward is least_loaded_decode([*reversed(workers)], ask, places), "the choice depends on the order"
     return forward.address
 
 
-def decode_choice(*workers: WorkerView) -> str:
-    forward, backward = least_loaded_decode([*workers]), least_loaded_decode([*reversed(workers)])
-    assert forward is backward, "the choice depends on the order"
-    return forward.address
-
-
-def test_prefill_goes_by_tokens_then_reports_then_requests_then_address() -> None:
+def test_prefill_goes_by_the_time_to_the_first_token() -> None:
     p = Role.PREFILL
-    assert prefill_choice(view("a", p, tokens=9, requests=1), view("b", p, tokens=8, requests=5)) == "b"
-    assert prefill_choice(view("a", p, load=load(waiting_tokens=1)), view("b", p, load=load())) == "b"
-    assert prefill_choice(view("a", p, load=load(waiting_tokens=1)), view("b", p)) == "b"
-    assert prefill_choice(view("a", p, requests=1), view("b", p)) == "b"
+    busy, idle = load(queued=(0, 3000, 0)), load()
+    assert prefill_choice(view("a", p, load=busy), view("b", p, load=idle)) == "b"
+    assert prefill_choice(view("a", p, load=idle, requests=9), view("b", p, load=busy)) == "a"
+    assert prefill_choice(view("a", p, load=load(queued=(0, 0, 3000))), view("b", p, load=load())) == "a", "batch waits"
+    slow = load(token_s=0.01)
+    assert prefill_choice(view("a", p, load=slow), view("b", p, load=busy)) == "b", "4 s, and not 10"
+    assert prefill_choice(view("a", p, load=slow), view("b", p, load=busy), cached={"a": 900}) == "a", "1 s, and not 4"
+    dear = load(pulled_token_s=1.0)
+    assert prefill_choice(view("a", p, load=dear), view("b", p, load=dear), cached={"b": 500}) == "b"
+    cheap = load(pulled_token_s=0.0)
+    assert prefill_choice(view("a", p, load=cheap), view("b", p, load=busy), cached={"b": 900}) == "a"
+
+
+def test_of_prefill_workers_that_are_about_equal_the_one_with_more_of_it_then_fewer_requests_then_the_first() -> None:
+    p = Role.PREFILL
+    equal = load(token_s=0.001)
+    close = load(token_s=0.00105)
+    assert prefill_choice(view("a", p, load=close, requests=1), view("b", p, load=equal, requests=2)) == "a"
+    free = load(token_s=0.0001, pulled_token_s=0.0)
+    assert prefill_choice(view("a", p, load=free), view("b", p, load=free, requests=3), cached={"b": 40}) == "b"
     assert prefill_choice(view("b", p), view("a", p)) == "a"
+    assert prefill_choice(view("a", p, requests=1), view("b", p)) == "b"
 
 
-def test_decode_goes_by_requests_then_blocks_then_address() -> None:
+def test_decode_goes_by_room_then_occupancy_then_cache_then_requests_then_address() -> None:
     d = Role.DECODE
-    assert decode_choice(view("a", d, requests=2), view("b", d, requests=1, load=load(used=9))) == "b"
+    full = load(sequences=(0, 4, 0), places=4, sequence_s=1.0)
+    assert decode_choice(view("a", d, load=full), view("b", d, load=load(used=9))) == "b"
+    assert decode_choice(view("a", d, load=full), view("b", d, load=load(used=9)), tier=Tier.INTERACTIVE) == "a"
     assert decode_choice(view("a", d, load=load(used=5, total=10)), view("b", d, load=load(used=6, total=100))) == "b"
-    assert decode_choice(view("a", d, load=load(used=1)), view("b", d)) == "b"
+    assert decode_choice(view("a", d, load=load(used=1, total=99)), view("b", d, load=load(used=5, total=99))) == "a"
+    even = [view("a", d, load=load(used=5, total=99)), view("b", d, load=load(used=1, total=99), requests=1)]
+    assert decode_choice(*even) == "a", "their occupancies are about equal"
+    assert decode_choice(*even, cached={"b": 16}) == "b"
+    even[1].in_flight = 5
+    assert decode_choice(*even, cached={"b": 16}) == "a", "it is crowded: 5 is more than 2 * 0 + 4"
     assert decode_choice(view("b", d, load=load(total=0)), view("a", d, load=load(total=0))) == "a"
 
 
@@ -333,10 +385,21 @@ def test_equal_workers_share_the_work(registry: Registry) -> None:
         registry.opened(address, LIFE, welcome(Role.DECODE))
     taken = []
     for _ in range(6):
-        worker = least_loaded_decode(registry.usable(Role.DECODE))
-        registry.took(worker.address, 1)
+        worker = least_loaded_decode(registry.usable(Role.DECODE), Ask(num_tokens=1), {})
+        took(registry, worker.address)
         taken.append(worker.address)
     assert taken == [D1, D2] * 3
+
+
+def test_in_turn_nobody_is_preferred() -> None:
+    registry = opened(*WORKERS)
+    took(registry, P1, 5000)
+    router = Router(registry, local_prefill_tokens=10, routing="round_robin")
+    routes = [router.choose(Ask(num_tokens=100), held(p1=96, d1=96)) for _ in range(4)]
+    assert all(isinstance(route, Handoff) and route.prefix is None for route in routes)
+    prefill = [route.prefill.address for route in routes if isinstance(route, Handoff)]
+    assert sorted(prefill) == [P1, P1, P2, P2]
+    assert isinstance(router.choose(Ask(num_tokens=10), {}), Local)
 
 
 # --- routes ----------------------------------------------------------------------------------------------------------
@@ -357,13 +420,13 @@ def held(**tokens: int) -> dict[Place, int]:
 
 
 def handoff(registry: Registry, num_tokens: int, cached: dict[Place, int], threshold: int = 0) -> Handoff:
-    route = choose(registry, num_tokens, cached, threshold)
+    route = Router(registry, local_prefill_tokens=threshold).choose(Ask(num_tokens=num_tokens), cached)
     assert isinstance(route, Handoff)
     return route
 
 
 def local(registry: Registry, num_tokens: int, cached: dict[Place, int], threshold: int = 0) -> tuple[str, str]:
-    route = choose(registry, num_tokens, cached, threshold)
+    route = Router(registry, local_prefill_tokens=threshold).choose(Ask(num_tokens=num_tokens), cached)
     assert isinstance(route, Local)
     return route.decode.address, route.reason
 
@@ -374,9 +437,9 @@ def hint(address: str, num_tokens: int) -> PrefixHint:
 
 def test_a_handoff_is_between_the_least_loaded() -> None:
     registry = opened(*WORKERS)
-    registry.took(P1, 5)
-    registry.took(D1, 5)
-    route = handoff(registry, 100, held(p1=16, d1=16))
+    took(registry, P1, 5000)
+    took(registry, D1)
+    route = handoff(registry, 100, held(p1=16))
     assert (route.prefill.address, route.decode.address) == (P2, D2)
 
 
@@ -398,8 +461,8 @@ def test_the_hint_names_who_holds_more_than_the_chosen_one(
     cached: dict[str, int], expected: tuple[str, int] | None
 ) -> None:
     registry = opened(*WORKERS)
-    registry.took(P2, 5)
-    registry.took(D1, 5)
+    took(registry, P2, 5000)
+    took(registry, D1)
     route = handoff(registry, 100, held(**cached))
     assert route.prefill.address == P1
     assert route.prefix == (None if expected is None else hint(*expected))
@@ -416,7 +479,7 @@ def test_a_hint_names_no_life_that_has_ended_and_no_worker_that_leaves() -> None
 @pytest.mark.parametrize(("threshold", "is_local"), [(0, False), (9, False), (10, True), (11, True)])
 def test_a_prompt_is_short_by_what_is_left_to_compute(threshold: int, is_local: bool) -> None:
     for num_tokens, cached in ((10, {}), (42, held(d1=32))):
-        route = choose(opened(*WORKERS), num_tokens, cached, threshold)
+        route = Router(opened(*WORKERS), local_prefill_tokens=threshold).choose(Ask(num_tokens=num_tokens), cached)
         assert route is not None
         assert isinstance(route, Local) == is_local
         assert route.decode.address == D1
@@ -428,18 +491,18 @@ def test_what_a_prefill_worker_holds_makes_no_prompt_short() -> None:
 
 def test_of_the_workers_for_which_a_prompt_is_short_the_least_loaded_computes_it() -> None:
     registry = opened(*WORKERS)
-    registry.took(D1, 1)
+    took(registry, D1, 1)
     assert local(registry, 42, held(d1=32, d2=32), 10) == (D2, LocalPrefill.SHORT)
     assert local(registry, 42, held(d1=32, d2=16), 10) == (D1, LocalPrefill.SHORT)
 
 
 def test_a_crowded_worker_is_not_sought_for_its_cache() -> None:
     registry = opened(*WORKERS)
-    registry.took(D2, 1)
+    took(registry, D2, 1)
     for _ in range(6):
-        registry.took(D1, 1)
+        took(registry, D1, 1)
     assert local(registry, 42, held(d1=32), 10) == (D1, LocalPrefill.SHORT), "2 * 1 + 4 requests"
-    registry.took(D1, 1)
+    took(registry, D1, 1)
     route = handoff(registry, 42, held(d1=32), 10)
     assert (route.decode.address, route.prefix) == (D2, hint(D1, 32))
 
@@ -457,5 +520,27 @@ def test_where_there_are_no_prefill_workers_decode_workers_compute() -> None:
     assert local(registry, 10, {}, 64) == (D1, LocalPrefill.COLOCATED)
     assert local(registry, 100, held(d1=16, d2=32)) == (D2, LocalPrefill.COLOCATED)
     for _ in range(5):
-        registry.took(D2, 1)
+        took(registry, D2, 1)
     assert local(registry, 100, held(d1=16, d2=32)) == (D1, LocalPrefill.COLOCATED)
+
+
+# --- explained -------------------------------------------------------------------------------------------------------
+
+
+def test_a_route_can_be_explained() -> None:
+    registry = opened(*WORKERS)
+    for address in WORKERS:
+        registry.heartbeat(address, load(queued=(0, 10, 0), token_s=0.001, pulled_token_s=0.0), 0.0)
+    told = handoff(registry, 100, held(p1=16, d2=32)).explain()
+    assert told == {
+        "route": "handoff",
+        "prefill": P1,
+        "decode": D2,
+        "cached-tokens": "16",
+        "expected-ttft-ms": "83.0",
+        "prefix-from": D2,
+        "prefix-tokens": "32",
+    }
+    route = Router(registry, local_prefill_tokens=200).choose(Ask(num_tokens=100), {})
+    assert route is not None
+    assert route.explain() == {"route": "short", "decode": D1, "cached-tokens": "0", "expected-ttft-ms": "110.0"}

@@ -1,0 +1,152 @@
+"""Answers that follow a schema, an expression, a choice or a grammar, of a model that knows nothing of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from stack import BLOCK_BYTES, Workers, generation, prompt
+
+from gateway.dispatcher import Dispatcher
+from gateway.generation import Generation
+from gateway.structured_output import compile_grammar
+
+Pool = Callable[..., Workers]
+
+MODEL = "tiny"
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "ok": {"type": "boolean"},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kinds": {"type": "array", "items": {"enum": ["a", "é"]}, "maxItems": 2},
+    },
+    "required": ["ok", "count", "kinds"],
+    "additionalProperties": False,
+}
+QUESTION: Any = [{"role": "user", "content": "tell me " * 40}]
+WEIGHTLESS: Any = {"seed": 5, "temperature": 1.0}
+
+
+def follows_schema(text: str) -> bool:
+    """By hand, as the library that wrote the text should not be its judge."""
+    answer = json.loads(text)
+    return (
+        list(answer) == ["ok", "count", "kinds"]
+        and isinstance(answer["ok"], bool)
+        and type(answer["count"]) is int
+        and 0 <= answer["count"] <= 99
+        and len(answer["kinds"]) <= 2
+        and set(answer["kinds"]) <= {"a", "é"}
+    )
+
+
+async def test_what_stops_follows_the_schema_and_nearly_everything_stops(main_pool: Workers) -> None:
+    """With random weights, at temperature 1: nothing but the grammar makes it so."""
+    with main_pool.gateway("--served-model-name", MODEL) as gateway:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.facts['url']}/v1", api_key="any") as client:
+
+            async def ask(seed: int) -> Any:
+                return await client.chat.completions.create(
+                    model=MODEL,
+                    messages=QUESTION,
+                    temperature=1.0,
+                    seed=seed,
+                    max_completion_tokens=400,
+                    response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}},  # type: ignore[typeddict-item]
+                )
+
+            choices = [answer.choices[0] for answer in await asyncio.gather(*map(ask, range(40)))]
+    stopped = [choice.message.content for choice in choices if choice.finish_reason == "stop"]
+    assert len(stopped) >= 36
+    assert all(map(follows_schema, stopped))
+    assert len(set(stopped)) > 20, "they are drawn"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"guided_choice": ["red", 'gr"een', "blå"]}, r'red|gr"een|blå'),
+        ({"guided_regex": "[a-c]{3}-[0-9]+x"}, "[a-c]{3}-[0-9]+x"),
+        ({"guided_grammar": 'root ::= "(" root ")" | "x"'}, r"\(*x\)*"),
+        ({"guided_json": json.dumps({"enum": ["yes", "no"]})}, r'\s*"(yes|no)"\s*'),
+        ({"structured_outputs": {"choice": ["one"]}}, "one"),
+        ({"response_format": {"type": "json_object"}}, r"(?s)\s*\{.*\}\s*"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+async def test_each_kind_of_grammar(main_pool: Workers, asked: dict[str, Any], expected: str, stream: bool) -> None:
+    """Three choices of a short prompt, which a decode worker computes itself; each ends where its grammar lets it."""
+    with main_pool.gateway("--served-model-name", MODEL) as gateway:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.facts['url']}/v1", api_key="any") as client:
+            texts, reasons = ["", "", ""], [None, None, None]
+            many: Any = {"model": MODEL, "prompt": "say it:", "n": 3, "max_tokens": 300}
+            if stream:
+                async for chunk in await client.completions.create(**many, **WEIGHTLESS, extra_body=asked, stream=True):
+                    for choice in chunk.choices:
+                        texts[choice.index] += choice.text
+                        reasons[choice.index] = choice.finish_reason or reasons[choice.index]  # type: ignore[call-overload]
+            else:
+                answer = await client.completions.create(**many, **WEIGHTLESS, extra_body=asked)
+                texts = [choice.text for choice in answer.choices]
+                reasons = [choice.finish_reason for choice in answer.choices]  # type: ignore[misc]
+    ended = [text for text, reason in zip(texts, reasons, strict=True) if reason == "stop"]
+    assert ended
+    for text in ended:
+        assert re.fullmatch(expected, text), text
+
+
+async def tokens_of(dispatcher: Dispatcher, work: Generation, after: Callable[[int], None] = lambda num: None) -> Any:
+    """The tokens of its choices, and how they ended; `after` hears how many of the first there are."""
+    tokens: list[list[int]] = [[] for _ in range(work.num_choices)]
+    reasons: list[str | None] = [None] * work.num_choices
+    async for delta in dispatcher.generate(work):
+        tokens[delta.choice] += delta.token_ids
+        reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
+        after(len(tokens[0]))
+    return tokens, reasons
+
+
+def structured(seed: int, first: int = 3, **more: Any) -> Generation:
+    """About 60 tokens that follow an expression."""
+    grammar, error = compile_grammar("regex", "([a-f]{4}-){12}[0-9]{9}")
+    assert not error
+    sampling = {"temperature": 1.0, "seed": seed, "max_tokens": 90, "grammar": grammar}
+    return generation(prompt(first, 100), **sampling, **more)
+
+
+async def test_a_worker_that_dies_takes_no_grammar_with_it(pool: Pool) -> None:
+    """Whoever goes on reads the tokens again: they are those of an undisturbed run."""
+    workers = pool("structured", decode=2)
+    async with workers.dispatcher(timeout_s=1.5) as dispatcher:
+        expected = await tokens_of(dispatcher, structured(11, n=2))
+        assert expected[1] == ["stop", "stop"]
+
+        def kill_at_20(num: int) -> None:
+            if num >= 20 and not any(worker.killed for worker in workers.decode):
+                for worker in workers.decode:
+                    if worker.get("/ready")["running"]:
+                        worker.kill()
+                        break
+
+        assert await tokens_of(dispatcher, structured(11, n=2), kill_at_20) == expected
+    assert any(worker.killed for worker in workers.decode)
+
+
+async def test_sequences_that_are_preempted_keep_their_grammar(pool: Pool, main_pool: Workers) -> None:
+    works = [structured(seed, first=seed) for seed in range(14)]
+    async with main_pool.dispatcher() as dispatcher:
+        expected = [await tokens_of(dispatcher, work) for work in works]
+    little = pool(
+        "structured little", decode_options=("--kv-cache-bytes", str(40 * BLOCK_BYTES), "--memory-reserve", "-1")
+    )
+    async with little.dispatcher() as dispatcher:
+        assert await asyncio.gather(*(tokens_of(dispatcher, work) for work in works)) == expected
+    assert sum(worker.metric("baton_preemptions_total") for worker in little.decode) > 0

@@ -1,0 +1,69 @@
+"""Work that cannot be stopped does not pile up behind clients that have left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from gateway_fixtures import byte_level_backend, wrap
+
+from gateway.bounded_threads import BoundedThreads
+
+
+class Work:
+    """Takes until it is let go, and knows how much of it there is."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.num_begun = 0
+
+    def __call__(self) -> int:
+        self.num_begun += 1
+        assert self.go.wait(60)
+        return self.num_begun
+
+
+async def _until_begun(work: Work, count: int) -> None:
+    async with asyncio.timeout(30):
+        while work.num_begun < count:
+            await asyncio.sleep(0.01)
+
+
+async def test_work_of_clients_that_have_left_counts_until_it_is_done() -> None:
+    threads, work = BoundedThreads(2, "test"), Work()
+    for _ in range(3):
+        asked = [asyncio.create_task(threads.run(work)) for _ in range(10)]
+        await _until_begun(work, 2)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert all(task.cancelled() for task in asked)
+    assert work.num_begun == 2
+    last = asyncio.create_task(threads.run(work))
+    await asyncio.sleep(0)
+    assert work.num_begun == 2
+    work.go.set()
+    assert await asyncio.wait_for(last, 30) == 3
+    assert await asyncio.gather(*(threads.run(lambda each=each: each) for each in range(20))) == list(range(20))  # type: ignore[misc]
+
+
+async def test_long_texts_are_tokenised_a_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, work = wrap(byte_level_backend()), Work()
+    backend = tokenizer._backend
+
+    class Slow:
+        def encode_batch_fast(self, *args: object, **options: object) -> object:
+            work()
+            return backend.encode_batch_fast(*args, **options)
+
+    monkeypatch.setattr(tokenizer, "_backend", Slow())
+    asked = [asyncio.create_task(tokenizer.encode("hello " * 2000)) for _ in range(50)]
+    await _until_begun(work, 4)
+    for task in asked[:40]:
+        task.cancel()
+    await asyncio.gather(*asked[:40], return_exceptions=True)
+    assert work.num_begun == 4
+    work.go.set()
+    assert len({len(tokens) for tokens in await asyncio.gather(*asked[40:])}) == 1
+    assert work.num_begun == 14

@@ -1,0 +1,313 @@
+"""Connections of clients: how many, how long a head may take, how large it may be, and answers that nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, Server, assert_error, serve, settings
+
+from gateway.connections import ConnectionBounds, allow_descriptors
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+TIMEOUT_S = 10.0
+
+
+LARGE = {"prompt": ["hello"] * 16, "max_tokens": 200, "n": 16}
+"""A request whose answer does not fit into the buffers on the way."""
+
+
+class Time:
+    """Within it, the running loop's time stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self._loop: Any = asyncio.get_running_loop()
+        self.now = self.start = self._loop.time()
+
+    def __enter__(self) -> Time:
+        self._loop.time = lambda: self.now
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._loop.time
+
+    async def advance(self, seconds: float) -> None:
+        """Let what has been sent arrive, and then what is due in so many seconds happen."""
+        await _settle()
+        self.now += seconds
+        await _settle()
+
+
+async def _settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def _head(content_length: int) -> bytes:
+    return f"POST {COMPLETIONS_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {content_length}\r\n\r\n".encode()
+
+
+async def _open(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+
+
+async def _answer(reader: asyncio.StreamReader, timeout_s: float = TIMEOUT_S) -> tuple[int, dict[str, str], Any]:
+    """The next answer of a connection: status, headers, JSON."""
+    async with asyncio.timeout(timeout_s):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
+        return int(head[0].split()[1]), headers, json.loads(await reader.readexactly(int(headers["content-length"])))
+
+
+async def _end(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server closes."""
+    async with asyncio.timeout(TIMEOUT_S):
+        return await reader.read()
+
+
+def _refused(server: Server, reason: str) -> float:
+    name = "baton_gateway_connections_refused_total"
+    return server.metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
+
+
+async def _until_open(server: Server, count: int) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while server.metrics.registry.get_sample_value("baton_gateway_connections") != count:
+            await asyncio.sleep(0.01)
+
+
+async def test_connections_beyond_the_bound_are_turned_away() -> None:
+    async with serve(ScriptedGenerator(), bounds=ConnectionBounds(max_connections=2)) as server:
+        held = [await _open(server) for _ in range(2)]
+        await _until_open(server, 2)
+        reader, writer = await _open(server)
+        status, headers, body = await _answer(reader)
+        assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+        assert_error(body, None, "connections")
+        assert await _end(reader) == b""
+        writer.close()
+        assert _refused(server, "full") == 1
+        held[0][1].write(HEALTH)
+        assert (await _answer(held[0][0]))[0] == 200
+        held[1][1].close()
+        await _until_open(server, 1)
+        reader, writer = await _open(server)
+        writer.write(HEALTH)
+        assert (await _answer(reader))[0] == 200
+        writer.close()
+        held[0][1].close()
+        await _until_open(server, 0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "more"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: ", b"y"),
+        (b"GET /", b"x"),
+        (b"G", b""),
+        (b"\r\n", b"\r\n"),
+        (b"POST /tokenize HTTP/1.1", b""),
+    ],
+)
+@pytest.mark.parametrize("served_before", [False, True])
+async def test_a_head_that_does_not_come_to_its_end(sent: bytes, more: bytes, served_before: bool) -> None:
+    """Also not where a byte comes now and then."""
+    async with serve(ScriptedGenerator(), bounds=ConnectionBounds(header_timeout_s=10)) as server:
+        reader, writer = await _open(server)
+        if served_before:
+            writer.write(HEALTH)
+            assert (await _answer(reader))[0] == 200
+        with Time() as time:
+            writer.write(sent)
+            await time.advance(0)
+            for _ in range(9):
+                writer.write(more)
+                await time.advance(1)
+            assert _refused(server, "slow_head") == 0
+            await time.advance(1.1)
+            status, headers, body = await _answer(reader)
+            assert (status, headers["connection"]) == (408, "close")
+            assert_error(body, None)
+            assert await _end(reader) == b""
+            writer.close()
+            assert _refused(server, "slow_head") == 1
+            await _until_open(server, 0)
+
+
+async def test_a_connection_on_which_nothing_comes() -> None:
+    async with serve(ScriptedGenerator(), bounds=ConnectionBounds(header_timeout_s=10)) as server:
+        reader, writer = await _open(server)
+        await _until_open(server, 1)
+        with Time() as time:
+            await time.advance(10.1)
+        assert await _end(reader) == b""
+        writer.close()
+        assert _refused(server, "slow_head") == 1
+
+
+async def test_an_idle_connection_is_kept_for_longer_than_a_head_may_take() -> None:
+    async with serve(ScriptedGenerator(), bounds=ConnectionBounds(header_timeout_s=10, idle_timeout_s=75)) as server:
+        with Time() as time:
+            reader, writer = await _open(server)
+            for _ in range(3):
+                writer.write(HEALTH)
+                assert (await _answer(reader))[0] == 200
+                await time.advance(74)
+                assert not reader.at_eof()
+            await time.advance(2)
+            assert await _end(reader) == b"", "until the idle timeout"
+            writer.close()
+            assert _refused(server, "slow_head") == 0
+
+
+async def test_a_slow_body_and_a_slow_answer_are_no_slow_head() -> None:
+    body = json.dumps(COMPLETION).encode()
+    generator = ScriptedGenerator(pause_s=100)
+    async with serve(generator, bounds=ConnectionBounds(header_timeout_s=1, idle_timeout_s=2)) as server:
+        with Time() as time:
+            reader, writer = await _open(server)
+            writer.write(_head(len(body)))
+            for byte in range(0, len(body), 8):
+                writer.write(body[byte : byte + 8])
+                await time.advance(5)
+            answer = asyncio.create_task(_answer(reader, 10_000))
+            while not answer.done():
+                await time.advance(50)
+            status, _, whole = await answer
+            assert (status, whole["choices"][0]["text"]) == (200, "hello world")
+            writer.close()
+
+
+async def test_a_body_that_comes_after_its_answer_is_no_head() -> None:
+    """It is refused for its size before it has come, and thrown away as it comes."""
+    bounds = ConnectionBounds(header_timeout_s=1, max_head_bytes=1000)
+    async with serve(ScriptedGenerator(), settings(max_body_bytes=1000), bounds=bounds) as server:
+        with Time() as time:
+            reader, writer = await _open(server)
+            writer.write(_head(20000))
+            assert (await _answer(reader))[0] == 413
+            for _ in range(20):
+                writer.write(b"x" * 1000)
+                await time.advance(0.03)
+            writer.write(HEALTH)
+            assert (await _answer(reader))[0] == 200
+            writer.close()
+            assert _refused(server, "large_head") == _refused(server, "slow_head") == 0
+
+
+@pytest.mark.parametrize("served_before", [False, True])
+async def test_a_head_that_is_too_large(served_before: bool) -> None:
+    async with serve(ScriptedGenerator()) as server:
+        reader, writer = await _open(server)
+        if served_before:
+            writer.write(HEALTH)
+            assert (await _answer(reader))[0] == 200
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        for number in range(10):
+            writer.write(b"X-%d: " % number + b"y" * 8000 + b"\r\n")
+            await writer.drain()
+            await asyncio.sleep(0)
+        status, headers, body = await _answer(reader)
+        assert (status, headers["connection"]) == (431, "close")
+        assert_error(body, None)
+        writer.close()
+        assert _refused(server, "large_head") == 1
+
+
+@pytest.mark.parametrize("line", [b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nX: " + b"y" * 9000])
+async def test_a_line_that_is_too_long(line: bytes) -> None:
+    async with serve(ScriptedGenerator()) as server:
+        reader, writer = await _open(server)
+        writer.write(line + b"\r\nHost: x\r\n\r\n")
+        status, _, body = await _answer(reader)
+        assert status == 431
+        assert_error(body, None)
+        writer.close()
+        assert _refused(server, "malformed") == 1
+
+
+async def test_an_expectation_that_is_not_known() -> None:
+    async with serve(ScriptedGenerator()) as server:
+        reader, writer = await _open(server)
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nExpect: miracles\r\nContent-Length: 2\r\n\r\n{}")
+        status, _, body = await _answer(reader)
+        assert status == 417
+        assert_error(body, None)
+        writer.close()
+
+
+@contextmanager
+def _small_client(server: Server) -> Iterator[socket.socket]:
+    """A client that holds little of what it has not read."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        client.setblocking(False)
+        yield client
+
+
+def _talkative() -> ScriptedGenerator:
+    return ScriptedGenerator(text="hello " * 100, tokens_per_delta=100)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_nobody_reads(stream: bool) -> None:
+    """A stream has a bound of its own; a whole answer, which is written at once, has the connection's."""
+    api_settings, bounds = settings(stall_timeout_s=1000), ConnectionBounds(stall_timeout_s=60)
+    async with serve(_talkative(), api_settings, bounds=bounds, send_buffer_bytes=4096) as server:
+        body = json.dumps(LARGE | {"stream": stream}).encode()
+        with _small_client(server) as client, Time() as time:
+            await asyncio.get_running_loop().sock_sendall(client, _head(len(body)) + body)
+            while not _refused(server, "stalled"):
+                await time.advance(1)
+            assert time.now - time.start >= 60
+            await _until_open(server, 0)
+
+
+async def test_a_slow_reader_gets_its_answer() -> None:
+    bounds = ConnectionBounds(stall_timeout_s=60)
+    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+        body = json.dumps(LARGE).encode()
+        with _small_client(server) as client, Time() as time:
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, _head(len(body)) + body)
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += await loop.sock_recv(client, 2**14)
+                await time.advance(50)
+        assert len(answer) > 2**17
+        assert time.now - time.start > 120
+        assert _refused(server, "stalled") == 0
+
+
+async def test_a_listener_that_is_closed_cuts_no_request_off() -> None:
+    generator = ScriptedGenerator(pause_s=0.01)
+    async with serve(generator) as server:
+        reader, writer = await _open(server)
+        body = json.dumps(COMPLETION).encode()
+        writer.write(_head(len(body)) + body)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not generator.generations:
+                await asyncio.sleep(0.01)
+    assert (await _answer(reader))[0] == 200
+    writer.close()
+
+
+def test_descriptors_for_every_connection() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        allow_descriptors(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 512
+        allow_descriptors(1000)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1256
+        allow_descriptors(2 * before[1])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,0 +1,120 @@
+"""What is expected of a worker, and who is not let in for it."""
+
+from __future__ import annotations
+
+import pytest
+from test_registry_router import LIFE, load, view, welcome
+
+from common.contract.messages import Heartbeat, Role
+from common.contract.tiers import Tier
+from gateway.admission import Admission
+from gateway.estimates import occupancy, prompt_s, queue_s, room_s
+from gateway.registry import Given, Registry
+from gateway.router import Expected
+
+INTERACTIVE, STANDARD, BATCH = Tier
+P, D = "p:1", "d:1"
+
+
+def given(number: int, tier: Tier = STANDARD, *, tokens: int = 0, sequences: int = 0, blocks: int = 0) -> Given:
+    return Given(number=number, tier=tier, num_tokens=tokens, num_sequences=sequences, num_blocks=blocks)
+
+
+# --- estimates -------------------------------------------------------------------------------------------------------
+
+
+def test_a_queue_is_what_comes_before_a_tier() -> None:
+    worker = view(P, Role.PREFILL, load=load(queued=(100, 200, 400), token_s=0.01))
+    assert [queue_s(worker, tier) for tier in Tier] == pytest.approx([1.0, 3.0, 7.0])
+
+
+def test_a_prompt_takes_what_is_not_cached_or_cheaper_to_pull() -> None:
+    worker = view(P, Role.PREFILL, load=load(token_s=0.01, pulled_token_s=0.001))
+    assert prompt_s(worker, 100, 0) == pytest.approx(1.0)
+    assert prompt_s(worker, 100, 60) == pytest.approx(0.4)
+    assert prompt_s(worker, 100, 0, 50) == pytest.approx(0.005 + 0.05 + 0.5)
+    assert prompt_s(worker, 100, 60, 50) == pytest.approx(0.4), "it has more itself"
+    dear = view(P, Role.PREFILL, load=load(token_s=0.01, pulled_token_s=0.02))
+    assert prompt_s(dear, 100, 0, 50) == pytest.approx(1.0)
+
+
+def test_room_is_there_while_places_are_and_then_as_fast_as_sequences_end() -> None:
+    worker = view(D, Role.DECODE, load=load(sequences=(2, 1, 5), places=4, sequence_s=8.0))
+    assert room_s(worker, INTERACTIVE, 2) == 0.0
+    assert room_s(worker, INTERACTIVE, 3) == pytest.approx(2.0), "one too many, and four end in 8 s"
+    assert room_s(worker, STANDARD, 1) == 0.0
+    assert room_s(worker, BATCH, 1) == pytest.approx(10.0)
+    assert room_s(view(D, Role.DECODE), BATCH, 99) == 0.0
+
+
+def test_what_a_worker_was_given_counts_until_it_has_reported_it() -> None:
+    registry = Registry((P,), (D,), "c")
+    registry.opened(P, LIFE, welcome(Role.PREFILL))
+    registry.opened(D, LIFE, welcome(Role.DECODE))
+    worker, decode = registry.workers[P], registry.workers[D]
+    registry.heartbeat(P, load(token_s=0.01), 0.0)
+    registry.took(P, given(1, tokens=100))
+    registry.took(P, given(2, BATCH, tokens=50))
+    assert queue_s(worker, STANDARD) == pytest.approx(1.0)
+    assert queue_s(worker, BATCH) == pytest.approx(1.5)
+    registry.heartbeat(P, load(token_s=0.01, queued=(0, 90, 0), received=1), 0.0)
+    assert queue_s(worker, BATCH) == pytest.approx(1.4), "the second had not arrived when that was said"
+    registry.heartbeat(P, load(token_s=0.01, queued=(0, 30, 50), received=2), 0.0)
+    assert queue_s(worker, BATCH) == pytest.approx(0.8)
+
+    registry.heartbeat(D, load(places=2, sequence_s=1.0, total=100), 0.0)
+    registry.took(D, given(7, sequences=2, blocks=30))
+    assert room_s(decode, STANDARD, 1) == pytest.approx(0.5)
+    assert occupancy(decode) == pytest.approx(0.3)
+    registry.resynced(D)
+    assert (room_s(decode, STANDARD, 1), occupancy(decode)) == (0.0, 0.0)
+    registry.took(D, given(1, sequences=2))
+    registry.lost(D)
+    registry.opened(D, LIFE, welcome(Role.DECODE))
+    assert decode.sequences == [0, 0, 0]
+
+
+# --- admission -------------------------------------------------------------------------------------------------------
+
+LIMITS = {INTERACTIVE: 1.0, STANDARD: 10.0, BATCH: 0.0}
+
+
+def expected(*, queue: float = 0.0, prompt: float = 0.0, room: float = 0.0) -> Expected:
+    return Expected(queue_s=queue, prompt_s=prompt, room_s=room)
+
+
+@pytest.mark.parametrize(
+    ("tier", "what", "retry_after_s"),
+    [
+        (INTERACTIVE, expected(), None),
+        (INTERACTIVE, expected(queue=0.79), None),
+        (INTERACTIVE, expected(queue=0.81), 1),
+        (INTERACTIVE, expected(room=0.81), 1),
+        (INTERACTIVE, expected(queue=3.0), 3),
+        (INTERACTIVE, expected(queue=0.5, prompt=0.3), None),
+        (INTERACTIVE, expected(queue=0.6, prompt=0.3), 1),
+        (INTERACTIVE, expected(queue=0.39, prompt=60.0), None),
+        (INTERACTIVE, expected(queue=0.41, prompt=60.0), 1),
+        (STANDARD, expected(queue=0.81), None),
+        (STANDARD, expected(queue=20.0, room=30.5), 23),
+        (BATCH, expected(queue=1e6, room=1e6), None),
+    ],
+    ids=str,
+)
+def test_who_would_wait_too_long_is_not_let_in(tier: Tier, what: Expected, retry_after_s: int | None) -> None:
+    refusal = Admission(LIMITS).refusal(tier, what)
+    assert (None if refusal is None else refusal.retry_after_s) == retry_after_s
+
+
+def test_a_refusal_says_who_is_busy_and_how_long() -> None:
+    admission = Admission(LIMITS)
+    for what, who in ((expected(queue=3.0), "prefill"), (expected(room=3.0), "decode")):
+        refusal = admission.refusal(INTERACTIVE, what)
+        assert refusal is not None
+        for said in (f"{who} workers", "3.0 s", "0.8 s", "interactive"):
+            assert said in refusal.message
+
+
+def test_the_heartbeat_of_a_worker_says_all_of_this() -> None:
+    names = {"queued_tokens", "sequences", "places", "token_s", "pulled_token_s", "sequence_s", "received"}
+    assert names <= set(Heartbeat.__dataclass_fields__)

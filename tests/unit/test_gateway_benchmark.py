@@ -1,0 +1,109 @@
+"""What the gateway's benchmark counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import results_page
+from benchmarks.event_client import EventClient, post
+from benchmarks.gateway import summary, tokens_with_text
+from benchmarks.results_page import part
+from common.runtime.checkpoint import DEMO_FOLDER
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT = b'data: {"choices":[{"text":"}\\n"}]}\n\n'
+
+
+class Transport:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+
+def framed(*parts: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def connected(**options: Any) -> tuple[EventClient, Transport]:
+    client, transport = EventClient(b"ask", **options), Transport()
+    client.connection_made(transport)  # type: ignore[arg-type]
+    return client, transport
+
+
+async def test_events_are_counted_wherever_they_are_cut() -> None:
+    answer = HEAD + framed(EVENT, EVENT + EVENT, b"data: [DONE]\n\n")
+    for cut in range(len(HEAD), len(answer)):
+        for second in {cut + 1, cut + 2, len(answer)}:
+            client, _ = connected()
+            for data in (answer[:cut], answer[cut:second], answer[second:]):
+                if data:
+                    client.data_received(data)
+            assert client.num_events == 3, (cut, second)
+            assert client.first.done()
+
+
+async def test_an_answer_may_be_asked_for_again() -> None:
+    client, transport = connected(again=True)
+    for _ in range(3):
+        client.data_received(HEAD + framed(EVENT, b"data: [DONE]\n\n"))
+    assert (client.num_answers, client.num_events, transport.written) == (3, 3, [b"ask"] * 4)
+
+
+async def test_a_refusal_and_a_lost_connection_show() -> None:
+    client, _ = connected()
+    client.data_received(b"HTTP/1.1 429 Too Many Requests\r\n\r\n")
+    with pytest.raises(RuntimeError, match="429"):
+        await client.first
+    client.connection_lost(None)
+    with pytest.raises(ConnectionError):
+        await client.ended
+
+
+async def test_arrivals_are_stamped_once_that_is_asked_for() -> None:
+    client, _ = connected()
+    client.data_received(HEAD)
+    client.arrivals = []
+    client.data_received(EVENT + EVENT)
+    client.data_received(EVENT)
+    assert [count for _, count in client.arrivals] == [2, 3]
+    await asyncio.sleep(0)
+
+
+def test_a_request_is_http() -> None:
+    head, _, body = post("/v1/completions", {"prompt": "é"}).partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
+    assert f"Content-Length: {len(body)}".encode() in head
+    assert json.loads(body) == {"prompt": "é"}
+
+
+def test_answers_are_made_of_tokens_that_are_text() -> None:
+    assert 100 < len(tokens_with_text(DEMO_FOLDER)) < 860
+
+
+def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    streams = {
+        "added_p50_ms": 0.5,
+        "added_p99_ms": 2.0,
+        "moderate_cpu_us_per_token": 40.0,
+        "tokens_per_s": 20500.0,
+        "cpu_us_per_token": 30.0,
+        "gateway_share": 0.99,
+        "load_share": 0.5,
+    }
+    asked = {"requests_per_s": 900.0, "cpu_us_per_request": 1100.0, "gateway_share": 0.99, "load_share": 0.2}
+    rounds = [{"100": streams | {"paces": []}, "requests": asked}]
+    machine = {"cpu": "Abacus", "cores": 2}
+    run = {"command": "c", "commit": "c", "machine": machine, "figures": summary(rounds) | {"rounds": rounds}}
+    (tmp_path / "gateway.json").write_text(json.dumps(run))
+    assert "| 100 | 0.50 | 2.0 | 20,500 | 40 | 30 | 99 % |" in part("gateway")
+    assert "| 900 | 1100 | 99 % |" in part("gateway requests")

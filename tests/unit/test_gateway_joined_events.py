@@ -1,0 +1,107 @@
+"""Events whose tokens have come together travel together, and none waits for a token that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+from dispatcher_bench import Bench, D
+from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, encode, serve, tokenizer
+
+from common.contract.errors import Cause
+from common.contract.messages import Tokens
+from gateway.generation import Delta, GenerationFailed
+
+HALF = encode("ж")[0]
+"""A token that ends within a character, and so has no text."""
+
+
+class Joined(ScriptedGenerator):
+    """Says of all deltas but the last one before the script's pause, or its end, that another one is there."""
+
+    def _rounds(self, generation: Any) -> list[list[Delta]]:
+        rounds = super()._rounds(generation)
+        last = (self.num_before or len(rounds)) - 1
+        return [[replace(delta, more=number != last) for delta in each] for number, each in enumerate(rounds)]
+
+
+async def chunks_of(response: aiohttp.ClientResponse) -> list[bytes]:
+    """The answer as it was written: HTTP's chunks, each of which is one write."""
+    chunks, chunk = [], b""
+    async for data, ended in response.content.iter_chunks():
+        chunk += data
+        if ended:
+            chunks.append(chunk)
+            chunk = b""
+    return chunks
+
+
+async def test_events_that_come_together_are_one_write_after_the_first() -> None:
+    generator = Joined(text="hello world the end of the story")
+    num_tokens = len(encode(generator.text))
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        body = COMPLETION | {"stream": True, "max_tokens": 100}
+        async with session.post(server.url + COMPLETIONS_PATH, json=body) as response:
+            first, *rest = await chunks_of(response)
+    assert first.count(b"data: ") == 1
+    assert len(rest) <= 2  # [DONE] has a write of its own
+    assert b"".join(rest).count(b"data: {") == num_tokens - 1
+    assert rest[-1].endswith(b"data: [DONE]\n\n")
+
+
+async def test_nothing_waits_for_a_token_without_text() -> None:
+    assert tokenizer().decode([HALF]) == "\N{REPLACEMENT CHARACTER}"
+    tokens = [*encode("hello hello hello"), HALF]
+    generator = Joined(token_ids=[*tokens, 5], hang=True, num_before=len(tokens))
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        body = COMPLETION | {"stream": True, "max_tokens": 100}
+        async with session.post(server.url + COMPLETIONS_PATH, json=body) as response:
+            got = b""
+            async with asyncio.timeout(10):
+                while got.count(b"data: {") < len(tokens) - 1:
+                    got += await response.content.readany()
+
+
+async def test_an_error_comes_after_what_was_held_back() -> None:
+    class Failing(Joined):
+        def _rounds(self, generation: Any) -> list[list[Delta]]:
+            return [[replace(delta, more=True) for delta in each] for each in super()._rounds(generation)]
+
+    tokens = encode("hello hello hello")
+    generator = Failing(
+        token_ids=[*tokens, 5], num_before=len(tokens), failure=GenerationFailed(Cause.WORKER_LOST, "gone")
+    )
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        body = COMPLETION | {"stream": True, "max_tokens": 100}
+        async with session.post(server.url + COMPLETIONS_PATH, json=body) as response:
+            events = (await response.read()).decode().split("\n\n")
+    assert [event[:6] for event in events[: len(tokens)]] == ["data: "] * len(tokens)
+    assert events[len(tokens)].startswith("event: error\n")
+    assert events[len(tokens) + 1 :] == [""]
+
+
+async def test_the_dispatcher_says_what_is_there() -> None:
+    bench = Bench((), (D,))
+    key, task = await bench.request()
+    message = Tokens(request=key.request, attempt=1, choice=0, position=3, token_ids=(1,))
+    for position in range(3):
+        bench.say(D, replace(message, position=3 + position))
+    await asyncio.sleep(0.01)
+    bench.say(D, replace(message, position=6))
+    await asyncio.sleep(0.01)
+    bench.say(D, replace(message, position=7, finish_reason="stop"))
+    assert [delta.more for delta in await task] == [True, True, False, False, True]  # after the last one: the end
+    await bench.close()
+
+
+async def test_with_several_choices_nothing_waits() -> None:
+    """A choice that has ended by a stop string swallows what comes for it: another one's event must not wait there."""
+    bench = Bench((), (D,))
+    key, task = await bench.request(n=2)
+    for choice in (0, 1):
+        bench.tokens(D, key, 0, 1, 2, choice=choice)
+        bench.tokens(D, key, 2, 3, choice=choice, reason="stop")
+    assert not any(delta.more for delta in await task)
+    await bench.close()

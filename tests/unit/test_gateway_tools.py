@@ -1,0 +1,611 @@
+"""Functions and reasoning in chats, as clients see them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from gateway_fixtures import (
+    CHAT,
+    CHAT_PATH,
+    COMPLETION,
+    COMPLETIONS_PATH,
+    EOS,
+    MESSAGES,
+    MODEL,
+    ScriptedGenerator,
+    assert_error,
+    byte_level_backend,
+    post,
+    serve,
+    settings,
+    tokenizer,
+    wrap,
+)
+from openai.types.chat import ChatCompletionChunk
+from prometheus_client.parser import text_string_to_metric_families
+from tool_models import NOON, TOOLS, WEATHER, backend, tokens_of, tool_tokenizer
+
+from gateway.api_settings import ApiSettings
+
+ARGUMENTS = '{"city": "Oslo", "days": 3}'
+TWO_CALLS = (
+    f'Let me see.\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "is-noon", "arguments": {}}\n</tool_call>'
+)
+ONE_CALL = TWO_CALLS[len("Let me see.\n") :].split("\n<tool_call>\n{" + '"name": "is')[0]
+
+
+def tool_settings(**changes: Any) -> ApiSettings:
+    base = settings(max_sequence_tokens=4096)
+    return dataclasses.replace(base, model_vocab_size=tool_tokenizer("hermes").vocab_size, **changes)
+
+
+def scripted(text: str, **how: Any) -> ScriptedGenerator:
+    """A model that says this, and ends."""
+    return ScriptedGenerator(token_ids=[*tokens_of(text), EOS], **how)
+
+
+@asynccontextmanager
+async def client_of(
+    generator: ScriptedGenerator, template: str = "hermes", **changes: Any
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with serve(generator, tool_settings(**changes), tool_tokenizer(template)) as server:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+
+async def ask(generator: ScriptedGenerator, template: str = "hermes", **body: Any) -> Any:
+    """The answer of the official client."""
+    async with client_of(generator, template) as client:
+        return await client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES} | body))
+
+
+async def chunks_of(generator: ScriptedGenerator, template: str = "hermes", **body: Any) -> list[ChatCompletionChunk]:
+    async with client_of(generator, template) as client:
+        asked = {"model": MODEL, "messages": MESSAGES, "stream": True} | body
+        return [chunk async for chunk in await client.chat.completions.create(**asked)]
+
+
+async def refused(body: dict[str, Any], template: str = "hermes", **changes: Any) -> Any:
+    """The error of a request that generates nothing."""
+    generator = ScriptedGenerator()
+    status, answer, _ = await post(
+        CHAT_PATH,
+        CHAT | body,
+        generator,
+        api_settings=tool_settings(**changes),
+        model_tokenizer=tool_tokenizer(template),
+    )
+    assert status == 400, answer
+    assert not generator.generations
+    return answer
+
+
+def prompt_of(generator: ScriptedGenerator) -> str:
+    text: str = backend().decode(generator.generations[0].token_ids, skip_special_tokens=False)
+    return text
+
+
+# Whole answers.
+
+
+async def test_calls_in_a_whole_answer() -> None:
+    generator = scripted(TWO_CALLS)
+    answer = await ask(generator, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see.\n"
+    first, second = choice.message.tool_calls
+    assert (first.type, first.function.name, first.function.arguments) == ("function", "get_weather", ARGUMENTS)
+    assert (second.function.name, second.function.arguments) == ("is-noon", "{}")
+    assert len({first.id, second.id}) == 2
+    assert answer.usage.completion_tokens == len(tokens_of(TWO_CALLS)) + 1
+    assert generator.generations[0].sampling.grammar is None
+    assert json.dumps(WEATHER, ensure_ascii=False) in prompt_of(generator)
+    assert json.dumps(NOON) in prompt_of(generator)
+
+
+async def test_content_is_null_where_there_are_only_calls() -> None:
+    answer = await ask(scripted(ONE_CALL), tools=TOOLS)
+    assert answer.choices[0].message.content is None
+    assert len(answer.choices[0].message.tool_calls) == 1
+
+
+async def test_text_is_text_whether_functions_are_offered_or_not() -> None:
+    for body in ({"tools": TOOLS}, {}, {"tools": []}):
+        answer = await ask(scripted("hello < there"), **body)
+        assert answer.choices[0].message.content == "hello < there"
+        assert answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_what_looks_like_a_call_is_text_where_no_function_is_offered() -> None:
+    for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        generator = scripted(TWO_CALLS)
+        answer = await ask(generator, **body)
+        assert answer.choices[0].message.content == TWO_CALLS
+        assert answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].finish_reason == "stop"
+        assert "get_weather" not in prompt_of(generator)
+
+
+async def test_a_malformed_call_is_text() -> None:
+    text = '<tool_call>\n{"name": "get_wether", "arguments": {}}\n</tool_call>'
+    answer = await ask(scripted(text), tools=TOOLS)
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_a_call_that_is_cut_does_not_end_the_answer_as_one() -> None:
+    for text, finish_reason, expected in [
+        (TWO_CALLS[:-30], "length", "length"),
+        (TWO_CALLS, "length", "length"),
+        (TWO_CALLS.replace("{}}", '{"a": x}}'), "stop", "stop"),
+        (TWO_CALLS.replace("{}}", "{}]"), "stop", "tool_calls"),
+    ]:
+        token_ids = tokens_of(text)
+        answer = await ask(ScriptedGenerator(token_ids=token_ids, finish_reason=finish_reason), tools=TOOLS)  # type: ignore[arg-type]
+        assert answer.choices[0].finish_reason == expected
+        assert answer.choices[0].message.tool_calls[0].function.arguments == ARGUMENTS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_call_ends_the_answer_where_there_may_be_no_more(stream: bool) -> None:
+    generator = scripted(TWO_CALLS, tokens_per_delta=3)
+    body: Any = {"tools": TOOLS, "parallel_tool_calls": False}
+    if stream:
+        chunks = await chunks_of(generator, **body)
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        names = [call.function.name for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]  # type: ignore[union-attr]
+        assert [name for name in names if name] == ["get_weather"]
+    else:
+        answer = await ask(generator, **body)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.arguments == ARGUMENTS
+        assert answer.usage.completion_tokens < len(tokens_of(TWO_CALLS))
+    assert generator.closed_early.is_set()
+
+
+async def test_a_stop_string_ends_an_answer_within_a_call() -> None:
+    answer = await ask(scripted(TWO_CALLS), tools=TOOLS, stop='lo", ')
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "Os']
+    answer = await ask(scripted(TWO_CALLS), tools=TOOLS, stop="\n</tool")
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+async def test_log_probabilities_of_all_tokens() -> None:
+    whole = await ask(scripted(TWO_CALLS), tools=TOOLS, logprobs=True)
+    assert len(whole.choices[0].logprobs.content) == len(tokens_of(TWO_CALLS)) + 1
+    chunks = await chunks_of(scripted(TWO_CALLS), tools=TOOLS, logprobs=True)
+    entries = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content or []]  # type: ignore[union-attr]
+    assert [entry.token for entry in entries] == [entry.token for entry in whole.choices[0].logprobs.content]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("llama3", f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'),
+        ("llama3", f'<|python_tag|>{{"name": "get_weather", "parameters": {ARGUMENTS}}}'),
+        ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'),
+        ("mistral named", f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}"),
+    ],
+)
+async def test_the_chat_template_tells_the_format(template: str, text: str) -> None:
+    """The markers are special tokens here, which no other request's text shows."""
+    answer = await ask(scripted(text), template, tools=TOOLS)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", ARGUMENTS)
+    assert answer.choices[0].message.content is None
+    assert len(call.id) == 9 or not template.startswith("mistral")
+    plain = await ask(scripted(text), template)
+    for marker in ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"):
+        text = text.replace(marker, "")
+    assert plain.choices[0].message.content == text
+
+
+# Streams.
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 4, 1000])
+async def test_calls_in_a_stream(tokens_per_delta: int) -> None:
+    chunks = await chunks_of(scripted(TWO_CALLS, tokens_per_delta=tokens_per_delta), tools=TOOLS)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    assert "".join(delta.content or "" for delta in deltas) == "Let me see.\n"
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert all(len(delta.tool_calls or []) <= 1 for delta in deltas)
+    arguments = {0: "", 1: ""}
+    for number, name in enumerate(["get_weather", "is-noon"]):
+        first, *more = [call for call in calls if call.index == number]
+        assert first.id is not None
+        assert (first.type, first.function.name, first.function.arguments) == ("function", name, "")  # type: ignore[union-attr]
+        assert more
+        for call in more:
+            assert (call.id, call.type, call.function.name) == (None, None, None)  # type: ignore[union-attr]
+            arguments[number] += call.function.arguments or ""  # type: ignore[union-attr]
+    assert arguments == {0: ARGUMENTS, 1: "{}"}
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons == [*[None] * (len(chunks) - 1), "tool_calls"]
+    if tokens_per_delta == 1:
+        assert len(calls) > 6, "arguments come as they are generated"
+
+
+async def test_the_bytes_of_a_stream() -> None:
+    """Nothing but what OpenAI sends: no `id`, `type` or `name` in later deltas, `content: null` beside a first call."""
+    generator = scripted(ONE_CALL, tokens_per_delta=1000)
+    async with client_of(generator) as client:
+        raw = client.chat.completions.with_streaming_response
+        async with raw.create(model=MODEL, messages=MESSAGES, tools=TOOLS, stream=True) as response:
+            lines = [line.removeprefix("data: ") async for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    first, second = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    call_id = first["delta"]["tool_calls"][0]["id"]
+    assert first["delta"] == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"index": 0, "id": call_id, "type": "function", "function": {"name": "get_weather", "arguments": ""}}
+        ],
+    }
+    assert second["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": ARGUMENTS}}]}
+    assert (first["finish_reason"], second["finish_reason"]) == (None, "tool_calls")
+
+
+async def test_the_clients_own_accumulation_of_a_stream() -> None:
+    async with client_of(scripted(TWO_CALLS)) as client:
+        async with client.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
+            async for _ in stream:
+                pass
+            message = (await stream.get_final_completion()).choices[0].message
+    assert message.content == "Let me see.\n"
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls or []] == [
+        ("get_weather", ARGUMENTS),
+        ("is-noon", "{}"),
+    ]
+
+
+async def test_several_choices_and_the_usage_of_a_stream() -> None:
+    chunks = await chunks_of(scripted(TWO_CALLS), tools=TOOLS, n=3, stream_options={"include_usage": True})
+    usage = chunks.pop().usage
+    assert usage is not None
+    assert usage.completion_tokens == 3 * (len(tokens_of(TWO_CALLS)) + 1)
+    for index in range(3):
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+        assert "".join(call.function.arguments or "" for call in calls) == ARGUMENTS + "{}"  # type: ignore[union-attr]
+        assert choices[-1].finish_reason == "tool_calls"
+    ids = [call.id for chunk in chunks for call in chunk.choices[0].delta.tool_calls or [] if call.id]
+    assert len(set(ids)) == 6
+
+
+async def test_a_failure_in_a_stream_of_calls_is_an_error_event() -> None:
+    generator = scripted(TWO_CALLS, failure=RuntimeError("boom"), num_before=40)
+    with pytest.raises(openai.APIError, match="internal error"):
+        await chunks_of(generator, tools=TOOLS)
+
+
+# Conversations.
+
+
+async def test_a_conversation_with_calls_and_their_results() -> None:
+    calls = [
+        {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}},
+        {"id": "call_2", "type": "function", "function": {"name": "is-noon", "arguments": ""}},
+        {"id": "call_3", "type": "function", "function": {"name": "is-noon", "arguments": "[no object"}},
+    ]
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "no"}]},
+    ]
+    generator = scripted("It is sunny.")
+    answer = await ask(generator, messages=messages, tools=TOOLS)
+    assert answer.choices[0].message.content == "It is sunny."
+    prompt = prompt_of(generator)
+    assert f'"name": "get_weather", "arguments": {ARGUMENTS}' in prompt
+    assert '"name": "is-noon", "arguments": {}' in prompt
+    assert '"name": "is-noon", "arguments": "[no object"' in prompt
+    assert "<tool_response>sunny</tool_response>" in prompt
+    assert "<tool_response>no</tool_response>" in prompt
+    assert "None" not in prompt
+
+
+async def test_an_answer_may_be_sent_back_as_it_came() -> None:
+    first = (await ask(scripted(TWO_CALLS), tools=TOOLS)).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "yes"} for call in first.tool_calls]
+    for message in (first, first.model_dump(), first.model_dump(exclude_none=True)):
+        generator = scripted("Done.")
+        await ask(generator, messages=[*MESSAGES, message, *results], tools=TOOLS)
+        assert TWO_CALLS.removeprefix("Let me see.\n") in prompt_of(generator)
+
+
+async def test_tokens_of_a_conversation_with_functions() -> None:
+    generator = scripted("x")
+    await ask(
+        generator, "hermes reasoning", tools=TOOLS, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    status, answer, _ = await post(
+        "/tokenize",
+        {"messages": MESSAGES, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}},
+        api_settings=tool_settings(),
+        model_tokenizer=tool_tokenizer("hermes reasoning"),
+    )
+    assert status == 200
+    assert tuple(answer["tokens"]) == generator.generations[0].token_ids
+
+
+# Reasoning.
+
+NAMES_OF_REASONING = ("reasoning_content", "reasoning")
+THOUGHT = "<think>\nIt is <b>late</b>.\n</think>\n\nGood night. </think>"
+
+
+@pytest.mark.parametrize("template", ["hermes reasoning", "hermes thinking"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_is_told_apart(template: str, stream: bool) -> None:
+    """Where the prompt has opened the reasoning, the model only closes it."""
+    text = THOUGHT.removeprefix("<think>") if template == "hermes thinking" else THOUGHT
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in await chunks_of(scripted(text), template)]
+        for name in NAMES_OF_REASONING:
+            assert "".join(getattr(delta, name, None) or "" for delta in deltas) == "It is <b>late</b>."
+        assert "".join(delta.content or "" for delta in deltas) == "Good night. </think>"
+        assert deltas[0].role == "assistant"
+    else:
+        answer = await ask(scripted(text), template)
+        message = answer.choices[0].message
+        assert [getattr(message, name) for name in NAMES_OF_REASONING] == ["It is <b>late</b>."] * 2
+        assert message.content == "Good night. </think>"
+        assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_may_be_left_out(stream: bool) -> None:
+    body: Any = {"extra_body": {"include_reasoning": False}}
+    if stream:
+        chunks = await chunks_of(scripted(THOUGHT), "hermes reasoning", **body, stream_options={"include_usage": True})
+        assert chunks.pop().usage.completion_tokens == len(tokens_of(THOUGHT)) + 1  # type: ignore[union-attr]
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert not any(hasattr(delta, name) for delta in deltas for name in NAMES_OF_REASONING)
+        assert "".join(delta.content or "" for delta in deltas) == "Good night. </think>"
+    else:
+        message = (await ask(scripted(THOUGHT), "hermes reasoning", **body)).choices[0].message
+        assert not any(hasattr(message, name) for name in NAMES_OF_REASONING)
+        assert message.content == "Good night. </think>"
+
+
+async def test_an_answer_that_never_closes_its_reasoning() -> None:
+    answer = await ask(ScriptedGenerator(token_ids=tokens_of("well, hm"), finish_reason="length"), "hermes thinking")
+    message = answer.choices[0].message
+    assert (message.content, message.reasoning) == ("", "well, hm")
+    assert answer.choices[0].finish_reason == "length"
+
+
+async def test_calls_after_reasoning_and_none_within() -> None:
+    text = f"<think>I could {ONE_CALL}</think>\n\n{ONE_CALL}"
+    answer = await ask(scripted(text), "hermes reasoning", tools=TOOLS)
+    message = answer.choices[0].message
+    assert message.reasoning == f"I could {ONE_CALL}"
+    assert message.content is None
+    assert [call.function.arguments for call in message.tool_calls] == [ARGUMENTS]
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+async def test_a_model_without_the_tags_does_not_reason() -> None:
+    answer = await ask(scripted(THOUGHT))
+    assert answer.choices[0].message.content == THOUGHT
+    assert not hasattr(answer.choices[0].message, "reasoning")
+
+
+async def test_the_operator_has_the_last_word() -> None:
+    async with client_of(scripted(THOUGHT), "hermes reasoning", reasoning_parser="none") as client:
+        answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert answer.choices[0].message.content == THOUGHT
+    async with client_of(scripted(THOUGHT), reasoning_parser="think") as client:
+        answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert answer.choices[0].message.content == "Good night. </think>"
+    call = f"[TOOL_CALLS]get_weather{ARGUMENTS}"
+    async with client_of(scripted(call), tool_parser="mistral") as client:
+        answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("name", NAMES_OF_REASONING)
+async def test_earlier_reasoning_is_given_to_the_template(name: str) -> None:
+    template = "{% for m in messages %}{{ m.role }}({{ m.reasoning_content }}){{ m.content }} {% endfor %}"
+    generator = ScriptedGenerator()
+    messages = [*MESSAGES, {"role": "assistant", "content": "b", name: "why"}, {"role": "user", "content": "c"}]
+    model_tokenizer = wrap(byte_level_backend(), template)
+    status, _, _ = await post(CHAT_PATH, CHAT | {"messages": messages}, generator, model_tokenizer=model_tokenizer)
+    assert status == 200
+    assert tokenizer().decode(generator.generations[0].token_ids) == "user()hello assistant(why)b user()c "
+
+
+async def test_switches_of_the_chat_template() -> None:
+    for value, ending in [(False, "assistant:<think>\n\n</think>\n\n"), (True, "assistant:")]:
+        generator = scripted("hello")
+        extra = {"chat_template_kwargs": {"enable_thinking": value, "unheard_of": [1]}}
+        answer = await ask(generator, "hermes reasoning", extra_body=extra)
+        assert prompt_of(generator).endswith(ending)
+        assert answer.choices[0].message.content == "hello"
+
+
+# Refusals.
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f"} | function}
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASSISTANT: dict[str, Any] = {"role": "assistant", "content": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": "get_weather"}, "tools"),
+        ({"tools": [tool()] * 2}, "tools"),
+        ({"tools": [tool(name=f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [tool(name=f"f{i}", description="x" * 3000) for i in range(100)]}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [WEATHER, tool(name="")]}, "tools[1].function.name"),
+        ({"tools": [tool(name="a b")]}, "tools[0].function.name"),
+        ({"tools": [tool(name="a\n")]}, "tools[0].function.name"),
+        ({"tools": [tool(name="é")]}, "tools[0].function.name"),
+        ({"tools": [tool(name="x" * 65)]}, "tools[0].function.name"),
+        ({"tools": [tool(name=5)]}, "tools[0].function.name"),
+        ({"tools": [tool(description=5)]}, "tools[0].function.description"),
+        ({"tools": [tool(description="\ud800")]}, "tools"),
+        ({"tools": [tool(parameters="{}")]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters={"type": "string"})]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters={"title": "x" * 65536})]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters={"title": "\ud800"})]}, "tools[0].function.parameters"),
+        ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "none", "tools": []}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": 5, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": [NOON]}, "tool_choice"),
+        ({"parallel_tool_calls": "no", "tools": TOOLS}, "parallel_tool_calls"),
+        ({"tool_choice": "required", "tools": [tool(parameters={"properties": {"a": {"type": "wizard"}}})]}, "tools"),
+        ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": TOOLS, "guided_regex": "a"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": TOOLS, "min_tokens": 2}, "min_tokens"),
+        ({"tool_choice": "required", "tools": TOOLS, "ignore_eos": True}, "ignore_eos"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"messages": [ASSISTANT]}, "messages[0].content"),
+        ({"messages": [ASSISTANT | {"tool_calls": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALLED]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": None}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content"),
+        ({"messages": [ASSISTANT | {"tool_calls": [CALLED] * 129}]}, "messages[0].tool_calls"),
+        ({"messages": [ASSISTANT | {"tool_calls": [CALLED | {"id": ""}]}]}, "messages[0].tool_calls[0].id"),
+        ({"messages": [ASSISTANT | {"tool_calls": [CALLED | {"id": "é"}]}]}, "messages[0].tool_calls[0].id"),
+        ({"messages": [ASSISTANT | {"tool_calls": [CALLED | {"type": "custom"}]}]}, "messages[0].tool_calls[0].type"),
+        (
+            {"messages": [ASSISTANT | {"tool_calls": [CALLED | {"function": {"name": "f", "arguments": {}}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [ASSISTANT | {"tool_calls": [CALLED | {"function": {"name": "f", "arguments": '"\ud800'}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [ASSISTANT | {"tool_calls": [CALLED | {"function": {"name": " ", "arguments": ""}}]}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "reasoning": 5}]}, "messages[0].reasoning"),
+        ({"chat_template_kwargs": "enable_thinking"}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": "y" * 2**14}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {f"x{i}": 1 for i in range(33)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs"),
+        *(
+            ({"chat_template_kwargs": {name: False}}, "chat_template_kwargs")
+            for name in (
+                *("messages", "conversation", "tools", "documents", "add_generation_prompt", "chat_template"),
+                *("continue_final_message", "tokenize", "return_dict", "tokenizer_kwargs", "kwargs"),
+                *("bos_token", "pad_token", "raise_exception", "strftime_now", "namespace", "self", "_x", "a b", ""),
+            )
+        ),
+        ({"include_reasoning": "no"}, "include_reasoning"),
+    ],
+    ids=lambda value: repr(value)[:70],
+)
+async def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
+    assert_error(await refused(body), param)
+
+
+async def test_what_is_nested_deeply_is_served_or_refused() -> None:
+    """Whoever writes it again, the chat template above all, must not be brought down by it."""
+    for depth, served in [(200, True), (900, False)]:
+        deep = '{"a":' * depth + "{}" + "}" * depth
+        called = CALLED | {"function": {"name": "f", "arguments": deep}}
+        for field in (
+            f'"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}]',
+            f'"chat_template_kwargs": {{"x": {deep}}}',
+            f'"messages": [{json.dumps(ASSISTANT | {"tool_calls": [called]})}]',
+        ):
+            status, _, _ = await post(
+                CHAT_PATH,
+                f"{json.dumps(CHAT)[:-1]}, {field}}}".encode(),
+                api_settings=tool_settings(),
+                model_tokenizer=tool_tokenizer("hermes"),
+            )
+            assert status == (200 if served else 400)
+
+
+async def test_models_that_know_nothing_of_functions() -> None:
+    status, answer, _ = await post(CHAT_PATH, CHAT | {"tools": TOOLS})
+    assert status == 400
+    assert_error(answer, "tools")
+    assert "chat template" in answer["error"]["message"]
+    status, _, _ = await post(CHAT_PATH, CHAT | {"tools": TOOLS, "tool_choice": "none"})
+    assert status == 200, "nothing is asked for"
+
+
+async def test_calls_that_are_not_recognised() -> None:
+    answer = await refused({"tools": TOOLS}, tool_parser="none")
+    assert_error(answer, "tools")
+    assert "--tool-parser" in answer["error"]["message"]
+
+
+async def test_what_the_template_does_not_take() -> None:
+    calls = [CALLED, CALLED | {"id": "b"}]
+    answer = await refused({"messages": [*MESSAGES, ASSISTANT | {"tool_calls": calls}]}, "llama3")
+    assert_error(answer, "messages")
+    assert "single tool-calls" in answer["error"]["message"]
+
+
+async def test_completions_have_no_functions() -> None:
+    for name, value in [("tools", TOOLS), ("tool_choice", "required"), ("chat_template_kwargs", {"a": 1})]:
+        status, answer, _ = await post(COMPLETIONS_PATH, COMPLETION | {name: value})
+        assert status == 400
+        assert_error(answer, name, "unsupported_parameter")
+
+
+async def test_the_clients_error_classes() -> None:
+    for body in ({"tools": [tool(name="a b")]}, {"tool_choice": "required"}, {"tools": TOOLS, "tool_choice": "any"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(ScriptedGenerator(), **body)
+        assert caught.value.status_code == 400
+        assert (caught.value.param or "").startswith(("tools", "tool_choice"))
+        assert caught.value.code == "invalid_value"
+
+
+# Metrics.
+
+
+async def test_calls_are_counted() -> None:
+    async with serve(scripted(TWO_CALLS + "<tool_call>{}"), tool_settings(), tool_tokenizer("hermes")) as server:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+            await client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, n=2)
+        families = text_string_to_metric_families(server.metrics.exposition().decode())
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value for family in families for sample in family.samples
+    }
+    assert samples["baton_gateway_tool_calls_total", "complete"] == 4
+    assert samples["baton_gateway_tool_calls_total", "malformed"] == 2
+    assert samples["baton_gateway_tool_calls_total", "cut"] == 0
+    assert samples["vllm:request_success_total", MODEL, "tool_calls"] == 2

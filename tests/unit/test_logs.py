@@ -1,0 +1,74 @@
+"""The log: as text, or one JSON object a line, whatever is in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from common.runtime.logs import JsonFormatter, about, configure_logging
+
+LOG = logging.getLogger("baton.test")
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """The root logger is as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def written(monkeypatch: pytest.MonkeyPatch, log_format: str) -> io.StringIO:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    configure_logging("info", "baton test", log_format)  # type: ignore[arg-type]
+    return stream
+
+
+def test_a_line_is_one_object_with_its_fields(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = written(monkeypatch, "json")
+    LOG.info("request %s: %s", "r1", "two\nlines", extra=about("routed", request="r1", attempt=2, decode=None))
+    LOG.debug("not this")
+    (line,) = stream.getvalue().splitlines()
+    told = json.loads(line)
+    assert told.pop("time").endswith("+00:00")
+    assert told == {
+        "level": "info",
+        "process": "baton test",
+        "logger": "baton.test",
+        "message": "request r1: two\nlines",
+        "event": "routed",
+        "request": "r1",
+        "attempt": 2,
+        "decode": None,
+    }
+
+
+def test_an_exception_stays_on_its_line(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = written(monkeypatch, "json")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        LOG.exception("it broke")
+    (line,) = stream.getvalue().splitlines()
+    assert json.loads(line)["exception"].endswith("ValueError: why")
+
+
+def test_a_field_hides_nothing_and_need_not_be_json() -> None:
+    record = LOG.makeRecord("l", logging.INFO, "f", 1, "text", (), None, extra=about("e", level="x", odd={1}.pop))
+    told = json.loads(JsonFormatter("p").format(record))
+    assert (told["level"], told["message"], told["event"]) == ("info", "text", "e")
+    assert isinstance(told["odd"], str)
+
+
+def test_text_is_for_people(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = written(monkeypatch, "text")
+    LOG.warning("request %s goes on", "r1", extra=about("failed_over", request="r1"))
+    assert stream.getvalue().endswith(" WARNING baton test request r1 goes on\n")

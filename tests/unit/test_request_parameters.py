@@ -1,0 +1,221 @@
+"""Every parameter of the OpenAI API and of vLLM is supported, refused, or ignored on purpose; and what is ignored is
+listed once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import ChatCompletionStreamOptionsParam
+from openai.types.chat import completion_create_params as chat_completion_create_params
+from openai.types.shared_params import ResponseFormatJSONSchema
+from openai.types.shared_params.response_format_json_schema import JSONSchema
+from pydantic import ValidationError
+
+from gateway import schemas
+from gateway.http_errors import ApiError
+from gateway.ignored_fields import IGNORED, IgnoredFields
+from gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    JsonSchema,
+    ResponseFormat,
+    StreamOptions,
+    parse,
+)
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+COMPLETION = {"prompt": "hello"}
+OPENAI_CHAT = {
+    *get_type_hints(chat_completion_create_params.CompletionCreateParamsBase),
+    *get_type_hints(chat_completion_create_params.CompletionCreateParamsStreaming),
+}
+OPENAI_COMPLETION = {
+    *get_type_hints(completion_create_params.CompletionCreateParamsBase),
+    *get_type_hints(completion_create_params.CompletionCreateParamsStreaming),
+}
+# Of vLLM 0.32's ChatCompletionRequest and CompletionRequest, and of earlier versions.
+_BOTH = """
+    add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params guided_choice guided_decoding_backend
+    guided_grammar guided_json guided_regex guided_whitespace_pattern ignore_eos include_stop_str_in_output
+    kv_transfer_params length_penalty logits_processors logprob_token_ids min_p min_tokens mm_payload priority
+    prompt_logprobs repetition_detection repetition_penalty request_id response_format return_mm_kwargs
+    return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start session_id
+    skip_special_tokens spaces_between_special_tokens stop_token_ids stream_interval structured_outputs
+    thinking_token_budget top_k truncate_prompt_tokens truncation_side use_beam_search vllm_xargs watermarking
+"""
+_CHAT = """
+    add_generation_prompt chat_template chat_template_kwargs continue_final_message documents echo include_reasoning
+    media_io_kwargs mm_processor_kwargs parallel_tool_calls reasoning_effort return_prompt_text
+"""
+VLLM = set(_BOTH.split())
+VLLM_CHAT = VLLM | set(_CHAT.split())
+VLLM_COMPLETION = VLLM | {"prompt_embeds"}
+REFUSED: dict[str, list[Any]] = {
+    "add_generation_prompt": [False],
+    "add_special_tokens": [False],
+    "allowed_token_ids": [[1]],
+    "audio": [{"voice": "alloy"}],
+    "bad_words": [["a"]],
+    "best_of": [2, 0, 16],
+    "chat_template": ["{{ messages }}"],
+    "chat_template_kwargs": [{"enable_thinking": False}],
+    "continue_final_message": [True],
+    "documents": [[{"title": "a"}]],
+    "echo": [True],
+    "function_call": [{"name": "f"}],
+    "functions": [[{"name": "f"}]],
+    "guided_whitespace_pattern": ["x"],
+    "include_stop_str_in_output": [True],
+    "logits_processors": [["x"]],
+    "logprob_token_ids": [[1]],
+    "modalities": [["text", "audio"]],
+    "moderation": [{"model": "x"}],
+    "prompt_embeds": ["x"],
+    "prompt_logprobs": [0, 1],
+    "reasoning_effort": ["low", "high"],
+    "repetition_detection": [{"max_pattern_size": 1}],
+    "return_prompt_text": [True],
+    "return_token_ids": [True],
+    "return_token_offsets": [True],
+    "return_tokens_as_token_ids": [True],
+    "skip_special_tokens": [False],
+    "suffix": ["x"],
+    "thinking_token_budget": [1],
+    "tool_choice": ["required", {"type": "function"}],
+    "tools": [[{"type": "function"}]],
+    "truncate_prompt_tokens": [1],
+    "use_beam_search": [True],
+    "verbosity": ["low", "high"],
+    "vllm_xargs": [{"a": 1}],
+    "watermarking": [{"key": 1}],
+    "web_search_options": [{}],
+}
+"""What would change the answer, and is not implemented."""
+
+
+def kinds(name: str, schema: type[ChatRequest] | type[CompletionRequest]) -> list[str]:
+    """How the gateway treats a field."""
+    if name in schema.model_fields:
+        return ["supported"]
+    return [kind for kind, names in (("refused", REFUSED), ("ignored", IGNORED)) if name in names]
+
+
+@pytest.mark.parametrize("name", sorted(OPENAI_CHAT | VLLM_CHAT))
+def test_a_parameter_of_chats_is_treated_in_one_way(name: str) -> None:
+    assert len(kinds(name, ChatRequest)) == 1
+
+
+@pytest.mark.parametrize("name", sorted(OPENAI_COMPLETION | VLLM_COMPLETION))
+def test_a_parameter_of_completions_is_treated_in_one_way(name: str) -> None:
+    assert len(kinds(name, CompletionRequest)) == 1
+
+
+def test_nothing_else_is_refused_or_ignored_by_name() -> None:
+    known = OPENAI_CHAT | OPENAI_COMPLETION | VLLM_CHAT | VLLM_COMPLETION
+    assert (REFUSED.keys() | IGNORED.keys()) <= known
+    assert not REFUSED.keys() & IGNORED.keys()
+    assert all(IGNORED.values())
+
+
+def test_parts_of_parameters() -> None:
+    """What the client can say in them, and what of it is not looked at: it only words the request, or the answer."""
+    fields = {field.alias or name for name, field in JsonSchema.model_fields.items()}
+    assert get_type_hints(JSONSchema).keys() - fields == {"name", "description", "strict"}
+    assert get_type_hints(ResponseFormatJSONSchema).keys() == ResponseFormat.model_fields.keys()
+    assert get_type_hints(ChatCompletionStreamOptionsParam).keys() - StreamOptions.model_fields.keys() == {
+        "include_obfuscation"
+    }
+
+
+BODIES = [(ChatRequest, CHAT), (CompletionRequest, COMPLETION)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "name", "value"),
+    [
+        (schema, body, name, value)
+        for schema, body in BODIES
+        for name, values in REFUSED.items()
+        for value in values
+        if name not in schema.model_fields
+    ],
+)
+def test_what_would_change_the_answer_is_refused(schema: Any, body: dict[str, Any], name: str, value: Any) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse(schema, body | {name: value})
+    error = refused.value
+    assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+    assert error.message == f"{name} is not supported"
+    parse(schema, body | {name: None})
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "name"),
+    [(schema, body, name) for schema, body in BODIES for name in IGNORED if name not in schema.model_fields],
+)
+def test_what_is_ignored_changes_nothing(schema: Any, body: dict[str, Any], name: str) -> None:
+    assert parse(schema, body | {name: {"any": ["thing"]}}) == parse(schema, body)
+
+
+def listed(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "ignored fields" in record.getMessage()]
+
+
+def test_ignored_fields_are_listed_once_and_without_values(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schemas, "_IGNORED_FIELDS", IgnoredFields())
+    caplog.set_level(logging.DEBUG, logger="gateway.ignored_fields")
+    parse(CompletionRequest, COMPLETION | {"store": "secret", "wizard": "secret", "n": 1, "best_of": 1})
+    parse(CompletionRequest, COMPLETION | {"store": "secret", "wizard": "secret"})
+    parse(ChatRequest, CHAT | {"wizard": "secret", "dragon\n": "secret"})
+    assert listed(caplog) == ["ignored fields: ['store', 'wizard']", r"ignored fields: ['dragon\n']"]
+
+
+def test_no_more_is_listed_than_a_client_should_be_able_to_write(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="gateway.ignored_fields")
+    fields = IgnoredFields()
+    for first in range(0, 1000, 100):
+        fields.note(f"{number:03}{'x' * 1000}" for number in range(first, first + 100))
+    text = "".join(listed(caplog))
+    assert len(text) < 256 * (64 + 10)
+    assert "255x" in text
+    assert "256x" not in text
+    assert len(listed(caplog)) == 3
+
+
+def test_without_the_debug_level_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    fields = IgnoredFields()
+    caplog.set_level(logging.INFO, logger="gateway.ignored_fields")
+    fields.note(["wizard"])
+    assert not listed(caplog)
+    caplog.set_level(logging.DEBUG, logger="gateway.ignored_fields")
+    fields.note(["wizard"])
+    assert listed(caplog) == ["ignored fields: ['wizard']"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (ChatRequest, {"messages": [1] * 1000}),
+        (ChatRequest, CHAT | {"stop": [1] * 1000}),
+        (ChatRequest, CHAT | {"stop_token_ids": ["a"] * 1000}),
+        (ChatRequest, CHAT | {"guided_choice": [1] * 1000}),
+        (ChatRequest, CHAT | {"structured_outputs": {"choice": [1] * 1000}}),
+        (ChatRequest, CHAT | {"logit_bias": {f"a{token}": 1 for token in range(10_000)}}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (CompletionRequest, {"prompt": ["a"] * 1000}),
+        (CompletionRequest, {"prompt": [[1, "a"]] * 1000}),
+        (DetokenizeRequest, {"tokens": ["a"] * 1000}),
+    ],
+    ids=lambda value: repr(value)[:50],
+)
+def test_the_first_wrong_item_is_enough(schema: Any, body: dict[str, Any]) -> None:
+    """An error object for each of the millions that fit into a body would hold the gateway up for many seconds."""
+    with pytest.raises(ValidationError) as refused:
+        schema.model_validate(body)
+    assert refused.value.error_count() == 1
