@@ -287,7 +287,45 @@ def gpu_stack(run: Run) -> str:
     return table(["system", "output tokens/s", "a Baton pair has times as many"], rows)
 
 
+def gateway(run: Run) -> str:
+    """One gateway process between scripted workers and clients, streaming."""
+    rows = []
+    for streams, each in run["figures"].items():
+        if streams.isdigit():
+            mid = {figure: spread["p50"] for figure, spread in each.items()}
+            rows.append(
+                [
+                    streams,
+                    f"{mid['added_p50_ms']:.2f}",
+                    f"{mid['added_p99_ms']:.1f}",
+                    f"{mid['tokens_per_s']:,.0f}",
+                    f"{mid['moderate_cpu_us_per_token']:.0f}",
+                    f"{mid['cpu_us_per_token']:.0f}",
+                    f"{mid['gateway_share']:.0%}".replace("%", " %"),
+                ]
+            )
+    head = [
+        "open streams",
+        "added, p50, ms",
+        "P99",
+        "tokens/s at most",
+        "µs a token, moderate pace",
+        "at most",
+        "of a core",
+    ]
+    return table(head, rows)
+
+
+def gateway_requests(run: Run) -> str:
+    """The same, with short answers."""
+    mid = {figure: spread["p50"] for figure, spread in run["figures"]["requests"].items()}
+    share = f"{mid['gateway_share']:.0%}".replace("%", " %")
+    row = [f"{mid['requests_per_s']:.0f}", f"{mid['cpu_us_per_request']:.0f}", share]
+    return table(["requests/s", "µs a request", "of a core"], [row])
+
+
 TABLES: dict[str, Callable[[Run], str]] = {
+    "gateway": gateway,
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,
     "versus-15m-bfloat16-sharegpt": versus,
@@ -306,6 +344,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "gpu-stack": gpu_stack,
 }
 PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
+    "gateway requests": ("gateway", gateway_requests),
     "batch throughput": ("decode-floor-15m-1", batch_throughput),
     "batching": ("claims", batching),
     "memory limited": ("claims", memory_limited),

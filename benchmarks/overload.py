@@ -1,0 +1,133 @@
+"""What users get while more is asked than can be served.
+
+    python -m benchmarks.overload [--rounds 2]
+
+First the capacity is found: requests in a second of a closed loop. Then requests of the tier `interactive` arrive in a
+Poisson process at shares of it, up to three times as many as can be served. A request is good if its first token came
+within the tier's target and its tokens flowed; goodput is good requests in a second. What is refused is refused at
+once: how long that took is measured, too. Load generator, gateway and workers share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.load.record import Outcome, Record
+from benchmarks.load.summary import Targets, ttft_s
+from benchmarks.local import local_stack
+from benchmarks.models import llama_15m
+from benchmarks.record import record, spread
+
+TARGETS = Targets(ttft_s=0.5, tpot_s=0.1, itl_s=None)
+INPUT_TOKENS, OUTPUT_TOKENS = 256, 32
+SHARES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+
+
+def load(url: str, output: Path, options: Sequence[str]) -> list[Record]:
+    """One run of the load generator; what became of each request."""
+    command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--workload", "fixed", *options]
+    command += [
+        "--input-tokens",
+        str(INPUT_TOKENS),
+        "--output-tokens",
+        str(OUTPUT_TOKENS),
+        "--output",
+        str(output),
+        "--timeline",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not output.exists():
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+    return [Record.from_json(each) for each in json.loads(output.read_text())["run"]["timeline"]["records"]]
+
+
+def capacity(url: str, scratch: Path) -> float:
+    """Requests in a second that a closed loop of 32 clients gets."""
+    records = load(url, scratch / "capacity.json", ["--concurrency", "32", "--requests", "200", "--seed", "999"])
+    assert all(each.outcome is Outcome.OK for each in records), "the tier standard waits"
+    return len(records) / max(each.ended_s for each in records)
+
+
+def figures(records: Sequence[Record], rate: float) -> dict[str, Any]:
+    """Of one run at one rate."""
+    accepted = [each for each in records if each.outcome is Outcome.OK]
+    refused = [each for each in records if each.outcome is Outcome.REFUSED]
+    others = len(records) - len(accepted) - len(refused)
+    good = [each for each in accepted if TARGETS.met_by(each)]
+    duration_s = max(each.planned_s for each in records)
+    return {
+        "rate": rate,
+        "requests": len(records),
+        "accepted": len(accepted),
+        "refused": len(refused),
+        "neither": others,
+        "goodput": len(good) / duration_s,
+        "accepted_that_met_the_target": len(good) / max(1, len(accepted)),
+        "ttft_s": spread([ttft_s(each) for each in accepted]) if accepted else None,
+        "refusal_s": spread([each.ended_s - each.sent_s for each in refused]) if refused else None,
+    }
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The best goodput at any rate, and what is left of it at three times the capacity; medians of the rounds."""
+    goodput = {share: statistics.median(r["goodput"] for r in runs if r["share"] == share) for share in SHARES}
+    most = [r for r in runs if r["share"] == SHARES[-1]]
+    refusals = [r["refusal_s"] for r in most if r["refusal_s"]]
+    return {
+        "goodput": {str(share): value for share, value in goodput.items()},
+        "goodput_at_most_over_best": goodput[SHARES[-1]] / max(goodput.values()),
+        "accepted_that_met_the_target_at_most": min(r["accepted_that_met_the_target"] for r in most),
+        "refusal_p50_s": statistics.median(each["p50"] for each in refusals) if refusals else None,
+        "refusal_p90_s": statistics.median(each["p90"] for each in refusals) if refusals else None,
+        "refusal_max_s": max(each["max"] for each in refusals) if refusals else None,
+        "neither_accepted_nor_refused": sum(r["neither"] for r in runs),
+    }
+
+
+def main() -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals at each rate")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    runs: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        with local_stack(["--model", str(llama_15m(scratch))], {"BATON_LOCAL_PREFILL_TOKENS": "0"}) as local:
+            load(local.url, scratch / "warm.json", ["--concurrency", "8", "--requests", "40"])
+            most = capacity(local.url, scratch)
+            print(f"capacity {most:.1f} requests/s")
+            for number in range(args.rounds):
+                for share in SHARES if number % 2 == 0 else SHARES[::-1]:
+                    rate = share * most
+                    options = ["--rate", f"{rate:.3f}", "--duration-s", str(args.seconds)]
+                    options += ["--seed", str(args.seed + 100 * number + int(10 * share))]
+                    options += ["--extra-body", json.dumps({"service_tier": "interactive"})]
+                    run = {"share": share, "round": number}
+                    run |= figures(load(local.url, scratch / f"{number}-{share}.json", options), rate)
+                    runs.append(run)
+                    told = ("share", "requests", "accepted", "refused", "neither", "goodput")
+                    print({name: run[name] for name in (*told, "accepted_that_met_the_target")}, flush=True)
+    found = {"capacity": most, "summary": summary(runs), "runs": runs}
+    print(json.dumps(found["summary"], indent=1))
+    workload = {
+        "input_tokens": INPUT_TOKENS,
+        "output_tokens": OUTPUT_TOKENS,
+        "tier": "interactive",
+        "model": "llama 15m",
+    }
+    workload |= {"ttft_target_s": TARGETS.ttft_s, "tpot_target_s": TARGETS.tpot_s, "seconds": args.seconds}
+    print(record("overload", workload=workload, figures=found, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Routing by what is expected of each worker against routing in turn, on one stack.
+
+    python -m benchmarks.routing [--rounds 3]
+
+Three workloads: conversations whose every turn holds those before it; prompts that begin with one of a few long system
+prompts; prompts that share nothing. Each is played to the same workers by both policies, in alternation, under a salt
+of its own, so that no run finds what another one has left. The dispatcher runs in this process, as in a gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from benchmarks.interference import connected, share
+from benchmarks.local import Local
+from benchmarks.memory import counts
+from benchmarks.models import llama_15m
+from benchmarks.record import record
+from common.contract.sampling import SamplingParams
+from common.runtime.config import ServeSettings
+from common.runtime.local_stack import LocalStack
+from gateway.dispatcher import Dispatcher
+from gateway.generation import Generation
+from gateway.router import Routing
+
+POLICIES: Final[tuple[Routing, ...]] = ("expected", "round_robin")
+COMPUTED = "baton_prompt_tokens_computed_total"
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """When it begins, what each turn adds to the prompt, and how long its client thinks between turns."""
+
+    start_s: float
+    turns: tuple[tuple[int, ...], ...]
+    think_s: tuple[float, ...]
+
+
+def tokens(draw: random.Random, num: int) -> tuple[int, ...]:
+    """Tokens that nobody has sent before."""
+    return tuple(draw.randrange(10, 30000) for _ in range(num))
+
+
+def starts(draw: random.Random, num: int, rate: float) -> Iterator[float]:
+    """A Poisson process."""
+    moment = 0.0
+    for _ in range(num):
+        moment += draw.expovariate(rate)
+        yield moment
+
+
+def multi_turn(draw: random.Random, scale: float) -> list[Dialogue]:
+    """Conversations of five turns; each turn brings 150 tokens."""
+    return [
+        Dialogue(start, tuple(tokens(draw, 150) for _ in range(5)), tuple(draw.expovariate(1.0) for _ in range(5)))
+        for start in starts(draw, int(24 * scale), 1.0)
+    ]
+
+
+def shared_prefix(draw: random.Random, scale: float) -> list[Dialogue]:
+    """One of eight system prompts of 640 tokens, and 100 tokens of one's own."""
+    systems = [tokens(draw, 640) for _ in range(8)]
+    return [
+        Dialogue(start, ((*draw.choice(systems), *tokens(draw, 100)),), (0.0,))
+        for start in starts(draw, int(100 * scale), 4.0)
+    ]
+
+
+def unshared(draw: random.Random, scale: float) -> list[Dialogue]:
+    """Prompts of 100 to 700 tokens."""
+    return [
+        Dialogue(start, (tokens(draw, draw.randrange(100, 700)),), (0.0,))
+        for start in starts(draw, int(80 * scale), 3.0)
+    ]
+
+
+WORKLOADS: dict[str, Callable[[random.Random, float], list[Dialogue]]] = {
+    "multi-turn": multi_turn,
+    "shared-prefix": shared_prefix,
+    "unshared": unshared,
+}
+
+
+async def converse(dispatcher: Dispatcher, dialogue: Dialogue, salt: str, began: float) -> list[float]:
+    """The seconds to the first token of each turn."""
+    await asyncio.sleep(max(0.0, began + dialogue.start_s - time.perf_counter()))
+    history: list[int] = []
+    ttfts = []
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for new, think_s in zip(dialogue.turns, dialogue.think_s, strict=True):
+        history += new
+        asked = time.perf_counter()
+        work = Generation(token_ids=tuple(history), num_choices=1, sampling=sampling, budget_s=3600, cache_salt=salt)
+        first_s: float | None = None
+        async for delta in dispatcher.generate(work):
+            first_s = time.perf_counter() - asked if first_s is None else first_s
+            history += delta.token_ids
+        assert first_s is not None
+        ttfts.append(first_s)
+        await asyncio.sleep(think_s)
+    return ttfts
+
+
+def computed(stack: LocalStack) -> float:
+    """Prompt tokens that the workers have computed so far."""
+    return sum(counts(address).get(COMPUTED, 0.0) for address in stack.probes.values())
+
+
+async def play(dispatcher: Dispatcher, dialogues: Sequence[Dialogue], salt: str) -> list[float]:
+    """All of them, at their times."""
+    began = time.perf_counter()
+    ttfts = await asyncio.gather(*(converse(dispatcher, each, salt, began) for each in dialogues))
+    return [each for some in ttfts for each in some]
+
+
+async def measure(stack: LocalStack, local: Local, folder: Path, args: argparse.Namespace) -> list[dict[str, object]]:
+    """Every workload, every round, both policies in alternation."""
+    runs: list[dict[str, object]] = []
+    for number in range(-1, args.rounds):  # the first warms up
+        for name, make in WORKLOADS.items():
+            for policy in POLICIES if number % 2 else POLICIES[::-1]:
+                dialogues = make(random.Random(args.seed + number), args.scale if number >= 0 else 0.2)
+                before = computed(stack)
+                async with connected(local, folder, policy) as dispatcher:
+                    ttfts = await play(dispatcher, dialogues, f"{number} {policy}")
+                run = {
+                    "workload": name,
+                    "routing": policy,
+                    "round": number,
+                    "ttft_mean_ms": 1000 * statistics.mean(ttfts),
+                    "ttft_p99_ms": 1000 * share(ttfts, 0.99),
+                    "tokens_computed": computed(stack) - before,
+                    "requests": len(ttfts),
+                }
+                print("  ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in run.values()))
+                runs += [run] if number >= 0 else []
+    return runs
+
+
+async def run(folder: Path, args: argparse.Namespace) -> list[dict[str, object]]:
+    """The stack, and everything played to it."""
+    os.environ["BATON_NUM_THREADS"] = "1"
+    stack = LocalStack(ServeSettings(model=str(folder), port=0, prefill=2, decode=2, log_level="warning"))
+    try:
+        return await measure(stack, Local(await stack.start(), {}), folder, args)
+    finally:
+        await stack.stop()
+
+
+def ratios(runs: Sequence[dict[str, object]]) -> dict[str, dict[str, float]]:
+    """For each workload: what is expected over what is in turn, the median of the rounds."""
+    made: dict[str, dict[str, float]] = {}
+    for name in WORKLOADS:
+        of = {(run["routing"], run["round"]): run for run in runs if run["workload"] == name}
+        rounds = sorted({number for _, number in of})
+        made[name] = {
+            figure: statistics.median(
+                float(str(of["expected", number][figure])) / float(str(of["round_robin", number][figure]))
+                for number in rounds
+            )
+            for figure in ("ttft_mean_ms", "ttft_p99_ms", "tokens_computed")
+        }
+    return made
+
+
+def main() -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with TemporaryDirectory() as scratch:
+        folder = llama_15m(Path(scratch))
+        runs = asyncio.run(run(folder, args))
+    figures = {"ratios": ratios(runs), "runs": runs}
+    for name, ratio in ratios(runs).items():
+        print(name, {figure: round(value, 3) for figure, value in ratio.items()})
+    workload = {"model": "llama 15m", "prefill": 2, "decode": 2, "rounds": args.rounds, "scale": args.scale}
+    print(record("routing", workload=workload, figures=figures, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Pictures of the dashboard while the local stack is under load, for the documentation.
+
+python -m benchmarks.screenshot [--folder docs] [--warm-up 100] [--url http://127.0.0.1:8000]
+
+Needs Playwright (`pip install -e ".[dev]"`) and Debian's `chromium`. Without `--url` it starts a stack of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from playwright.async_api import Page, async_playwright
+
+from benchmarks.local import local_stack
+
+NAMES = ("Mira", "Otto", "Ada", "Boris", "Clara", "Dylan", "Elsa", "Felix", "Greta", "Emil", "Flora", "Gavin")
+FACTS = " ".join(f"The code of {name} is {1031 + 613 * index}." for index, name in enumerate(NAMES[:8]))
+PICTURES: dict[str, dict[str, Any]] = {
+    "dashboard": {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"},
+    "dashboard-dark": {"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"},
+    "dashboard-phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light", "has_touch": True},
+}
+REQUESTS_PER_S = 1.3
+MAX_AT_ONCE = 10
+HOLD_A_BUSY_MOMENT = """() => {
+  const runs = [...document.querySelectorAll('.baton')].flatMap((baton) => baton.getAnimations());
+  const shares = runs.map((run) => run.effect.getComputedTiming().progress ?? 0);
+  if (!shares.some((share) => share > 0.3 && share < 0.7)) return false;
+  if (document.querySelectorAll('#prefill-workers .runner').length < 1) return false;
+  if (document.querySelectorAll('#decode-workers .runner').length < 4) return false;
+  for (const run of document.getAnimations()) if (run.playState === 'running') run.pause();
+  return true;
+}"""
+"""A picture takes longer than a baton: it waits where it is."""
+
+
+@contextmanager
+def stack(url: str | None) -> Iterator[str]:
+    """The gateway's URL: the given one, or that of a stack with two workers of each role."""
+    if url is not None:
+        yield url
+        return
+    with local_stack(["--prefill", "2", "--decode", "2", "--heartbeat-timeout-s", "10"]) as local:
+        yield local.url
+
+
+async def load(url: str, draw: random.Random) -> None:
+    """Requests of random lengths at random times, until cancelled."""
+    at_once = asyncio.Semaphore(MAX_AT_ONCE)
+    async with aiohttp.ClientSession(url) as session:
+
+        async def ask() -> None:
+            facts = [
+                f"The code of {draw.choice(NAMES)} is {draw.randrange(10000):04d}."
+                for _ in range(draw.randrange(40, 150))
+            ]
+            body = {
+                "messages": [{"role": "user", "content": " ".join(facts)}],
+                "max_tokens": draw.choice((60, 200, 500, 800)),
+                "ignore_eos": True,
+                "service_tier": draw.choice(("interactive", "standard")),
+            }
+            async with at_once, session.post("/v1/chat/completions", json=body) as response:
+                await response.read()
+
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                tasks.create_task(ask())
+                await asyncio.sleep(draw.expovariate(REQUESTS_PER_S))
+
+
+async def take(page: Page, url: str, path: Path) -> None:
+    """Chat, wait until the pools are busy, and take the picture."""
+    await page.goto(url)
+    await page.locator("#feed[data-state=live]").wait_for()
+    await page.get_by_label("Message").fill(f"{FACTS} What is the code of Ada?")
+    await page.get_by_role("button", name="Send", exact=True).click()
+    await page.locator(".turn[data-role=assistant] .stats").wait_for()
+    await page.wait_for_function(HOLD_A_BUSY_MOMENT)
+    await page.screenshot(path=path, full_page=path.stem.endswith("phone"))
+    print(path)
+
+
+async def shoot(url: str, folder: Path, warm_up_s: float) -> None:
+    """Load, and one picture after the other."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise SystemExit("chromium is not installed (apt-get install chromium)")
+    loading = asyncio.create_task(load(url, random.Random(7)))
+    try:
+        await asyncio.sleep(warm_up_s)
+        async with async_playwright() as playwright:
+            browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            for name, options in PICTURES.items():
+                page = await browser.new_page(**options)
+                await take(page, url, folder / f"{name}.png")
+                await page.close()
+            await browser.close()
+    finally:
+        loading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loading
+
+
+def main() -> None:
+    """Take every picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("docs"))
+    parser.add_argument("--warm-up", type=float, default=100.0, help="seconds of load before the first picture")
+    parser.add_argument("--url", help="of a gateway that runs already")
+    arguments = parser.parse_args()
+    with stack(arguments.url) as url:
+        asyncio.run(shoot(url, arguments.folder, arguments.warm_up))
+
+
+if __name__ == "__main__":
+    main()
