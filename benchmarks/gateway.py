@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -126,7 +126,8 @@ async def serving(
     finally:
         gateway.close()
         running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await running
 
 
 def model_folder(folder: Path) -> Path:

@@ -101,7 +101,6 @@ class ScriptedWorker:
             steps=len(self.step_times),
             running=0,
             waiting=0,
-            waiting_tokens=0,
             blocks_used=0,
             blocks_total=2**20,
             phase=Phase.SERVING,

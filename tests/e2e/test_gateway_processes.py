@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -39,7 +39,8 @@ async def gateway(tmp_path: Path, *options: str) -> AsyncIterator[tuple[GatewayP
     finally:
         process.close()
         running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await running
 
 
 async def get(url: str) -> tuple[int, str]:
