@@ -14,6 +14,8 @@ from gateway.http_errors import ApiError, invalid
 
 _ENCODINGS: Final = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 """What a body may be packed in, with zlib's name for it."""
+_EXACT: Final = 2**53
+"""Up to which a float tells each integer from the next."""
 
 
 async def read_json(request: web.Request, limits: Limits) -> object:
@@ -73,9 +75,15 @@ def _not_packed_so() -> ApiError:
 
 def _decode(body: bytes) -> object:
     try:
-        return json.loads(body, parse_constant=_refuse_constant)
+        return json.loads(body, parse_constant=_refuse_constant, parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _number(text: str) -> int | float:
+    """JSON has one kind of number: 2.0 is as good an integer as 2, as JSON Schema says too."""
+    number = float(text)
+    return int(number) if abs(number) <= _EXACT and number.is_integer() else number
 
 
 def _refuse_constant(name: str) -> NoReturn:

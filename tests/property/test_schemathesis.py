@@ -91,8 +91,8 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
         }
         schemas[name]["required"] = [*schemas[name]["required"], "stream"]
     schemas["ChatRequest"]["required"].append("logprobs")
-    message = schemas["ChatMessage"]["properties"]
-    spoken = {"role": {"enum": ["system", "user", "assistant"]}, "content": message["content"]}
+    content = [kind for kind in schemas["ChatMessage"]["properties"]["content"]["anyOf"] if kind != {"type": "null"}]
+    spoken = {"role": {"enum": ["system", "user", "assistant"]}, "content": {"anyOf": content}}
     schemas["ChatMessage"] |= {"properties": spoken, "required": list(spoken)}
     return document
 

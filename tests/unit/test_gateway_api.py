@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -69,6 +70,18 @@ async def test_chat() -> None:
     assert answer.usage.completion_tokens == len(encode(STORY))
     expected = (BOS, *encode("user: hello\nassistant:"))
     assert generator.generations[0].token_ids == expected, "one beginning-of-text token, the template's"
+
+
+async def test_an_integer_may_have_a_point() -> None:
+    generator = ScriptedGenerator(text=STORY)
+    body = {"model": MODEL, "prompt": [7.0, 8], "n": 2.0, "max_tokens": 1e1, "seed": -0.0, "temperature": 0.5}
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        async with session.post(server.url + COMPLETIONS_PATH, data=json.dumps(body)) as response:
+            assert response.status == 200, await response.text()
+    (generation,) = generator.generations
+    assert generation.token_ids[-2:] == (7, 8)
+    assert all(type(token) is int for token in generation.token_ids)
+    assert generation.sampling.max_tokens == 10
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 3, 100])
