@@ -51,7 +51,7 @@ class Isolated:
         """Seconds to the first token, and of each decode step."""
         tokens = list(prompt)
         table = list(range(self._runner.layout.blocks_for(len(prompt) + DECODE_TOKENS)))
-        times = []
+        times: list[float] = []
         for _ in range(DECODE_TOKENS):
             start = 0 if not times else len(tokens) - 1
             params = SamplingParams(temperature=0.0, max_tokens=DECODE_TOKENS, ignore_eos=True)

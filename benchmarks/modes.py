@@ -73,9 +73,10 @@ def in_process(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome
         prefill_priority=mode in ("prefill-priority", "static", "windowed"),
         num_host_blocks=runner.num_host_blocks,
     )
-    scheduler: DecodeScheduler | BatchAtATime = DecodeScheduler(pool, policy, costs)
+    own = DecodeScheduler(pool, policy, costs)
+    scheduler: DecodeScheduler | BatchAtATime = own
     if mode in ("static", "windowed"):
-        scheduler = BatchAtATime(scheduler, BATCH, math.inf if mode == "static" else WINDOW_S)
+        scheduler = BatchAtATime(own, BATCH, math.inf if mode == "static" else WINDOW_S)
     driver = Driver(pool, scheduler, Real(runner), block_size=16, max_sequence_tokens=2048, real_time=True)
     stories = driver.run(arrivals)
     return [(story.token_ids, [each - story.arrival.time_s for each in story.times_s]) for story in stories]

@@ -118,7 +118,7 @@ def main() -> None:
                 f"blocks in use {found['blocks_used_share']:6.2%}, {found['modelled_tokens_per_s']:8.0f} tokens/s",
                 flush=True,
             )
-    workload = {
+    described = {
         "requests": args.requests,
         "warm_up": args.warm_up,
         "blocks": NUM_BLOCKS,
@@ -126,7 +126,7 @@ def main() -> None:
         "max_tokens": MAX_TOKENS,
         "lengths": WORKLOADS,
     }
-    print(record("reserve", workload=workload, figures=figures, seed=args.seed))
+    print(record("reserve", workload=described, figures=figures, seed=args.seed))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def ratios(runs: Sequence[dict[str, object]]) -> dict[str, dict[str, float]]:
     made: dict[str, dict[str, float]] = {}
     for name in WORKLOADS:
         of = {(run["routing"], run["round"]): run for run in runs if run["workload"] == name}
-        rounds = sorted({number for _, number in of})
+        rounds = sorted({int(str(number)) for _, number in of})
         made[name] = {
             figure: statistics.median(
                 float(str(of["expected", number][figure])) / float(str(of["round_robin", number][figure]))

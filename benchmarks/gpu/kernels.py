@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def sdpa_us(batch: int, length: int) -> float:
     q = torch.randn(batch, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     shape = (num_copies(num_bytes, most=8), 2, batch, KV_HEADS, length, HEAD_DIM)
     kv = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
-    return graph_us([lambda c=c: scaled_dot_product_attention(q, c[0], c[1], enable_gqa=True) for c in kv])
+    return graph_us([partial(scaled_dot_product_attention, q, each[0], each[1], enable_gqa=True) for each in kv])
 
 
 def flashinfer_us(scene: Scene, batch: int, length: int) -> float | None:
@@ -191,7 +192,7 @@ def sampling(batch: int, vocabulary: int = 128256) -> dict[str, Any]:
     ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, device="cuda")
     number = torch.rand(batch, dtype=torch.float64, device="cuda")
     no_k = torch.zeros(batch, dtype=torch.int32, device="cuda")
-    entry = {"batch": batch, "vocabulary": vocabulary}
+    entry: dict[str, Any] = {"batch": batch, "vocabulary": vocabulary}
     entry["greedy_us"] = graph_us([lambda: sampler.best(logits)])
     entry["temperature_us"] = graph_us(
         [lambda: sampler.draw(logits, values, ones, no_k, ones, zeros, number, hiding=False)]

@@ -39,7 +39,7 @@ def run() -> dict[str, Any]:
         torch.manual_seed(0)
         Qwen3ForCausalLM(SHAPES["qwen3-0.6b"]).to(torch.bfloat16).save_pretrained(folder)
         give_every_token_text(folder)
-        runs = []
+        runs: list[dict[str, Any]] = []
         for number in range(ROUNDS):
             for name in ("baton pair", "baton colocated", "static batching", "generate_batch"):
                 with system(name, folder, Path(scratch)) as url:

@@ -30,7 +30,7 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
         for call in calls:
             call()
     graph.replay()
-    taken = []
+    taken: list[float] = []
     for _ in range(_REPLAYS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

@@ -70,13 +70,11 @@ def reads(block_bytes: int) -> list[dict[str, Any]]:
             assert read.state is ReadState.DONE, read.error
             taken.append(time.perf_counter() - begin)
         seconds = sorted(taken)[REPEATS // 2]
-        entry = {"block_bytes": block_bytes, "blocks": num, "us": 1e6 * seconds, "gb_per_s": 1e-9 * num * block_bytes}
-        entry["gb_per_s"] /= seconds
+        rate = 1e-9 * num * block_bytes / seconds
+        entry = {"block_bytes": block_bytes, "blocks": num, "us": 1e6 * seconds, "gb_per_s": rate}
         made.append(entry)
-        print(
-            f"READ {num:4} x {block_bytes >> 20} MiB: {1e6 * seconds:8.0f} us, {entry['gb_per_s']:.1f} GB/s", flush=True
-        )
-    check(memory, block_bytes, order, max(entry["blocks"] for entry in made))
+        print(f"READ {num:4} x {block_bytes >> 20} MiB: {1e6 * seconds:8.0f} us, {rate:.1f} GB/s", flush=True)
+    check(memory, block_bytes, order, max(int(entry["blocks"]) for entry in made))
     transport.close()
     ours.send(None)
     process.join()
