@@ -324,8 +324,64 @@ def gateway_requests(run: Run) -> str:
     return table(["requests/s", "µs a request", "of a core"], [row])
 
 
+def routing(run: Run) -> str:
+    """By expected time, and in turn: medians of the rounds, and of the rounds' ratios."""
+    rows = []
+    for workload, ratios in run["figures"]["ratios"].items():
+        row = [workload]
+        for figure, form in (("ttft_mean_ms", "{:.0f}"), ("ttft_p99_ms", "{:.0f}"), ("tokens_computed", "{:,.0f}")):
+            ours, theirs = (
+                statistics.median(
+                    each[figure]
+                    for each in run["figures"]["runs"]
+                    if each["workload"] == workload and each["routing"] == policy
+                )
+                for policy in ("expected", "round_robin")
+            )
+            row.append(f"{form.format(ours)} / {form.format(theirs)} (**{ratios[figure]:.2f}**)")
+        rows.append(row)
+    return table(["workload", "mean TTFT, ms", "TTFT P99, ms", "prompt tokens computed"], rows)
+
+
+def overload(run: Run) -> str:
+    """Goodput over load; medians of the rounds."""
+    runs = run["figures"]["runs"]
+    rows = []
+    for share in sorted({each["share"] for each in runs}):
+        of = [each for each in runs if each["share"] == share]
+        refusals = [each["refusal_s"] for each in of if each["refusal_s"]]
+        rows.append(
+            [
+                f"{share:g}",
+                f"{statistics.median(each['rate'] for each in of):.1f}",
+                f"{statistics.median(each['goodput'] for each in of):.1f}",
+                f"{sum(each['accepted'] for each in of)}",
+                f"{sum(each['refused'] for each in of)}",
+                f"{sum(each['neither'] for each in of)}",
+                f"{100 * min(each['accepted_that_met_the_target'] for each in of):.1f} %",
+                f"{1e3 * statistics.median(each['p50'] for each in refusals):.0f} / "
+                f"{1e3 * max(each['max'] for each in refusals):.0f}"
+                if refusals
+                else "",
+            ]
+        )
+    head = [
+        "of the capacity",
+        "requests/s",
+        "good requests/s",
+        "accepted",
+        "refused",
+        "failed",
+        "of the accepted, on time",
+        "ms to a refusal, p50 / most",
+    ]
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[Run], str]] = {
     "gateway": gateway,
+    "routing": routing,
+    "overload": overload,
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,
     "versus-15m-bfloat16-sharegpt": versus,

@@ -3,7 +3,7 @@
 Whoever reaches the port may do anything, and the operator's browser reaches it. So a request that a page makes must
 come from the host that it goes to, whatever the port, and that host must be named by its address, or `localhost`: a
 foreign page has another origin, and one whose name leads here (DNS rebinding) has a name. What is no browser sends no
-`Origin`, and is let in.
+`Origin`, and is let in; nor does a page that only reads from its own name, so that after a rebinding it may look.
 """
 
 from __future__ import annotations

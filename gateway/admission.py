@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from common.contract.tiers import Tier
+from gateway.generation import Refusal
 from gateway.router import Expected
 
 _LEAST_SHARE: Final = 0.5
 """Of its tier's limit: so long any prompt may wait, however long it takes by itself."""
 _MARGIN: Final = 0.8
 """Of the time allowed: what is expected is not exact."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a request is not let in."""
-
-    message: str
-    retry_after_s: int
-    """When it might be."""
 
 
 class Admission:
@@ -39,12 +30,13 @@ class Admission:
     def refusal(self, tier: Tier, expected: Expected) -> Refusal | None:
         """Why a request of this tier is not let in, if it is not."""
         limit_s = self._limits_s[tier]
-        wait_s = max(expected.queue_s, expected.room_s)
+        wait_s = expected.wait_s
         allowed_s = _MARGIN * max(limit_s - expected.prompt_s, _LEAST_SHARE * limit_s)
         if not limit_s or wait_s <= allowed_s:
             return None
-        where = "prefill workers" if expected.queue_s >= expected.room_s else "decode workers"
+        what = "a prompt's turn" if expected.queue_s >= expected.room_s else "room in a batch"
         return Refusal(
-            message=f"the {where} are busy: {wait_s:.1f} s to wait, {allowed_s:.1f} s allowed for service tier {tier}",
+            message=f"the workers are busy: {wait_s:.1f} s to wait for {what}, {allowed_s:.1f} s allowed for service "
+            f"tier {tier}",
             retry_after_s=math.ceil(wait_s - allowed_s),
         )

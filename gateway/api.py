@@ -192,11 +192,16 @@ class _Api:
             return await self._collect(job, answer, pieces, stopwatch)
 
     async def _pieces(self, job: Job, stopwatch: RequestStopwatch, caller: Caller) -> AsyncGenerator[Piece, None]:
-        async with aclosing(stream_pieces(self._generator, self._tokenizer, job)) as pieces:
-            async for piece in pieces:
-                stopwatch.observe(piece, self._clock())
-                caller.charge(piece.num_tokens)
-                yield piece
+        try:
+            async with aclosing(stream_pieces(self._generator, self._tokenizer, job)) as pieces:
+                async for piece in pieces:
+                    stopwatch.observe(piece, self._clock())
+                    caller.charge(piece.num_tokens)
+                    yield piece
+        except GenerationFailed as error:
+            if error.cause is Cause.CAPACITY and not stopwatch.num_tokens:
+                caller.give_back(job.num_prompt_tokens)
+            raise
         stopwatch.finish(self._clock())
 
     async def _collect(

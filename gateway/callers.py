@@ -38,6 +38,9 @@ class Caller:
     def admit_prompt(self, num_tokens: int) -> None:
         """Charge a prompt. Raises `ApiError`: a 429, or a 400 if waiting would not help."""
 
+    def give_back(self, num_tokens: int) -> None:
+        """A prompt that was charged was refused, and nothing of it computed."""
+
     def charge(self, num_tokens: int) -> None:
         """Charge tokens that have been generated."""
 
@@ -81,6 +84,9 @@ class KeyCaller(Caller):
             message = f"a prompt of {num_tokens} tokens is more than the {most} tokens a minute of this API key"
             raise invalid(None, message, code=Limit.TOKENS)
         self._raise(self._meter.admit(num_tokens, self._clock()))
+
+    def give_back(self, num_tokens: int) -> None:
+        self._meter.give_back(num_tokens, self._clock())
 
     def charge(self, num_tokens: int) -> None:
         self._meter.charge(num_tokens, self._clock())

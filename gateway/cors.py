@@ -12,10 +12,14 @@ from typing import Final
 from aiohttp import web
 
 ANY_ORIGIN: Final = "*"
+EXPLAINED: Final = ("route", "prefill", "decode", "cached-tokens", "expected-ttft-ms", "prefix-from", "prefix-tokens")
+"""What is said of a routing decision (`gateway.router`)."""
 _METHODS: Final = "GET, POST, OPTIONS"
 _EXPOSED: Final = ", ".join(
     (
         "Retry-After",
+        "X-Request-Id",
+        *(f"x-baton-{what}" for what in EXPLAINED),
         *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
     )
 )
@@ -45,6 +49,12 @@ class Cors:
         if _HEADER_NAMES.fullmatch(wanted):
             headers["Access-Control-Allow-Headers"] = wanted
         return web.Response(status=204, headers=headers)
+
+    def refuses(self, request: web.Request) -> bool:
+        """Whether a browser says that a page of another site sends this, which may not. Without a preflight: a page may
+        send text to anybody, who need not know that it is JSON."""
+        elsewhere = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+        return elsewhere and not self._allows(request.headers.get("Origin"))
 
     def headers(self, request: web.Request) -> Mapping[str, str]:
         """What every answer says, preflights included."""

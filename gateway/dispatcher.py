@@ -44,10 +44,10 @@ from common.runtime.channel import RECONNECT_S, ControlClient
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
 from common.runtime.logs import about
-from gateway.admission import Admission, Refusal
+from gateway.admission import Admission
 from gateway.attempt import Attempt, Deliver, Part, Place, Send
 from gateway.flow import Action, Done, Fail, Flow, Left, Want
-from gateway.generation import Delta, Generation, GenerationFailed, Readiness
+from gateway.generation import Delta, Generation, GenerationFailed, Readiness, Refusal
 from gateway.mailbox import Mailbox
 from gateway.placement import Placement, Rebind, Route
 from gateway.prefix_index import PrefixIndex
@@ -392,19 +392,23 @@ class Dispatcher(Collector):
         if route is None:
             return
         del self._waiting[want]
-        refusal = self._refusal(client, route)
+        if not generation.waterfall.route and not isinstance(route, Rebind):
+            generation.waterfall.route = route.explain()
+        refusal = self._refusal(generation, route)
         if refusal is None:
             self._go(client, want, route)
         else:
-            self.num_refused[generation.tier] += 1
             client.retry_after_s = refusal.retry_after_s
             self._do(client, client.flow.fail(Cause.CAPACITY, refusal.message))
 
-    def _refusal(self, client: _Client, route: Route) -> Refusal | None:
-        """Why a request that has not begun is not let in, if it is not."""
-        if self._admission is None or isinstance(route, Rebind) or client.fingerprint is not None:
-            return None
-        return self._admission.refusal(client.flow.generation.tier, route.expected)
+    def _refusal(self, generation: Generation, route: Route) -> Refusal | None:
+        """Why a request is not let in, if it is not. It asks once: its other prompts, and what fails over, are in."""
+        admittance = generation.admittance
+        if self._admission is not None and not admittance.decided and not isinstance(route, Rebind):
+            admittance.refusal = self._admission.refusal(generation.tier, route.expected)
+            self.num_refused[generation.tier] += admittance.refusal is not None
+        admittance.decided = True
+        return admittance.refusal
 
     def _out_of_patience(self, want: Want) -> None:
         """Choices have waited long for a decode worker."""
@@ -422,8 +426,6 @@ class Dispatcher(Collector):
             self.num_local_prefills[route.reason] += 1
         elif prefix is not None:
             self.num_prefix_hints += 1
-        if not flow.generation.waterfall.route and not isinstance(route, Rebind):
-            flow.generation.waterfall.route = route.explain()
         self._note_degradation()
         if client.fingerprint is None and route.decode.welcome is not None:
             client.fingerprint = route.decode.welcome.fingerprint

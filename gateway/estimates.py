@@ -40,11 +40,11 @@ def prompt_s(worker: WorkerView, num_tokens: int, num_here: int, num_elsewhere: 
 
 def room_s(worker: WorkerView, tier: Tier, num_sequences: int) -> float:
     """Seconds until a decode worker has places for so many new sequences: as many end in the time that one takes as
-    there are places."""
+    there are places. More than fit at all begin when it is empty."""
     if worker.load is None or not worker.load.places:
         return 0.0
     places = worker.load.places
-    excess = sum(worker.sequences[: tier.rank + 1]) + num_sequences - places
+    excess = sum(worker.sequences[: tier.rank + 1]) + min(num_sequences, places) - places
     return worker.load.sequence_s * max(0, excess) / places
 
 

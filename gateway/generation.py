@@ -18,6 +18,24 @@ from gateway.waterfall import Waterfall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a request is not let in."""
+
+    message: str
+    retry_after_s: int
+    """When it might be."""
+
+
+@dataclass(slots=True)
+class Admittance:
+    """What became of a request at the door; its prompts share it, and the first of them decides for all."""
+
+    decided: bool = False
+    refusal: Refusal | None = None
+    """Why it was not let in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """One prompt to be generated, tokenised and validated. Nothing in it was copied from a client unseen."""
 
@@ -33,6 +51,8 @@ class Generation:
     """Whose it is: tenants of one tier share the workers evenly."""
     cache_salt: str = ""
     """Prefixes are shared only under the same salt; `request_intake` makes it of the tenant and the client's own."""
+    admittance: Admittance = field(default_factory=Admittance, compare=False, repr=False)
+    """Shared with the request's other prompts."""
     waterfall: Waterfall = field(default_factory=Waterfall, compare=False, repr=False)
     """The record of its time, which the dispatcher fills."""
 

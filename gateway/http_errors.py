@@ -54,8 +54,6 @@ class ApiError(BatonError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
-        """When to try again, where that is known."""
         self.status = status
         self.message = message
         self.param = param
@@ -73,6 +71,8 @@ class ApiError(BatonError):
         """The error as a response; a client that may come back is told in how many seconds: the error's own number, or
         else `retry_after_s`."""
         headers = dict(headers or {})
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         if self.status in _RETRYABLE:
             wait_s = retry_after_s if self.retry_after_s is None else self.retry_after_s
             headers["Retry-After"] = str(max(1, math.ceil(wait_s)))

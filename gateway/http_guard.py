@@ -66,6 +66,8 @@ class Guard:
             caller = request[CALLER] = self._callers.identify(request)
             if request.method != "POST":
                 return await handler(request)
+            if self._cors.refuses(request):
+                raise ApiError(403, "requests of this web page are not taken", code="foreign_origin")
             with self._slot(), caller.request():
                 return await handler(request)
         except web.HTTPException as error:

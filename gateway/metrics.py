@@ -74,7 +74,7 @@ class GatewayMetrics:
         )
         self._failed = Counter(
             "baton_gateway_requests_failed",
-            "Accepted requests that did not finish.",
+            "Valid requests that did not finish; those of the cause capacity were refused.",
             ["cause"],
             registry=self.registry,
         )
@@ -107,7 +107,7 @@ class GatewayMetrics:
         self._requests.labels(endpoint, str(code)).inc()
 
     def failed(self, cause: str) -> None:
-        """Count a request that was accepted and did not finish."""
+        """Count a valid request that did not finish."""
         self._failed.labels(cause).inc()
 
     def limited(self, key: str, reason: str) -> None:

@@ -51,6 +51,7 @@ class Route:
 _ERRORS: Final[Mapping[int, str]] = {
     400: "The request is wrong, or asks for what is not supported; `param` names the field.",
     401: "A valid API key is needed.",
+    403: "This API key may not use that tier, or a web page of another site has sent this.",
     404: "There is no such model.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -60,7 +61,7 @@ _ERRORS: Final[Mapping[int, str]] = {
     503: "No worker can serve the request now.",
     504: "The request took longer than it may.",
 }
-_BODY_ERRORS: Final = (400, 404, 408, 413, 429)
+_BODY_ERRORS: Final = (400, 403, 404, 408, 413, 429)
 _GENERATING_ERRORS: Final = (*_BODY_ERRORS, CLIENT_CLOSED_REQUEST, 503, 504)
 
 ROUTES: Final = (

@@ -79,6 +79,11 @@ class TokenBucket:
         assert amount >= 0
         self._level = self._fill(now_s) - amount
 
+    def give_back(self, amount: int, now_s: float) -> None:
+        """What was taken was not used."""
+        assert amount >= 0
+        self._level = min(float(self.capacity), self._fill(now_s) + amount)
+
     def allowance(self, now_s: float) -> Allowance:
         """What it holds now."""
         level = self._fill(now_s)
@@ -142,6 +147,11 @@ class KeyMeter:
             return Refusal(limit=Limit.TOKENS, wait_s=wait_s)
         self._tokens.take(num_tokens, now_s)
         return None
+
+    def give_back(self, num_tokens: int, now_s: float) -> None:
+        """An admitted prompt was not computed."""
+        if self._tokens is not None:
+            self._tokens.give_back(num_tokens, now_s)
 
     @property
     def most_tokens(self) -> int | None:

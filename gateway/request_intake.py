@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -106,10 +106,11 @@ class Intake:
         self._check_form(form)
         length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS)
         grammar = await grammar_of(form)
-        generations = []
+        generations: list[Generation] = []
         for prompt in form.prompt:
             token_ids = await self._prompt_tokens(prompt)
-            generations.append(self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar))
+            generation = self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar)
+            generations.append(replace(generation, admittance=(generations or [generation])[0].admittance))
         if not form.echo:
             return self._job(form, generations)
         if form.logprobs is not None:

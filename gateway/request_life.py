@@ -118,9 +118,14 @@ class RequestLife:
             return
         self.cause = cause
         self._end(num_tokens, now, finished=False)
+        event = "failed"
+        if cause is Cause.CANCELLED:
+            event = "cancelled"
+        elif cause is Cause.CAPACITY and not num_tokens:
+            event = "refused"
         self._log(
-            logging.INFO if cause is Cause.CANCELLED else logging.WARNING,
-            "cancelled" if cause is Cause.CANCELLED else "failed",
+            logging.WARNING if event == "failed" else logging.INFO,
+            event,
             f"{cause}: {message}",
             cause=cause.value,
             why=message,

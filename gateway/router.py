@@ -12,7 +12,7 @@ one where the fewest blocks will be in use. Workers that have just failed the re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
 
@@ -32,6 +32,8 @@ _OCCUPANCY_STEP: Final = 1 / 16
 _CLOSE_FACTOR: Final = 1.1
 _CLOSE_S: Final = 0.005
 """Expected times that differ by less are equal: what they are made of is measured."""
+_HANDOFF_S: Final = 0.02
+"""What a handoff must promise to save on a short prompt, which costs a decode worker's batch little."""
 
 
 class LocalPrefill(StrEnum):
@@ -67,9 +69,19 @@ class Expected:
     """Until the decode worker has room, from now on."""
 
     @property
+    def wait_s(self) -> float:
+        """Until there are both a turn and room."""
+        return max(self.queue_s, self.room_s)
+
+    @property
     def ttft_s(self) -> float:
         """Until the first token."""
         return self.queue_s + self.prompt_s
+
+    @property
+    def decode_s(self) -> float:
+        """Until the second one may follow."""
+        return self.wait_s + self.prompt_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +175,15 @@ class Router:
         near = [w for w in free if ask.num_tokens - cached.get(w.place, 0) <= self._local_prefill_tokens]
         if registry.colocated:
             return _local(ask, free, cached, LocalPrefill.COLOCATED)
-        if near:
-            return _local(ask, near, cached, LocalPrefill.SHORT)
         if not prefill:
-            return _local(ask, free, cached, LocalPrefill.NO_PREFILL_WORKER)
-        return _handoff(ask, prefill, decode, cached)
+            route = _local(ask, free, cached, LocalPrefill.NO_PREFILL_WORKER)
+            return replace(route, reason=LocalPrefill.SHORT) if route.decode in near else route
+        handoff = _handoff(ask, prefill, decode, cached)
+        if near:
+            short = _local(ask, near, cached, LocalPrefill.SHORT)
+            if short.expected.decode_s <= _CLOSE_FACTOR * handoff.expected.decode_s + _HANDOFF_S:
+                return short
+        return handoff
 
     def _next(self, workers: list[WorkerView]) -> list[WorkerView]:
         return workers and [workers[self._turn % len(workers)]]
@@ -214,21 +230,15 @@ def _handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cach
 
 
 def _local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPrefill) -> Local:
+    def expected(worker: WorkerView) -> Expected:
+        return Expected(
+            queue_s=queue_s(worker, ask.tier),
+            prompt_s=prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0)),
+            room_s=room_s(worker, ask.tier, ask.num_choices),
+        )
 
-    def own_s(worker: WorkerView) -> float:
-        return prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0))
-
-    chosen = least_loaded_decode(_soonest(decode, lambda w: queue_s(w, ask.tier) + own_s(w)), ask, cached)
-    return Local(
-        decode=chosen,
-        num_cached=cached.get(chosen.place, 0),
-        expected=Expected(
-            queue_s=queue_s(chosen, ask.tier),
-            prompt_s=own_s(chosen),
-            room_s=room_s(chosen, ask.tier, ask.num_choices),
-        ),
-        reason=reason,
-    )
+    chosen = least_loaded_decode(_soonest(decode, lambda w: expected(w).decode_s), ask, cached)
+    return Local(decode=chosen, num_cached=cached.get(chosen.place, 0), expected=expected(chosen), reason=reason)
 
 
 def _uncrowded(decode: list[WorkerView]) -> list[WorkerView]:

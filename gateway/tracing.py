@@ -28,6 +28,8 @@ from gateway.request_life import RequestLife
 
 _SEND_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
+_MAX_QUEUED = 16_384
+"""Spans that wait to be sent, those of more than a thousand requests; further ones are dropped."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,10 +42,11 @@ class Tracing(Collector):
         self._exporter = _Counting(exporter)
         name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "baton-gateway"}
         self._provider = TracerProvider(resource=Resource.create(name), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter, max_queue_size=_MAX_QUEUED))
         self._tracer = self._provider.get_tracer("baton.gateway")
         self._propagator = TraceContextTextMapPropagator()
         self._num_broken = 0
+        self._num_made = 0
 
     @classmethod
     def to(cls, endpoint: str) -> Tracing:
@@ -66,6 +69,11 @@ class Tracing(Collector):
         spans.add_metric(["sent"], self._exporter.num_sent)
         spans.add_metric(["failed"], self._exporter.num_failed)
         yield spans
+        yield CounterMetricFamily(
+            "baton_gateway_spans_made",
+            "Spans made; what is neither sent nor failed waits, or was dropped.",
+            self._num_made,
+        )
         yield CounterMetricFamily("baton_gateway_untraced", "Requests that could not be traced.", self._num_broken)
 
     async def close(self) -> None:
@@ -98,6 +106,7 @@ class Tracing(Collector):
                 start_time=began_ns + segment.start_ns,
             )
             stage.end(began_ns + segment.end_ns)
+        self._num_made += len(life.waterfall.segments) + 1
         span.end(began_ns + life.waterfall.e2e_ns)
 
 

@@ -35,7 +35,7 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatcher import Dispatcher
-from gateway.generation import Delta, Generation, GenerationFailed
+from gateway.generation import Admittance, Delta, Generation, GenerationFailed
 from gateway.registry import Registry
 
 P, P2, D, D2, D3 = "p:1", "p:2", "d:1", "d:2", "d:3"
@@ -199,6 +199,7 @@ class Bench:
         salt: str = "",
         budget_s: float = 30.0,
         tier: Tier = Tier.STANDARD,
+        admittance: Admittance | None = None,
     ) -> tuple[RequestKey, asyncio.Task[list[Delta]]]:
         """A client asks; its key, and what it is given."""
 
@@ -207,7 +208,13 @@ class Bench:
 
         sampling = SamplingParams(max_tokens=99)
         generation = Generation(
-            token_ids=tuple(prompt), num_choices=n, sampling=sampling, budget_s=budget_s, cache_salt=salt, tier=tier
+            token_ids=tuple(prompt),
+            num_choices=n,
+            sampling=sampling,
+            budget_s=budget_s,
+            cache_salt=salt,
+            tier=tier,
+            admittance=admittance or Admittance(),
         )
         known = set(self.work)
         task = asyncio.create_task(collect())

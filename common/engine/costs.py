@@ -7,6 +7,9 @@ from dataclasses import dataclass
 MIN_OBSERVED_TOKENS = 16
 """Fewest tokens of a prefill that tell its cost for each: below, the costs of any step outweigh it."""
 _OBSERVATION_WEIGHT = 0.1
+"""Of an observation of as many tokens as this, or more."""
+_FULL_WEIGHT_TOKENS = 256
+"""Shorter steps say more of their fixed costs than of their tokens', and weigh less by the square."""
 _MAX_RATIO = 4.0
 """Most that one observation counts as, relative to the estimate, either way: a process that was stopped for a while
 must not make prefill look dear for minutes."""
@@ -26,7 +29,8 @@ class Costs:
             return
         old = self.prefill_s_per_token
         seen = min(max(seconds / num_tokens, old / _MAX_RATIO), old * _MAX_RATIO)
-        self.prefill_s_per_token = old + _OBSERVATION_WEIGHT * (seen - old)
+        weight = _OBSERVATION_WEIGHT * min(1.0, num_tokens / _FULL_WEIGHT_TOKENS) ** 2
+        self.prefill_s_per_token = old + weight * (seen - old)
 
     def recompute_s(self, num_tokens: int) -> float:
         """Seconds to compute the KV of `num_tokens` tokens again."""

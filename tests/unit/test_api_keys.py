@@ -230,6 +230,7 @@ async def test_a_key_is_asked_for(file: Path) -> None:
             for path in [COMPLETIONS_PATH, CHAT_PATH, "/tokenize", "/v1/nowhere"]:
                 async with session.post(server.url + path, json=COMPLETION, headers=headers) as response:
                     assert response.status == 401
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
                     assert_error(await response.json(), None, "invalid_api_key")
         for authorization in ["Bearer first", "bearer sécond", "Bearer  first"]:
             headers = {"Authorization": authorization}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from pathlib import Path
 
 import aiohttp
@@ -33,6 +34,27 @@ async def test_by_default_no_page_may() -> None:
             assert response.status == 200
             assert not _allowed(response.headers)
             assert "Vary" not in response.headers
+
+
+async def test_a_page_of_another_site_cannot_make_a_browser_generate() -> None:
+    """Text goes without a preflight, and the answer, which the page may not read, would have cost what it costs."""
+    generator = ScriptedGenerator()
+    text = {"Content-Type": "text/plain", "Origin": PAGE}
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+            headers = text | {"Sec-Fetch-Site": site}
+            body = json.dumps(COMPLETION)
+            async with session.post(server.url + COMPLETIONS_PATH, data=body, headers=headers) as response:
+                assert response.status == status
+                if status == 403:
+                    assert_error(await response.json(), None, "foreign_origin")
+    assert len(generator.generations) == 2
+    async with serve(ScriptedGenerator(), dataclasses.replace(settings(), cors_origins=(PAGE,))) as server:
+        async with aiohttp.ClientSession() as session:
+            headers = text | {"Sec-Fetch-Site": "cross-site"}
+            async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION, headers=headers) as response:
+                assert response.status == 200
+                assert "x-baton-route" in response.headers["Access-Control-Expose-Headers"]
 
 
 @pytest.mark.parametrize("origins", [(PAGE, "http://localhost:3000"), ("*",)])

@@ -16,7 +16,7 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway import dispatcher
 from gateway.admission import Admission
-from gateway.generation import Generation, GenerationFailed
+from gateway.generation import Admittance, Generation, GenerationFailed
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ LIMITS = Admission({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0}
 async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_back() -> None:
     bench = Bench(admission=LIMITS)
     bench.say(P, replace(heartbeat(), queued_tokens=(0, 15_000, 99_000), token_s=0.001))
-    with pytest.raises(GenerationFailed, match="prefill workers are busy") as refusal:
+    with pytest.raises(GenerationFailed, match="to wait for a prompt's turn") as refusal:
         await bench.whole(PROMPT, (1, 2))
     assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 8)
     assert bench.work == {}, "no worker has heard of it"
@@ -364,6 +364,26 @@ async def test_a_burst_is_refused_by_what_it_brings_itself() -> None:
     assert refusal.value.cause is Cause.CAPACITY
     bench.say(P, replace(heartbeat(), token_s=0.01, queued_tokens=(0, 100, 0), received=2))
     await bench.whole(range(300), (1, 2))
+    await bench.close()
+
+
+async def test_the_prompts_of_one_request_are_let_in_together_or_not_at_all() -> None:
+    """What its first prompt brings is not a queue for the others: it would never be let in."""
+    bench = Bench(admission=LIMITS)
+    bench.say(P, replace(heartbeat(), token_s=0.01))
+    together = Admittance()
+    for _ in range(5):
+        await bench.request(range(300), admittance=together)
+    with pytest.raises(GenerationFailed):
+        await bench.whole(range(300), (1, 2))
+    assert bench.counted("refused_total", tier="standard") == 1
+    number, refused = len(bench.work), Admittance()
+    for _ in range(2):
+        with pytest.raises(GenerationFailed):
+            await bench.whole(range(300), (1, 2), admittance=refused)
+        bench.say(P, replace(heartbeat(), token_s=0.01, received=5))
+    assert len(bench.work) == number
+    assert bench.counted("refused_total", tier="standard") == 2
     await bench.close()
 
 

@@ -78,7 +78,7 @@ def test_without_swap_space_a_swap_is_never_the_cheaper_way() -> None:
 def test_the_estimate_follows_what_is_observed() -> None:
     costs = Costs(prefill_s_per_token=0.001)
     for _ in range(60):
-        costs.observe_prefill(100, 0.2)
+        costs.observe_prefill(256, 0.512)
     assert costs.prefill_s_per_token == pytest.approx(0.002, rel=0.01)
     for _ in range(60):
         costs.observe_prefill(512, 0.0512)
@@ -92,6 +92,13 @@ def test_one_observation_moves_the_estimate_a_little() -> None:
     costs = Costs(prefill_s_per_token=0.001)
     costs.observe_prefill(16, 0.0)
     assert 0.0009 < costs.prefill_s_per_token < 0.001, "a clock that did not advance"
+
+
+def test_short_prompts_do_not_make_long_ones_look_dear() -> None:
+    costs = Costs(prefill_s_per_token=20e-6)
+    for _ in range(60):
+        costs.observe_prefill(20, 0.010 + 20 * 20e-6)
+    assert costs.prefill_s_per_token < 25e-6, "it was 25 times as much"
 
 
 def test_a_few_tokens_tell_nothing() -> None:

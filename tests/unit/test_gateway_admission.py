@@ -45,6 +45,8 @@ def test_room_is_there_while_places_are_and_then_as_fast_as_sequences_end() -> N
     assert room_s(worker, STANDARD, 1) == 0.0
     assert room_s(worker, BATCH, 1) == pytest.approx(10.0)
     assert room_s(view(D, Role.DECODE), BATCH, 99) == 0.0
+    idle = view(D, Role.DECODE, load=load(places=4, sequence_s=8.0))
+    assert room_s(idle, INTERACTIVE, 16) == 0.0, "more than it ever has places for: it begins with those that fit"
 
 
 def test_what_a_worker_was_given_counts_until_it_has_reported_it() -> None:
@@ -106,12 +108,12 @@ def test_who_would_wait_too_long_is_not_let_in(tier: Tier, what: Expected, retry
     assert (None if refusal is None else refusal.retry_after_s) == retry_after_s
 
 
-def test_a_refusal_says_who_is_busy_and_how_long() -> None:
+def test_a_refusal_says_what_there_is_to_wait_for_and_how_long() -> None:
     admission = Admission(LIMITS)
-    for what, who in ((expected(queue=3.0), "prefill"), (expected(room=3.0), "decode")):
+    for what, what_for in ((expected(queue=3.0), "a prompt's turn"), (expected(room=3.0), "room in a batch")):
         refusal = admission.refusal(INTERACTIVE, what)
         assert refusal is not None
-        for said in (f"{who} workers", "3.0 s", "0.8 s", "interactive"):
+        for said in (f"3.0 s to wait for {what_for}", "0.8 s", "interactive"):
             assert said in refusal.message
 
 

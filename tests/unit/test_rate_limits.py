@@ -26,7 +26,9 @@ from gateway_fixtures import (
     settings,
 )
 
+from common.contract.errors import Cause
 from gateway.api_keys import Keyring
+from gateway.generation import GenerationFailed
 
 HELLO = 1 + len(encode("hello"))
 """Tokens of the prompt of `COMPLETION`."""
@@ -163,6 +165,20 @@ async def test_tokens_a_minute(tmp_path: Path) -> None:
         client.time.now += wait_s - 1
         assert (await client.ask())[0] == 429
         client.time.now += 1
+        assert (await client.ask())[0] == 200
+
+
+async def test_a_prompt_that_is_refused_is_not_charged(tmp_path: Path) -> None:
+    """Who comes back when it is told to must find its tokens there."""
+    generator = ScriptedGenerator()
+    async with client_of(tmp_path, f"tokens_per_minute = {HELLO + WORLD}", generator) as client:
+        generator.failure = GenerationFailed(Cause.CAPACITY, "the workers are busy", retry_after_s=1)
+        for stream in (False, True, False):
+            status, answer, headers = await client.ask(COMPLETION | {"stream": stream})
+            assert (status, headers["Retry-After"]) == (429, "1")
+            assert_error(answer, None, "capacity")
+            assert headers["x-ratelimit-remaining-tokens"] == str(HELLO + WORLD)
+        generator.failure = None
         assert (await client.ask())[0] == 200
 
 

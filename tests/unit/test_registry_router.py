@@ -507,6 +507,21 @@ def test_a_crowded_worker_is_not_sought_for_its_cache() -> None:
     assert (route.decode.address, route.prefix) == (D2, hint(D1, 32))
 
 
+def test_a_short_prompt_does_not_wait_for_a_worker_that_is_full() -> None:
+    """D1 has it in its cache, and no room for 8 seconds; whatever else is free is better."""
+    full = load(sequences=(0, 4, 0), places=4, sequence_s=32.0)
+    registry = opened(*WORKERS)
+    registry.heartbeat(D1, full, 0.0)
+    registry.heartbeat(D2, load(places=4, queued=(0, 15, 0)), 0.0)
+    assert local(registry, 30, {}, 64) == (D2, LocalPrefill.SHORT), "15 ms of others' prompts, and not 8 s"
+    route = handoff(registry, 960, held(d1=944), 64)
+    assert (route.decode.address, route.prefix) == (D2, hint(D1, 944))
+    registry = opened(D1, D2, prefill=())
+    registry.heartbeat(D1, full, 0.0)
+    registry.heartbeat(D2, load(places=4, queued=(0, 40, 0)), 0.0)
+    assert local(registry, 30, held(d1=16)) == (D2, LocalPrefill.COLOCATED)
+
+
 def test_where_prefill_workers_exist_and_none_is_usable_a_decode_worker_computes() -> None:
     registry = opened(D1, D2)
     assert local(registry, 100, {}) == (D1, LocalPrefill.NO_PREFILL_WORKER)
