@@ -36,7 +36,7 @@ from gateway.generation import GenerationFailed, Generator
 from gateway.http_guard import Guard, as_api_error, is_gone
 from gateway.metrics import GatewayMetrics, RequestStopwatch
 from gateway.openapi import document
-from gateway.request_body import read_json
+from gateway.request_body import BodyReader
 from gateway.request_ids import echo_name, name_requests
 from gateway.request_intake import Intake, Job
 from gateway.request_life import RequestLife, Traces
@@ -119,6 +119,7 @@ class _Api:
         self._tokenizer = tokenizer
         self._settings = settings
         self._limits = settings.limits
+        self._bodies = BodyReader(settings.limits)
         self._metrics = metrics
         self._clock = clock
         self._traces = traces
@@ -173,7 +174,7 @@ class _Api:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _form(self, request: web.Request, schema: type[SchemaT]) -> SchemaT:
-        return parse(schema, await read_json(request, self._limits))
+        return parse(schema, await self._bodies.read_json(request))
 
     async def _generate(
         self, request: web.Request, job: Job, answer: AnswerFormat, arrived_s: float

@@ -22,6 +22,8 @@ class Limits:
     max_sequence_tokens: int
     """Prompt and output together: the model's context, or what the workers take if that is less."""
     max_body_bytes: int = 8 * 2**20
+    max_bodies_bytes: int = 256 * 2**20
+    """Of all bodies that are being read at a time; beyond, 429."""
     max_in_flight: int = 1024
     """Most POST requests at once; the next one is refused with 429."""
     default_budget_s: float = 600.0
@@ -32,6 +34,12 @@ class Limits:
     """Time that a streaming client may read nothing before it counts as gone."""
     retry_after_s: int = 1
     """What 429 and 503 say in `Retry-After`."""
+
+    @property
+    def max_body_values(self) -> int:
+        """Commas and opening brackets in a body, those in its strings included: a prompt that the context takes, as
+        text or as tokens, has fewer."""
+        return max(100_000, 4 * self.max_sequence_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

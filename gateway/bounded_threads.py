@@ -18,7 +18,7 @@ class BoundedThreads:
         self._places = asyncio.Semaphore(num_threads)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which does not raise, once it has had its turn."""
+        """What `work` returns or raises, once it has had its turn."""
         await self._places.acquire()
         done = asyncio.get_running_loop().run_in_executor(self._threads, work)
         done.add_done_callback(lambda _: self._places.release())

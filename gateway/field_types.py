@@ -28,6 +28,10 @@ MAX_PROMPTS: Final = 64
 """Most prompts in one completions request."""
 MAX_MESSAGES: Final = 10_000
 """Most messages of one conversation: many small ones take long to check and to put into the template."""
+MAX_CALLS: Final = 4096
+"""Most calls of functions in one conversation."""
+MAX_PARTS: Final = 16_384
+"""Most parts of messages in one conversation."""
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 1024
 """Longest stop string."""
@@ -77,6 +81,15 @@ def _prompts(given: str | list[int] | list[str | list[int]]) -> tuple[Prompt, ..
 
 def _prompt(given: str | list[int]) -> Prompt:
     return text(given) if isinstance(given, str) else tuple(given)
+
+
+def not_many_parts(messages: object) -> object:
+    """Each message has its own limits; all together take as long to check."""
+    for field, most in (("tool_calls", MAX_CALLS), ("content", MAX_PARTS)):
+        values = [each.get(field) for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+        if sum(len(value) for value in values if isinstance(value, list)) > most:
+            raise PydanticCustomError("form", "more than {most} {field} in all", {"most": most, "field": field})
+    return messages
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:

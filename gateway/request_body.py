@@ -9,6 +9,7 @@ from typing import Final, NoReturn
 
 from aiohttp import web
 
+from common.contract.errors import Cause
 from gateway.api_settings import Limits
 from gateway.http_errors import ApiError, invalid
 
@@ -18,21 +19,37 @@ _EXACT: Final = 2**53
 """Up to which a float tells each integer from the next."""
 
 
-async def read_json(request: web.Request, limits: Limits) -> object:
-    """The body as JSON, and nothing but JSON. Raises `ApiError`."""
-    body = _Body(request.headers.get("Content-Encoding", "identity"), limits.max_body_bytes)
-    if request.content_length is not None and request.content_length > limits.max_body_bytes:
-        raise body.too_large()
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            # Not `request.read()`, which keeps the bytes for as long as the request is served.
-            while chunk := await request.content.readany():
-                body.feed(chunk)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {limits.body_timeout_s} s") from None
-    except web.RequestPayloadError as error:
-        raise invalid(None, "the body could not be read", code="invalid_body") from error
-    return _decode(body.whole())
+class BodyReader:
+    """Reads the bodies of all requests; those under way together hold at most `max_bodies_bytes`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._num_bytes = 0
+        """Of the bodies that are being read."""
+
+    async def read_json(self, request: web.Request) -> object:
+        """The body as JSON, and nothing but JSON; an integer may be written with a point. Raises `ApiError`."""
+        limits = self._limits
+        body = _Body(request.headers.get("Content-Encoding", "identity"), limits.max_body_bytes)
+        if request.content_length is not None and request.content_length > limits.max_body_bytes:
+            raise body.too_large()
+        held = 0
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                # Not `request.read()`, which keeps the bytes for as long as the request is served.
+                while chunk := await request.content.readany():
+                    body.feed(chunk)
+                    self._num_bytes += len(body) - held
+                    held = len(body)
+                    if self._num_bytes > limits.max_bodies_bytes:
+                        raise ApiError(429, "too much is being sent at once", code=Cause.CAPACITY)
+            return _decode(body.whole(), limits.max_body_values)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {limits.body_timeout_s} s") from None
+        except web.RequestPayloadError as error:
+            raise invalid(None, "the body could not be read", code="invalid_body") from error
+        finally:
+            self._num_bytes -= held
 
 
 class _Body:
@@ -60,6 +77,9 @@ class _Body:
         if len(self._content) > self._max_bytes:
             raise self.too_large()
 
+    def __len__(self) -> int:
+        return len(self._content)
+
     def whole(self) -> bytes:
         if self._inflater is not None and (not self._inflater.eof or self._inflater.unused_data):
             raise _not_packed_so()
@@ -73,17 +93,25 @@ def _not_packed_so() -> ApiError:
     return invalid(None, "the body is not what its Content-Encoding says", code="invalid_body")
 
 
-def _decode(body: bytes) -> object:
+def _decode(body: bytes, max_values: int) -> object:
+    # While C code decodes, nothing else is served, in whatever thread it does: so what takes long is not begun.
+    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > max_values:
+        raise ApiError(413, f"the body holds more than {max_values} JSON values", code="body_too_large")
     try:
-        return json.loads(body, parse_constant=_refuse_constant, parse_float=_number)
+        decoded = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    return {name: _integral(value) for name, value in decoded.items()} if isinstance(decoded, dict) else decoded
 
 
-def _number(text: str) -> int | float:
-    """JSON has one kind of number: 2.0 is as good an integer as 2, as JSON Schema says too."""
-    number = float(text)
-    return int(number) if abs(number) <= _EXACT and number.is_integer() else number
+def _integral(value: object) -> object:
+    """JSON has one kind of number: 2.0 is as good an integer as 2, as JSON Schema says too. Objects stay as they are,
+    for what is in them may be told to the model."""
+    if isinstance(value, float):
+        return int(value) if abs(value) <= _EXACT and value.is_integer() else value
+    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [_integral(each) for each in value]
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from pydantic import TypeAdapter
 
@@ -47,6 +47,10 @@ _PASSED_ON = (
     "seed",
 )
 """Fields that are sampling parameters under the same name."""
+
+
+_THREAD_MESSAGES: Final = 32
+"""Messages, calls and functions from which on a conversation is put into the template in a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +133,7 @@ class Intake:
             else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None)
         )
         tools = usable_tools(form)
-        prompt = self._render(form.messages, tools, form.chat_template_kwargs or {})
+        prompt = await self._render(form.messages, tools, form.chat_template_kwargs or {})
         token_ids = await self._tokenizer.encode_rendered(prompt)
         num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
         grammar = await chat_grammar(form, self._dialect, prompt)
@@ -148,7 +152,7 @@ class Intake:
         if (form.prompt is None) == (form.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if form.messages is not None:
-            prompt = self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
+            prompt = await self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
             return await self._tokenizer.encode_rendered(prompt)
         assert form.prompt is not None
         return await self._tokenizer.encode(form.prompt)
@@ -181,7 +185,7 @@ class Intake:
     async def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         return await self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> str:
+    async def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> str:
         """A conversation as the model reads it."""
         for name in switches:
             if not self._tokenizer.takes_switch(name):
@@ -190,10 +194,15 @@ class Intake:
             raise invalid("tools", "tools: this model's chat template does not tell the model of functions")
         if tools and self._dialect.tool_format is None:
             raise invalid("tools", "tools: this gateway does not recognise this model's calls (--tool-parser)")
-        try:
+
+        def render() -> str:
             return self._tokenizer.render_chat(
                 [message.for_template() for message in messages], [tool.for_template() for tool in tools], switches
             )
+
+        size = len(tools) + sum(1 + len(message.tool_calls or ()) for message in messages)
+        try:
+            return render() if size <= _THREAD_MESSAGES else await self._tokenizer.threads.run(render)
         except ChatTemplateError as error:
             raise invalid("messages", str(error)) from error
 

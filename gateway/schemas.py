@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -48,6 +49,7 @@ from gateway.field_types import (
     ServiceTier,
     Stops,
     Text,
+    not_many_parts,
 )
 from gateway.field_types import text as _text
 from gateway.http_errors import invalid
@@ -283,10 +285,17 @@ class ChatMessage(_Schema):
         return message if reasoning is None else message | {"reasoning_content": reasoning}
 
 
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(not_many_parts),
+]
+
+
 class ChatRequest(SamplingFields):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -305,7 +314,7 @@ class TokenizeRequest(_Body):
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    messages: Messages | None = None
     tools: Tools | None = None
     chat_template_kwargs: TemplateSwitches | None = None
 

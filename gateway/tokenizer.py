@@ -67,7 +67,8 @@ class ModelTokenizer:
         self._with_text = frozenset(vocabulary.values()) - special
         self._rendering_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._spellings: dict[int, tuple[str, bytes]] = {}
-        self._threads = BoundedThreads(_NUM_THREADS, "tokenizer")
+        self.threads = BoundedThreads(_NUM_THREADS, "tokenizer")
+        """Where long texts are worked on."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -172,7 +173,7 @@ class ModelTokenizer:
             token_ids: list[int] = encoding.ids
             return token_ids
 
-        return encode() if len(text) < _THREAD_CHARS else await self._threads.run(encode)
+        return encode() if len(text) < _THREAD_CHARS else await self.threads.run(encode)
 
     def _spell(self, token_id: int) -> tuple[str, bytes]:
         raw: str | None = self._backend.id_to_token(token_id)
