@@ -154,7 +154,10 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
     metrics = GatewayMetrics(api_settings.model_name)
     metrics.registry.register(dispatcher)
     tracing = open_tracing(settings, metrics)
-    dashboard = Dashboard(dispatcher, api_settings, metrics) if settings.dashboard == "on" else None
+    dashboard = None
+    if settings.dashboard == "on":
+        process = None if share is None else (share.index + 1, share.number)
+        dashboard = Dashboard(dispatcher, api_settings, metrics, process=process)
     keyring, tls = _secrets(settings, metrics)
     app = create_app(
         dispatcher,
@@ -185,11 +188,12 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
             url = _url(scheme, settings.host, listener.port)
         log.info("HTTP on %s", url)
         admin_url = None
-        if settings.admin_port is not None:
+        if settings.admin_port is not None and (share is None or share.index == 0):
             admin_url = await _listen(admin_listener, "the admin port ", settings.admin_host, settings.admin_port)
             log.info("admin on %s", admin_url)
-            if dashboard is not None:
-                dashboard.admin = AdminLink(settings.admin_host, urlsplit(admin_url).port or 0)
+        admin_port = settings.admin_port if admin_url is None else urlsplit(admin_url).port
+        if dashboard is not None and admin_port:
+            dashboard.admin = AdminLink(settings.admin_host, admin_port)
         dispatching = asyncio.create_task(dispatcher.run())
         stopping = asyncio.create_task(stop.wait())
         usable = asyncio.create_task(dispatcher.wait_usable())
@@ -216,8 +220,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
 def _run_processes(settings: GatewaySettings, folder: Path) -> None:
     def serve_share(share: Share, stop: asyncio.Event) -> Coroutine[Any, Any, None]:
         configure_logging(settings.log_level, f"baton gateway {share.index}", settings.log_format)
-        own = {"announce_fd": share.announce_fd, "admin_port": settings.admin_port if share.index == 0 else None}
-        return serve(settings.model_copy(update=own), folder, stop, share)
+        return serve(settings.model_copy(update={"announce_fd": share.announce_fd}), folder, stop, share)
 
     announcer = Announcer(settings.announce_fd)
     run_processes(settings.host, settings.port, settings.processes, serve_share, announcer, settings.shutdown_grace_s)

@@ -13,9 +13,10 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,10 +26,6 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from common.contract.errors import OperatorError
 from common.runtime.lifecycle import Announcer, end_with_parent, exit_on_operator_error, run
@@ -103,22 +100,25 @@ class Share:
 
 
 def merged_metrics(expositions: Sequence[bytes]) -> bytes:
-    """Every sample of every process, told apart by the label `process`."""
-    families: dict[str, Metric] = {}
+    """Every sample of every process, told apart by the label `process`. As text: to parse it would take as long as all
+    else that a scrape costs, several times over."""
+    families: dict[str, list[str]] = {}
     for index, exposition in enumerate(expositions):
-        for family in text_string_to_metric_families(exposition.decode()):
-            known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            known.samples += [
-                sample._replace(labels=sample.labels | {"process": str(index)}) for sample in family.samples
-            ]
-
-    class Merged(Collector):
-        def collect(self) -> Iterable[Metric]:
-            return families.values()
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Merged())
-    return generate_latest(registry)
+        label = f'process="{index}"'
+        samples: list[str] = []
+        for line in exposition.decode().splitlines():
+            if line.startswith("# HELP "):
+                samples = families.setdefault(line.split(" ", 3)[2], [])
+            if not line.startswith("#"):
+                name, brace, rest = line.partition("{")
+                if brace:
+                    samples.append(f"{name}{{{label},{rest}")
+                else:
+                    name, _, value = line.partition(" ")
+                    samples.append(f"{name}{{{label}}} {value}")
+            elif line not in samples:
+                samples.append(line)
+    return "".join(f"{line}\n" for samples in families.values() for line in samples).encode()
 
 
 def merged_readiness(answers: Sequence[dict[str, object]]) -> dict[str, object]:
@@ -178,6 +178,7 @@ def run_processes(
             Share(index, number, listener, Path(folder), pipe[1])
             for index, (listener, pipe) in enumerate(zip(listeners, pipes, strict=True))
         ]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until each has a handler of its own
         processes = [fork.Process(target=process, args=(share, shares)) for share in shares]
         for each in processes:
             each.start()
@@ -209,8 +210,15 @@ async def _watch(
             ended.append(process)
         stop.set()
 
+    def hang_up() -> None:
+        """Whoever has changed the keys tells this process, whose id is known."""
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGHUP)
+
     for process in processes:
         loop.add_reader(process.sentinel, on_end, process)
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
     announcing = asyncio.create_task(_announce(readers, announcer))
     await stop.wait()
     for process in processes:

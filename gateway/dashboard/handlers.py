@@ -65,8 +65,9 @@ class Dashboard:
         *,
         clock: Clock = monotonic,
         period_s: float = PERIOD_S,
+        process: tuple[int, int] | None = None,
     ) -> None:
-        """`clock` is the application's."""
+        """`clock` is the application's; `process` is which of how many processes of its gateway this is."""
         self._pools = pools
         self._model_name = settings.model_name
         self._targets = {
@@ -77,6 +78,7 @@ class Dashboard:
         self._recent = metrics.recent
         self._clock = clock
         self._period_s = period_s
+        self._process = process
         self._names = Names(secrets.token_bytes(16))
         self._assets = {path: assets.Asset(file) for path, file in assets.PATHS.items()}
         self._latest: tuple[float, dict[str, object]] = (float("-inf"), {})
@@ -135,6 +137,7 @@ class Dashboard:
         pools = self._pools
         return {
             "model": self._model_name,
+            "process": self._process,
             **pool_view(pools.worker_views(), pools.open_flows(), pools.handoffs, now, self._names),
             "summary": self._recent.summary(now),
             "targets": self._targets,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -86,6 +87,39 @@ async def test_two_processes_serve_one_port_and_answer_for_each_other(tmp_path: 
         process.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.process.wait, 30) == 0
         assert not any(Path(f"/proc/{child}").exists() for child in processes)
+
+
+async def test_a_hangup_reaches_every_process_and_ends_none(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+
+    def write(secret: str) -> None:
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        keys.write_text(f'[[keys]]\nname = "a"\nsha256 = "{digest}"\n')
+
+    write("old")
+    async with gateway(tmp_path, "--api-keys", str(keys)) as (process, url):
+        write("new")
+        os.utime(keys, (0, 0))
+        process.process.send_signal(signal.SIGHUP)
+        reloaded: dict[str, float] = {}
+        async with asyncio.timeout(60):
+            while len(reloaded) < 2 or not all(reloaded.values()):
+                _, metrics = await get(f"{url}/metrics")
+                reloaded = values(metrics, "baton_gateway_files_reloaded_total")
+        for secret, status in (("new", 200), ("old", 401)) * 4:
+            headers = {"Authorization": f"Bearer {secret}"}
+            async with aiohttp.ClientSession(headers=headers) as session:
+                async with session.post(f"{url}/v1/completions", json=BODY) as got:
+                    assert got.status == status, await got.text()
+        assert process.process.poll() is None
+
+
+async def test_a_page_says_which_process_it_sees(tmp_path: Path) -> None:
+    async with gateway(tmp_path, "--dashboard", "on") as (_, url):
+        status, body = await get(f"{url}/pools")
+    assert status == 200
+    number, of = json.loads(body)["process"]
+    assert (of, number in (1, 2)) == (2, True)
 
 
 async def test_a_process_that_dies_ends_the_gateway(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ function feedState(state, words) {
 }
 
 function show(view) {
-  setText(element('model'), view.model);
+  // Of several processes that share a port, this one alone is seen: its requests, not the others'.
+  const share = view.process ? ` · process ${view.process[0]} of ${view.process[1]}` : '';
+  setText(element('model'), view.model + share);
   document.title = `Baton · ${view.model}`;
   if (view.model === 'demo' && element('samples').hidden) {
     element('samples').hidden = false;
