@@ -104,13 +104,13 @@ def _decode(body: bytes, max_values: int) -> object:
     return {name: _integral(value) for name, value in decoded.items()} if isinstance(decoded, dict) else decoded
 
 
-def _integral(value: object) -> object:
-    """JSON has one kind of number: 2.0 is as good an integer as 2, as JSON Schema says too. Objects stay as they are,
-    for what is in them may be told to the model."""
+def _integral(value: object, depth: int = 2) -> object:
+    """JSON has one kind of number: 2.0 is as good an integer as 2, as JSON Schema says too. So it is in a field and in
+    its lists of lists; objects stay as they are, for what is in them may be told to the model."""
     if isinstance(value, float):
         return int(value) if abs(value) <= _EXACT and value.is_integer() else value
-    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
-        return [_integral(each) for each in value]
+    if depth and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [_integral(each, depth - 1) for each in value]
     return value
 
 

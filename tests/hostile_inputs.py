@@ -92,10 +92,10 @@ _NOT_JSON: Final[dict[str, bytes]] = {
     "overlong UTF-8": b'{"prompt": "\xc0\xaf"}',
     "cut UTF-8": '{"prompt": "日本'.encode()[:-1] + b'"}',
     "a bare carriage return": b'{"prompt": "a\rb"}',
-    "100000 arrays": _nested("[", "", "]", 100_000),
-    "100000 objects": _nested('{"a":', "1", "}", 100_000),
-    "500000 brackets": b"[" * 500_000,
-    "500000 braces": b'{"a":' * 100_000,
+    "90000 arrays": _nested("[", "", "]", 90_000),
+    "90000 objects": _nested('{"a":', "1", "}", 90_000),
+    "90000 brackets": b"[" * 90_000,
+    "90000 braces": b'{"a":' * 90_000,
     "an array": b"[]",
     "a string": b'"hello"',
     "a number": b"1",
@@ -125,7 +125,7 @@ _FIELDS: Final[dict[str, tuple[object, ...]]] = {
         [2**31],
         [2**63],
         [10**30],
-        [1.0],
+        [1.5],
         [5] * 300,
         [[5]] * 65,
         ["x"] * 1000,
@@ -145,10 +145,10 @@ _FIELDS: Final[dict[str, tuple[object, ...]]] = {
     "repetition_penalty": (0, -1, 1e309, 101),
     "presence_penalty": (-2.1, 2.1, 1e309),
     "frequency_penalty": (-2.1, 2.1, "x"),
-    "seed": (-1, 2**63, 1.0, "1"),
+    "seed": (-1, 2**63, 1.5, "1"),
     "n": (0, -1, 17, 10**6, 2**63, 1.5, "2", True),
-    "stop": ("", [""], ["a", ""], [1], {}, ["a"] * 17, ["a"] * 100_000, "x" * 1025, "\ud800", [None]),
-    "stop_token_ids": ([-1], [2**31], ["1"], [1.0], [5] * 65, [5] * 100_000, ["x"] * 100_000, {}, [None]),
+    "stop": ("", [""], ["a", ""], [1], {}, ["a"] * 17, ["a"] * 90_000, "x" * 1025, "\ud800", [None]),
+    "stop_token_ids": ([-1], [2**31], ["1"], [1.5], [5] * 65, [5] * 90_000, ["x"] * 90_000, {}, [None]),
     "logit_bias": (
         [],
         "x",
@@ -198,7 +198,7 @@ _FIELDS: Final[dict[str, tuple[object, ...]]] = {
         r"\1",
         1,
     ),
-    "guided_choice": ([], [""], ["a"] * 1025, [1] * 100_000, "a", ["\ud800"]),
+    "guided_choice": ([], [""], ["a"] * 1025, [1] * 90_000, "a", ["\ud800"]),
     "guided_grammar": ("", "start: a", "start: /(/", "x" * 70_000, "(" * 50_000, 1),
     "guided_json": ("{", "[]", 1, [], "[" * 10_000),
     "structured_outputs": ({"unknown": 1}, {"regex": "("}, {"json": 1}, [], {"regex": "a", "json": "{}"}),
@@ -218,8 +218,8 @@ _MESSAGES: Final[dict[str, object]] = {
     "an object": {"role": "user", "content": "x"},
     "of null": [None],
     "of strings": ["hello"],
-    "of 50000 empty objects": [{}] * 50_000,
-    "of 150000 nulls": [None] * 150_000,
+    "of 45000 empty objects": [{}] * 45_000,
+    "of 90000 nulls": [None] * 90_000,
     "of 20000 turns": [{"role": "user", "content": "x"}] * 20_000,
     "no role": [{"content": "x"}],
     "an empty role": [{"role": "", "content": "x"}],
@@ -232,7 +232,7 @@ _MESSAGES: Final[dict[str, object]] = {
     "an image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}}]}],
     "a part without text": [{"role": "user", "content": [{"type": "text"}]}],
     "a part that is none": [{"role": "user", "content": [1]}],
-    "100000 parts that are none": [{"role": "user", "content": [{}] * 100_000}],
+    "45000 parts that are none": [{"role": "user", "content": [{}] * 45_000}],
     "half a surrogate pair": [{"role": "user", "content": "\ud83d"}],
     "half a surrogate pair in a part": [{"role": "user", "content": [{"type": "text", "text": "\ude00"}]}],
     "half a surrogate pair in a name": [{"role": "user", "name": "\ud83d", "content": "x"}],
@@ -309,8 +309,8 @@ def _bodies() -> Iterator[Hostile]:
     for name, fields in _BOMBS.items():
         yield Hostile(f"bomb: {name}", post(COMPLETIONS, _json(_completion(**fields))), EITHER)
     for path, bad in [
-        ("/tokenize", [{}, {"prompt": 1}, {"prompt": "a", "messages": []}, {"messages": [{}] * 50_000}]),
-        ("/detokenize", [{}, {"tokens": "x"}, {"tokens": [-1]}, {"tokens": [2**70]}, {"tokens": ["x"] * 200_000}]),
+        ("/tokenize", [{}, {"prompt": 1}, {"prompt": "a", "messages": []}, {"messages": [{}] * 45_000}]),
+        ("/detokenize", [{}, {"tokens": "x"}, {"tokens": [-1]}, {"tokens": [2**70]}, {"tokens": ["x"] * 90_000}]),
     ]:
         for index, value in enumerate(bad):
             yield Hostile(f"{path} {index}", post(path, _json(value)), BAD)
@@ -318,6 +318,13 @@ def _bodies() -> Iterator[Hostile]:
 
 def _sizes() -> Iterator[Hostile]:
     fine = _json(_completion())
+    for name, body in (
+        ("500000 brackets", b"[" * 500_000),
+        ("100000 nested objects", b'{"a":' * 100_001),
+        ("150000 nulls", _json({"messages": [None] * 150_000})),
+        ("200000 commas in a text", _json(_completion(prompt="," * 200_000))),
+    ):
+        yield Hostile(name, post(COMPLETIONS, body), frozenset({413}))
     large = b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
     bomb = gzip.compress(b" " * 2**26)
     too_large = frozenset({413})

@@ -164,7 +164,8 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
     settled = await sink.messages.get()
     assert isinstance(settled, Settled)
     first = await gateway.messages.get()
-    assert isinstance(first, Tokens)
+    while not isinstance(first, Tokens):  # of its cache and its time
+        first = await gateway.messages.get()
     assert first.token_ids == message.first_tokens[0].token_ids
     pulled_sums = list(region.crc32(table))
     for link in links:

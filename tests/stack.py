@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -347,19 +348,28 @@ BUSY = Given(number=2**62, tier=Tier.INTERACTIVE, num_tokens=2**30, num_sequence
 """More than a worker can do, and which it never reports."""
 
 
+class Busy(deque[Given]):
+    """What a worker was given, with work that stays although its session opens again."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.append(BUSY)
+
+
 @contextmanager
 def avoided(registry: Registry, *processes: Process) -> Iterator[None]:
     """As if requests of others kept these workers busy: new ones go elsewhere."""
     places = [registry.workers[process.facts["control"]].place for process in processes]
     for place in places:
+        registry.workers[place.address].unseen = Busy(registry.workers[place.address].unseen)
         registry.took(place.address, BUSY)
     try:
         yield
     finally:
         for place in places:
             registry.left(place.address, place.incarnation)
-            if BUSY in registry.workers[place.address].unseen:
-                registry.workers[place.address].unseen.remove(BUSY)
+            worker = registry.workers[place.address]
+            worker.unseen = deque(given for given in worker.unseen if given is not BUSY)
 
 
 @dataclass
