@@ -253,6 +253,9 @@ class Dispatcher(Collector):
         for role in (Role.PREFILL, Role.DECODE):
             usable.add_metric([role], len(self._registry.usable(role)))
         yield usable
+        yield GaugeMetricFamily(
+            "baton_gateway_prefix_blocks", "Cached blocks that workers have told of.", self._index.num_blocks
+        )
         yield GaugeMetricFamily("baton_gateway_flows", "Requests between workers and clients.", len(self._open_clients))
         for name, text, value in (
             ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),

@@ -32,9 +32,10 @@ class PrefixIndex:
         """That life of a worker is over, or nothing is heard of it any more."""
         self._held.pop(place, None)
 
-    def num_blocks(self, place: Place) -> int:
-        """Blocks that a worker holds."""
-        return len(self._held.get(place, ()))
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that all workers hold; one that several hold counts as often."""
+        return sum(map(len, self._held.values()))
 
     def longest(self, block_hashes: Sequence[BlockHash]) -> dict[Place, int]:
         """How many of these blocks, the leading ones of a sequence, each worker holds; those that hold none are left

@@ -13,12 +13,14 @@ import zmq
 import zmq.asyncio
 
 from common.contract import codec
+from common.contract.block_hashes import block_hashes
 from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, decode, encode
 from common.contract.errors import Cause, OperatorError, ProtocolError
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
     Abort,
+    CacheEvents,
     Failed,
     Goodbye,
     Heartbeat,
@@ -32,9 +34,13 @@ from common.contract.messages import (
     Tokens,
     Welcome,
 )
+from common.engine.block_pool import BlockPool
+from common.engine.cache_feed import CacheFeed
 from common.runtime import channel
 from common.runtime.channel import ControlClient, ControlServer, LinkState
 from common.runtime.clock import Clock, Pulse
+from gateway.attempt import Place
+from gateway.prefix_index import PrefixIndex
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 FINGERPRINT = Fingerprint(config_hash="c", weights_hash="weights-a", layout=LAYOUT)
@@ -608,6 +614,41 @@ async def test_a_message_that_the_worker_never_got_leads_to_one_resync(net: Net)
     assert client.events == ["open", "resync"]
     assert worker.events == ["hello", "hello"]
     assert client.welcomes[1].open_requests == (KEY,)
+
+
+async def test_a_gateway_that_missed_what_a_cache_holds_is_told_all_of_it(net: Net) -> None:
+    worker, pool = net.worker(), BlockPool(4)
+
+    def drop(peer: Incarnation, message: Message) -> None:
+        worker.server._sessions[peer].sent += 1  # one that ZeroMQ dropped
+
+    feed = CacheFeed(pool, worker.server.send)
+    worker.on_open = lambda peer, role: feed.begin(peer)  # type: ignore[method-assign]
+    client = await net.client(worker.address).opened()
+    old, new, newest = block_hashes(range(4), 1), block_hashes(range(4, 7), 1), block_hashes(range(7, 8), 1)
+    blocks = pool.allocate(4)
+    pool.name(blocks, old)
+    pool.release(blocks)
+    feed.publish()
+    feed._send = drop
+    blocks = pool.allocate(3)  # evicts three
+    pool.name(blocks, new)
+    feed.publish()
+    feed._send = worker.server.send
+    await client.events.until(lambda: "resync" in client.events)
+    pool.release(blocks)
+    pool.name(pool.allocate(1), newest)
+    feed.publish()
+    await client.beats(5)
+    index, place = PrefixIndex(), Place(worker.address, worker.me)
+    for message in client.received:
+        assert isinstance(message, CacheEvents)
+        index.apply(place, message)
+    assert client.events.count("resync") == 1
+    held = set(pool.named())
+    assert newest[0] in held
+    for name in (*old, *new, *newest):
+        assert (place in index.longest([name])) == (name in held)
 
 
 async def test_a_message_that_the_client_never_got_leads_to_one_resync_and_what_waited_still_arrives(net: Net) -> None:

@@ -43,7 +43,7 @@ def test_it_knows_who_holds_how_much() -> None:
     assert index.longest(names(1)) == {A: 1, B: 1}
     assert index.longest(names(2, 3)) == {}
     assert index.longest([]) == {}
-    assert (index.num_blocks(A), index.num_blocks(B)) == (3, 2)
+    assert index.num_blocks == 5
 
 
 def test_what_is_removed_is_gone_and_what_comes_after_it_is_of_no_use() -> None:
@@ -137,7 +137,7 @@ def test_a_large_cache_is_told_in_parts() -> None:
     index.apply(A, events(names(-1 % 2**60)))
     wire.feed.begin(GATEWAY)
     assert wire.deliver(GATEWAY, index) == 3
-    assert index.num_blocks(A) == num_blocks
+    assert index.num_blocks == num_blocks
     assert index.longest(chain) == {A: num_blocks}
 
 
