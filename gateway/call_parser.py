@@ -317,7 +317,7 @@ def no_space() -> ReadingText:
 
 
 def _text(most_chars: int | None) -> ReadingText:
-    """What a JSON string says, after its quote."""
+    """What a JSON string says, after its quote. It can spell half a surrogate pair, which is no text."""
     chars: list[str] = []
     while (char := (yield)) != '"':
         chars.append(char)
@@ -327,6 +327,7 @@ def _text(most_chars: int | None) -> ReadingText:
             raise NotACall
     try:
         text: str = json.loads('"' + "".join(chars) + '"')
+        text.encode()
     except ValueError:
         raise NotACall from None
     return text

@@ -121,6 +121,7 @@ NO_CALLS: list[tuple[type[CallParser], str]] = [
     (HermesParser, '<tool_call>{"name": "is-noon\\x"}</tool_call>'),
     (HermesParser, '<tool_call>{"' + "n" * 300 + '": "is-noon"}</tool_call>'),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": "' + "\\" * 9),
+    (HermesParser, '<tool_call>{"name": "is-noon", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
     (Llama3Parser, '{"answer": 5}'),
     (Llama3Parser, '{"name": "Bob", "parameters": {"age": 5}}'),
     (Llama3Parser, 'Well: {"name": "is-noon", "parameters": {}}'),
