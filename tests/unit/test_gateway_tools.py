@@ -118,7 +118,9 @@ async def test_content_is_null_where_there_are_only_calls() -> None:
 
 
 async def test_text_is_text_whether_functions_are_offered_or_not() -> None:
-    for body in ({"tools": TOOLS}, {}, {"tools": []}):
+    bodies: list[dict[str, Any]] = [{"tools": TOOLS}, {}, {"tools": []}]
+    bodies += [{"tool_choice": choice} | tools for choice in ("none", "auto") for tools in ({}, {"tools": []})]
+    for body in bodies:
         answer = await ask(scripted("hello < there"), **body)
         assert answer.choices[0].message.content == "hello < there"
         assert answer.choices[0].message.tool_calls is None
@@ -477,10 +479,10 @@ ASSISTANT: dict[str, Any] = {"role": "assistant", "content": None}
         ({"tools": [tool(parameters={"title": "x" * 65536})]}, "tools[0].function.parameters"),
         ({"tools": [tool(parameters={"title": "\ud800"})]}, "tools[0].function.parameters"),
         ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"tool_choice": "none", "tools": []}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": NAMED}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": []}, "tool_choice"),
         ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": 5, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),
