@@ -181,7 +181,8 @@ class ChatCompletionChunk(_Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    """With `stream_options.include_usage`: in the last chunk, which has no choices; null in the others."""
+    """With `stream_options.include_usage`: in the last chunk, which has no choices; null in the others, or what it is
+    so far (`continuous_usage_stats`)."""
 
 
 class ChatEvent(_Answer):
@@ -220,7 +221,8 @@ class Completion(_Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
-    """Of a whole answer; of a stream with `stream_options.include_usage`, in the last chunk."""
+    """Of a whole answer; of a stream with `stream_options.include_usage`, in the last chunk, or in
+    each with what it is so far (`continuous_usage_stats`)."""
 
 
 class CompletionEvent(_Answer):

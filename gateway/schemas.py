@@ -153,6 +153,8 @@ class StreamOptions(_Schema):
     """What a stream carries besides."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: each chunk has the usage so far."""
     include_timings: bool | None = None
     """As the field of the same name beside `stream`."""
 

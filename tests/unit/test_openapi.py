@@ -276,13 +276,13 @@ async def test_answers_have_the_fields_that_are_described_and_no_others(path: st
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
 @pytest.mark.parametrize("failing", [False, True])
-@pytest.mark.parametrize("option", ["include_usage", "include_timings"])
+@pytest.mark.parametrize("option", ["include_usage", "include_timings", "continuous_usage_stats"])
 async def test_events_have_the_fields_that_are_described_and_no_others(path: str, failing: bool, option: str) -> None:
     failure = GenerationFailed(Cause.WORKER_LOST, "gone") if failing else None
     body = (
         COMPLETION
         | CHAT
-        | {"stream": True, "stream_options": {option: True}, "logprobs": path == CHAT_PATH or 1}
+        | {"stream": True, "stream_options": {"include_usage": True, option: True}, "logprobs": path == CHAT_PATH or 1}
     )
     content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
     name = content["$ref"].rpartition("/")[2]
