@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,15 +22,12 @@ from gateway_fixtures import (
     byte_level_backend,
     post,
     serve,
-    settings,
     tokenizer,
     wrap,
 )
 from openai.types.chat import ChatCompletionChunk
 from prometheus_client.parser import text_string_to_metric_families
-from tool_models import NOON, TOOLS, WEATHER, backend, tokens_of, tool_tokenizer
-
-from gateway.api_settings import ApiSettings
+from tool_models import NOON, TOOLS, WEATHER, backend, tokens_of, tool_settings, tool_tokenizer
 
 ARGUMENTS = '{"city": "Oslo", "days": 3}'
 TWO_CALLS = (
@@ -39,11 +35,6 @@ TWO_CALLS = (
     '<tool_call>\n{"name": "is-noon", "arguments": {}}\n</tool_call>'
 )
 ONE_CALL = TWO_CALLS[len("Let me see.\n") :].split("\n<tool_call>\n{" + '"name": "is')[0]
-
-
-def tool_settings(**changes: Any) -> ApiSettings:
-    base = settings(max_sequence_tokens=4096)
-    return dataclasses.replace(base, model_vocab_size=tool_tokenizer("hermes").vocab_size, **changes)
 
 
 def scripted(text: str, **how: Any) -> ScriptedGenerator:
