@@ -64,7 +64,7 @@ class AnswerParts:
         pieces = [replace(blank, **field) for field in fields] or [blank]
         pieces[0] = replace(pieces[0], num_tokens=whole.num_tokens, reports=whole.reports)
         if self.ended:
-            pieces[-1] = replace(pieces[-1], finish_reason=finish_reason, tally=self._tally())
+            pieces[-1] = replace(pieces[-1], finish_reason=finish_reason, tally=self._tally(), more=False)
         return pieces
 
     def _fields(self, parts: Sequence[tuple[Part, str]]) -> list[_Field]:

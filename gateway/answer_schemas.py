@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Json, JsonValue
 
 from common.contract.messages import FinishReason
 from gateway.choice_text import AnswerEnd
+from gateway.waterfall import Stage
 
 
 class _Answer(BaseModel):
@@ -33,6 +34,23 @@ class ErrorAnswer(_Answer):
     error: Error
 
 
+class Timings(_Answer):
+    """What a request's time was spent on."""
+
+    e2e_ms: float
+    """From its arrival to its last token."""
+    ttft_ms: float | None
+    """To its first one, if there was any."""
+    stages_ms: dict[Stage, float]
+    """Add up to all of it; a stage that took no time is left out."""
+    attempts: int
+    pull_bytes: int = 0
+    """Read from other workers, where anything was."""
+    pull_ms: float = 0.0
+    hidden_pull_ms: float = 0.0
+    """The part of `pull_ms` that something else hid."""
+
+
 class Usage(_Answer):
     """Tokens of a request, over all prompts and choices."""
 
@@ -40,6 +58,8 @@ class Usage(_Answer):
     completion_tokens: int
     """Up to the token that ended each choice, that one included."""
     total_tokens: int
+    timings: Timings | None = None
+    """With `include_timings`."""
 
 
 class TokenAlternative(_Answer):
@@ -161,7 +181,8 @@ class ChatCompletionChunk(_Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    """With `stream_options.include_usage`: in the last chunk, which has no choices; null in the others."""
+    """With `stream_options.include_usage`: in the last chunk, which has no choices; null in the others, or what it is
+    so far (`continuous_usage_stats`)."""
 
 
 class ChatEvent(_Answer):
@@ -200,7 +221,8 @@ class Completion(_Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
-    """Of a whole answer; of a stream with `stream_options.include_usage`, in the last chunk."""
+    """Of a whole answer; of a stream with `stream_options.include_usage`, in the last chunk, or in
+    each with what it is so far (`continuous_usage_stats`)."""
 
 
 class CompletionEvent(_Answer):

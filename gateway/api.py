@@ -275,12 +275,17 @@ async def _send_chunks(
 ) -> None:
     chunks = ChunkEncoder(answer, usage_follows=job.include_usage)
     begun: set[int] = set()
+    num_tokens = 0
     async for piece in pieces:
         first = piece.choice not in begun
         begun.add(piece.choice)
+        num_tokens += piece.num_tokens
         worded = piece.text or piece.reasoning or piece.call is not None
         if first or worded or piece.reports or piece.finish_reason is not None:
-            await events.send(chunks.encode(piece, first), more=piece.more)
+            usage = None
+            if job.continuous_usage:
+                usage = Usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens)
+            await events.send(chunks.encode(piece, first, usage), more=piece.more)
         elif not piece.more:
             await events.flush()
 

@@ -30,6 +30,8 @@ from gateway.json_scanner import JsonScanner, NotJson
 WHITESPACE: Final = " \t\n\r"
 MAX_NAME_CHARS: Final = 256
 """Longest key, name or id within a call; what is longer is none."""
+_PIECE_CHARS: Final = 256
+"""Longest text that is read at a time: the rest of it is copied at each opening."""
 _MEMBERS: Final = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
 """Keys of a call's object; an object with any other is no call."""
 
@@ -76,21 +78,24 @@ class CallParser(ABC):
         self._names = names
         self._most_calls = most_calls
         self._events: list[Event] = []
-        self._fragment = ""
+        self._fragment: list[str] = []
         """Arguments that are not among the events yet."""
+        self._words: list[str] = []
+        """Text that is not; one of both is empty."""
         self._tail = ""
         """Outside: the end of the text, which might be the beginning of an opening."""
-        self._space = ""
+        self._space: list[str] = []
         """Outside: white space that goes out with the next text, if any comes."""
         self._at_gap = True
         """Outside: no text yet since the beginning, or the last call."""
         self._reading: Reading | None = None
         """Inside: reads the next character."""
-        self._held = ""
+        self._held: list[str] = []
+        """Inside: in pieces, of which each but the opening is a character."""
         self._in_doubt = False
         """Inside: no call has begun since the opening."""
-        self._opening_chars = 0
-        """Inside: how much of what is held is text for certain, if no call begins."""
+        self._num_opening = 0
+        """Inside: how many pieces of what is held are text for certain, if no call begins."""
 
     @property
     def full(self) -> bool:
@@ -108,11 +113,13 @@ class CallParser(ABC):
             if self._in_doubt:
                 self._read(self._give_up())
             else:
-                self._reading, self._held = None, ""
+                self._reading = None
+                self._held.clear()
         self._say(self._tail)
         if not self.num_begun:
-            self._say_all(self._space)
-        self._tail = self._space = ""
+            self._say_all("".join(self._space))
+        self._tail = ""
+        self._space.clear()
         return self._take()
 
     # Each format's own.
@@ -133,8 +140,10 @@ class CallParser(ABC):
     # Outside.
 
     def _read(self, text: str) -> None:
-        while text and not self.full:
-            text = self._outside(text) if self._reading is None else self._inside(text)
+        waiting = _pieces(text)
+        while waiting and not self.full:
+            piece = waiting.pop()
+            waiting += _pieces(self._outside(piece) if self._reading is None else self._inside(piece))
 
     def _outside(self, text: str) -> str:
         """Pass text on up to the next opening; what follows that."""
@@ -147,7 +156,7 @@ class CallParser(ABC):
             return ""
         at, opening = found
         self._say(text[:at])
-        self._held = opening
+        self._held = [opening]
         self._reading = self._block(opening)
         self._open()
         next(self._reading)
@@ -157,21 +166,18 @@ class CallParser(ABC):
         """Text, but for white space that may turn out to lie between calls."""
         if self._at_gap:
             rest = text.lstrip()
-            self._space += text[: len(text) - len(rest)]
+            self._space.append(text[: len(text) - len(rest)])
             if not rest:
                 return
-            text, self._space, self._at_gap = self._space + rest, "", False
+            text, self._at_gap = "".join(self._space) + rest, False
+            self._space.clear()
         self._say_all(text)
 
     def _say_all(self, text: str) -> None:
-        if not text:
-            return
-        self._settle_fragment()
-        last = self._events[-1] if self._events else None
-        if isinstance(last, str):
-            self._events[-1] = last + text
-        else:
-            self._events.append(text)
+        if text:
+            if self._fragment:
+                self._settle()
+            self._words.append(text)
 
     # Inside.
 
@@ -179,11 +185,12 @@ class CallParser(ABC):
         """Read up to the end of the block, or of what is a call; what is to be read again or follows that."""
         assert self._reading is not None
         for index, char in enumerate(text):
-            self._held += char
+            self._held.append(char)
             try:
                 self._reading.send(char)
             except StopIteration:
-                self._reading, self._held = None, ""
+                self._reading = None
+                self._held.clear()
                 return text[index + 1 :]
             except NotACall:
                 return self._give_up() + text[index + 1 :]
@@ -194,20 +201,21 @@ class CallParser(ABC):
     def _open(self) -> None:
         """What is held may be a call from here on."""
         self._in_doubt = True
-        self._opening_chars = len(self._held)
+        self._num_opening = len(self._held)
 
     def _begin(self, name: str) -> None:
         """It is one, of this function."""
-        self._settle_fragment()
+        self._settle()
         self._events.append(CallDelta(index=self.num_begun, id=self.draw_id(), name=name))
         self.num_begun += 1
-        self._in_doubt, self._held = False, ""
-        self._at_gap, self._space = True, ""
+        self._in_doubt, self._at_gap = False, True
+        self._held.clear()
+        self._space.clear()
 
     def _argue(self, text: str) -> None:
         """More of the call's arguments."""
-        self._fragment += text
-        self._held = ""
+        self._fragment.append(text)
+        self._held.clear()
 
     def _complete(self) -> None:
         """The call's arguments are whole."""
@@ -215,25 +223,28 @@ class CallParser(ABC):
 
     def _give_up(self) -> str:
         """What was read last is no part of a call; what is to be read again, from outside."""
-        held, self._held, self._reading = self._held, "", None
+        held, self._held, self._reading = self._held, [], None
         if self._in_doubt:
             self.num_malformed += 1
-            self._say(held[: self._opening_chars])
-            return held[self._opening_chars :]
+            self._say("".join(held[: self._num_opening]))
+            return "".join(held[self._num_opening :])
         if self.num_complete < self.num_begun:
             self.num_malformed += 1
             self._at_gap = False
-        return held
+        return "".join(held)
 
     def _take(self) -> list[Event]:
-        self._settle_fragment()
+        self._settle()
         events, self._events = self._events, []
         return events
 
-    def _settle_fragment(self) -> None:
+    def _settle(self) -> None:
+        if self._words:
+            self._events.append("".join(self._words))
+            self._words.clear()
         if self._fragment:
-            self._events.append(CallDelta(index=self.num_begun - 1, arguments=self._fragment))
-            self._fragment = ""
+            self._events.append(CallDelta(index=self.num_begun - 1, arguments="".join(self._fragment)))
+            self._fragment.clear()
 
     # What formats are read with.
 
@@ -269,7 +280,7 @@ class CallParser(ABC):
             self._begin(self._known(name))
             self._argue(arguments)
             self._complete()
-        self._held = ""
+        self._held.clear()
 
     def _whole_arguments(self, char: str) -> ReadingText:
         """Arguments that cannot go out as they come: before the name, or as the text of an object, or none."""
@@ -317,7 +328,7 @@ def no_space() -> ReadingText:
 
 
 def _text(most_chars: int | None) -> ReadingText:
-    """What a JSON string says, after its quote."""
+    """What a JSON string says, after its quote. It can spell half a surrogate pair, which is no text."""
     chars: list[str] = []
     while (char := (yield)) != '"':
         chars.append(char)
@@ -327,9 +338,15 @@ def _text(most_chars: int | None) -> ReadingText:
             raise NotACall
     try:
         text: str = json.loads('"' + "".join(chars) + '"')
+        text.encode()
     except ValueError:
         raise NotACall from None
     return text
+
+
+def _pieces(text: str) -> list[str]:
+    """A text cut up, the last piece first."""
+    return [text[start : start + _PIECE_CHARS] for start in reversed(range(0, len(text), _PIECE_CHARS))]
 
 
 def _overlap(text: str, opening: str) -> int:

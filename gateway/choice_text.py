@@ -117,7 +117,7 @@ class ChoiceText:
             num_tokens=len(offsets),
             reports=_reports(delta, offsets) if delta.logprobs else (),
             finish_reason=finish_reason,
-            more=delta.more,
+            more=delta.more and not self.ended,
         )
 
     def _pass_on(self, text: str, texts: list[str]) -> bool:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 
 from gateway.choice_text import Piece
-from gateway.responses import AnswerFormat
+from gateway.responses import AnswerFormat, Usage
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -21,14 +21,16 @@ class ChunkEncoder:
     """Of one request."""
 
     def __init__(self, answer: AnswerFormat, *, usage_follows: bool) -> None:
-        """`usage_follows`: the stream ends with the usage, and every other chunk says that it has none."""
+        """`usage_follows`: the stream ends with the usage, and a chunk without one says that it has none."""
         self._answer = answer
         self._rest: dict[str, object] = {"usage": None} if usage_follows else {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """Choice → what is before and after the text of its plain chunks."""
 
-    def encode(self, piece: Piece, first: bool) -> bytes:
-        """A piece, the choice's `first` or a later one, as `AnswerFormat.chunk` words it."""
+    def encode(self, piece: Piece, first: bool, usage: Usage | None = None) -> bytes:
+        """A piece, the choice's `first` or a later one, as `AnswerFormat.chunk` words it; with the usage so far."""
+        if usage is not None:
+            return encode(self._answer.chunk(piece, first) | {"usage": usage.as_json()})
         if first or not piece.plain:
             return encode(self._answer.chunk(piece, first) | self._rest)
         around = self._around.get(piece.choice)

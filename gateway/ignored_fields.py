@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, get_args
+
+from pydantic import BaseModel
 
 _LOG = logging.getLogger(__name__)
 _MAX_NAMES: Final = 256
@@ -40,6 +42,23 @@ IGNORED: Final[Mapping[str, str]] = {
     "user": _NOT_STORED,
 }
 """Fields of the OpenAI API and of vLLM that would not change the answer, and why; but where a schema has them."""
+
+
+def unknown_fields(given: object, schema: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Fields that `schema` does not have, and that its parts do not have: those as `messages.name`."""
+    known = {field.alias or name: field.annotation for name, field in schema.model_fields.items()}
+    for part in given if isinstance(given, list) else [given]:
+        for name, value in part.items() if isinstance(part, dict) else ():
+            if name not in known:
+                yield path + name
+            elif (inner := _model_in(known[name])) is not None:
+                yield from unknown_fields(value, inner, f"{path}{name}.")
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for each in get_args(annotation) if (model := _model_in(each)) is not None), None)
 
 
 class IgnoredFields:

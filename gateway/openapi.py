@@ -55,13 +55,14 @@ _ERRORS: Final[Mapping[int, str]] = {
     404: "There is no such model.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body has an encoding that is not taken.",
     429: "All capacity is taken for the moment.",
     CLIENT_CLOSED_REQUEST: "The request was cancelled.",
     500: "A failure inside.",
     503: "No worker can serve the request now.",
     504: "The request took longer than it may.",
 }
-_BODY_ERRORS: Final = (400, 403, 404, 408, 413, 429)
+_BODY_ERRORS: Final = (400, 403, 404, 408, 413, 415, 429)
 _GENERATING_ERRORS: Final = (*_BODY_ERRORS, CLIENT_CLOSED_REQUEST, 503, 504)
 
 ROUTES: Final = (

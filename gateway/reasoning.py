@@ -40,12 +40,15 @@ class ReasoningSplitter:
         """`opened`: the prompt ends with the opening."""
         self._opened = opened
         self._state = _State.BEFORE
-        self._held = ""
+        self._space: list[str] = []
+        """White space that waits for what comes after it."""
+        self._tail = ""
+        """What comes after that, and might be the beginning of a tag."""
 
     def push(self, text: str) -> list[tuple[Part, str]]:
         """Take more text; what is settled with it, in order, none of it empty."""
         parts: list[tuple[Part, str]] = []
-        text, self._held = self._held + text, ""
+        text, self._tail = self._tail + text, ""
         if self._state is _State.BEFORE:
             text = self._before(text)
         if self._state is _State.LEADING:
@@ -63,31 +66,38 @@ class ReasoningSplitter:
 
     def finish(self) -> list[tuple[Part, str]]:
         """The text is over: what was held back is no tag after all."""
-        held, self._held = self._held, ""
+        held, self._tail = self._take_space() + self._tail, ""
         unopened = self._state is _State.BEFORE and not self._opened
         return [(Part.ANSWER if unopened else Part.REASONING, held)] if held else []
 
     def _before(self, text: str) -> str:
         start = text.lstrip()
-        if OPENING.startswith(start):
-            if start == OPENING:
-                self._state = _State.LEADING
-                return ""
-            self._held = text
+        self._space.append(text[: len(text) - len(start)])
+        if len(start) < len(OPENING) and OPENING.startswith(start):
+            self._tail = start
             return ""
+        space = self._take_space()
         if start.startswith(OPENING):
             self._state = _State.LEADING
             return start[len(OPENING) :]
         self._state = _State.LEADING if self._opened else _State.ANSWER
-        return text
+        return space + start
 
     def _reasoning(self, text: str) -> tuple[str, str]:
-        """The reasoning that is settled, and what follows the closing. White space waits for what comes after it."""
-        end = text.find(CLOSING)
-        if end >= 0:
+        """The reasoning that is settled, and what follows the closing."""
+        thought, closing, rest = text.partition(CLOSING)
+        if not closing:
+            length = max((length for length in range(1, len(CLOSING)) if text.endswith(CLOSING[:length])), default=0)
+            thought, self._tail = text[: len(text) - length], text[len(text) - length :]
+        settled = thought.rstrip()
+        words = self._take_space() + settled if settled else ""
+        self._space.append(thought[len(settled) :])
+        if closing:
             self._state = _State.TRAILING
-            return text[:end].rstrip(), text[end + len(CLOSING) :]
-        length = max((length for length in range(1, len(CLOSING)) if text.endswith(CLOSING[:length])), default=0)
-        settled = text[: len(text) - length].rstrip()
-        self._held = text[len(settled) :]
-        return settled, ""
+            self._space.clear()
+        return words, rest
+
+    def _take_space(self) -> str:
+        space = "".join(self._space)
+        self._space.clear()
+        return space

@@ -67,6 +67,8 @@ class Job:
     """End the stream with a chunk that carries the usage."""
     plan: AnswerPlan | None = None
     """What to look for in the texts, if they can be more than text."""
+    continuous_usage: bool = False
+    """Let each chunk carry the usage so far."""
     include_timings: bool = False
     """Let the usage say what the time was spent on."""
 
@@ -284,6 +286,7 @@ class Intake:
             echoes=tuple(echoes) or ("",) * len(generations),
             stream=bool(form.stream),
             include_usage=include_timings or (options is not None and bool(options.include_usage)),
+            continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
             include_timings=include_timings,
             plan=plan,
         )

@@ -53,7 +53,7 @@ from gateway.field_types import (
 )
 from gateway.field_types import text as _text
 from gateway.http_errors import invalid
-from gateway.ignored_fields import IGNORED, IgnoredFields
+from gateway.ignored_fields import IGNORED, IgnoredFields, unknown_fields
 from gateway.tool_schemas import TemplateSwitches, ToolCalls, ToolChoice, Tools
 
 _IGNORED_FIELDS = IgnoredFields()
@@ -155,6 +155,8 @@ class StreamOptions(_Schema):
     """What a stream carries besides."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: each chunk has the usage so far."""
     include_timings: bool | None = None
     """As the field of the same name beside `stream`."""
 
@@ -334,7 +336,7 @@ def parse(schema: type[SchemaT], body: object) -> SchemaT:
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
     _refuse_unsupported(body, schema)
-    _IGNORED_FIELDS.note(body.keys() - schema.model_fields.keys() - _UNSUPPORTED.keys())
+    _IGNORED_FIELDS.note(name for name in unknown_fields(body, schema) if name not in _UNSUPPORTED)
     try:
         return schema.model_validate(body)
     except ValidationError as error:
@@ -352,5 +354,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
 def _refuse_unsupported(body: dict[Any, object], schema: type[_Schema]) -> None:
     for name, harmless in _UNSUPPORTED.items():
         value = body.get(name)
-        if value is not None and value not in harmless and name not in schema.model_fields:
+        if value is None or name in schema.model_fields:
+            continue
+        if not any(value == each and type(value) is type(each) for each in harmless):  # True is no 1
             raise invalid(name, f"{name} is not supported", code="unsupported_parameter")

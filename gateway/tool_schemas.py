@@ -170,18 +170,20 @@ class WithTools(Protocol):
 def usable_tools(form: WithTools) -> Sequence[Tool]:
     """The functions that the model is told of: none where it may call none.
 
-    Raises `ApiError`, a 400, where `tool_choice` has nothing to choose from.
+    Raises `ApiError`, a 400, where a call is wanted and there is nothing to choose from.
     """
     tools = form.tools or ()
-    if form.tool_choice is None:
+    if form.tool_choice in (None, "auto"):
         return tools
+    if form.tool_choice == "none":
+        return ()
     if not tools:
         raise invalid("tool_choice", "tool_choice needs tools")
     if isinstance(form.tool_choice, NamedToolChoice):
         name = form.tool_choice.function.name
         if name not in {tool.function.name for tool in tools}:
             raise invalid("tool_choice", f"tool_choice: no function of tools is called {name[:64]!r}")
-    return () if form.tool_choice == "none" else tools
+    return tools
 
 
 def forced_tools(form: WithTools) -> Sequence[Tool]:

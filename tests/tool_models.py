@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
 
 from checkpoints import VOCAB_SIZE, make_checkpoint
-from gateway_fixtures import byte_level_backend, wrap
+from gateway_fixtures import byte_level_backend, settings, wrap
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from gateway.api_settings import ApiSettings
 from gateway.tokenizer import ModelTokenizer
 
 MARKERS = {
@@ -128,6 +130,12 @@ def tool_tokenizer(template: str) -> ModelTokenizer:
     made = byte_level_backend()
     add_markers(made)
     return wrap(made, TEMPLATES[template])
+
+
+def tool_settings(**changes: Any) -> ApiSettings:
+    """Of the tests' server, for a model with such a tokenizer."""
+    base = settings(max_sequence_tokens=4096)
+    return dataclasses.replace(base, model_vocab_size=tool_tokenizer("hermes").vocab_size, **changes)
 
 
 def tokens_of(text: str) -> list[int]:

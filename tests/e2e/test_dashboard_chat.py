@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from chromium import visit
 from dashboard_bench import serve_dashboard
-from gateway_fixtures import STORY, ScriptedGenerator, byte_level, keyring_of, settings
+from gateway_fixtures import STORY, ScriptedGenerator, byte_level, encode, keyring_of, settings
 from playwright.async_api import Browser, Page
 
 from common.contract.errors import Cause
@@ -80,6 +81,43 @@ async def test_what_the_model_says_is_text(browser: Browser) -> None:
         assert await page.locator(".turn[data-role=user] .said").text_content() == "<b>me too</b>"
         assert await page.locator(".turn :is(img, script, b)").count() == 0
         assert await page.evaluate("window.owned") is None
+
+
+async def test_what_the_model_thinks_is_shown_above_its_answer(browser: Browser) -> None:
+    """As text, open for as long as there is nothing else, and no part of the conversation."""
+    text = "<think>\nHm, <b>what</b> is it?\n</think>\n\nhello"
+    num_before = len(encode(text.partition("</think>")[0]))
+    generator = ScriptedGenerator(text=text, hang=True, num_before=num_before)
+    thinks = dataclasses.replace(settings(), reasoning_parser="think")
+    async with serve_dashboard(generator, thinks) as server, visit(browser, server.url) as seen:
+        page = await seen.live()
+        await say(page, "tell me")
+        await generator.hanging.wait()
+        thought = page.locator(f"{ANSWER} .thought p")
+        await thought.get_by_text("is it?").wait_for()
+        assert await seen.accessibility() == []
+        await page.get_by_role("button", name="Stop").click()
+        answer = await end_of_answer(page)
+        assert await answer.locator(".said").text_content() == ""
+        stats = await answer.locator(".stats").text_content()
+        assert "TTFT" in stats, "its first token is the reader's first, too"
+        assert "tokens in" in stats
+
+        await page.get_by_role("button", name="New chat").click()
+        generator.hang = False
+        await say(page, "tell me")
+        answer = await end_of_answer(page)
+        assert await thought.text_content() == "Hm, <b>what</b> is it?"
+        assert not await thought.is_visible()
+        assert await answer.locator(".said").text_content() == "hello"
+        assert await page.locator("#answer-live").text_content() == "Answer: hello"
+        assert await page.locator(".turn b").count() == 0
+        await answer.get_by_text("Reasoning").click()
+        assert await thought.is_visible()
+        assert await seen.accessibility() == []
+        await say(page, "go on")
+        await end_of_answer(page, 2)
+        assert "assistant: hello\nuser: go on" in asked(generator, 2)
 
 
 async def test_the_policy_holds(browser: Browser) -> None:

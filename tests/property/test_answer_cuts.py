@@ -33,6 +33,8 @@ fragments = st.sampled_from(
             '{"arguments": {"b": -1.5e3}, "name": "get_weather"}',
             '{"name": "g"}',
             '"id": "1"',
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}',
+            '{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}',
             "}",
             '{"',
             "<tool",
@@ -53,9 +55,10 @@ cuts = st.lists(st.integers(0, 150), max_size=30)
 
 
 def joined(events: Sequence[Event]) -> tuple[str, list[list[str]], str]:
-    """Text, calls, and the order in which both came, a letter for each part of either."""
+    """Text, calls, and the order in which both came, a letter for each part of either. All of it can be sent."""
     text, calls, order = "", [], ""
     for event in events:
+        (event if isinstance(event, str) else event.arguments).encode()
         if isinstance(event, str):
             assert event
             text += event

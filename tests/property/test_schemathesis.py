@@ -12,7 +12,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_fixtures import CHAT_PATH, COMPLETIONS_PATH, MODEL, ScriptedGenerator, Server, serve, tokenizer
+from gateway_fixtures import CHAT_PATH, COMPLETIONS_PATH, EOS, MODEL, ScriptedGenerator, Server, serve
+from tool_models import NOON, TOOLS, WEATHER, tokens_of, tool_settings, tool_tokenizer
 
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "50"))
 """For each operation."""
@@ -66,12 +67,37 @@ KEPT = (
     *("seed", "n", "stop", "ignore_eos", "logprobs", "top_logprobs", "service_tier", "cache_salt", "messages"),
 )
 """Fields that say the same for any model, and contradict none of the others."""
+TEMPLATE = "hermes reasoning"
+SAID = '<think>\nhm\n</think>\n\nWell.\n<tool_call>\n{"name": "is-noon", "arguments": {}}\n</tool_call>'
+"""What the model says to everything."""
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": WEATHER["function"]["parameters"]}}
+FREE: dict[str, Any] = {"response_format": {"enum": [{"type": "text"}]}}
+BOUND: dict[str, Any] = {"min_tokens": {"enum": [0, None]}, "ignore_eos": {"enum": [False, None]}}
+"""A grammar says where an answer may end."""
+CALLING: dict[str, Any] = BOUND | {
+    "tools": {"enum": [TOOLS, [NOON]]},
+    "parallel_tool_calls": {"enum": [False, True, None]},
+    "include_reasoning": {"enum": [False, True, None]},
+    "chat_template_kwargs": {"enum": [{"enable_thinking": False}, {}, None]},
+}
+CHAT_KINDS: list[dict[str, Any]] = [
+    FREE,
+    CALLING
+    | {"tool_choice": {"enum": ["none", "auto"]}, "response_format": {"enum": [{"type": "json_object"}, SCHEMA, None]}},
+    CALLING | {"tool_choice": {"enum": ["required", NOON]}},
+]
+COMPLETION_KINDS: list[dict[str, Any]] = [
+    FREE,
+    BOUND | {"guided_choice": {"enum": [["yes", "no"], ["日本"]]}},
+    BOUND | {"guided_regex": {"enum": ["[a-z]{1,9}"]}},
+]
+"""Fields that go together."""
 
 
 def narrowed(document: dict[str, Any]) -> dict[str, Any]:
     """The document with what only this server knows, so that most of what is sent gets as far as being generated."""
     schemas = document["components"]["schemas"]
-    token = {"type": "integer", "minimum": 0, "maximum": tokenizer().vocab_size - 1}
+    token = {"type": "integer", "minimum": 0, "maximum": tool_tokenizer(TEMPLATE).vocab_size - 1}
     tokens = {"type": "array", "items": token, "minItems": 1, "maxItems": 50}
     prompt = {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 50}, tokens]}
     prompts = {"anyOf": [prompt, {"type": "array", "items": prompt, "minItems": 1, "maxItems": 4}]}
@@ -84,27 +110,38 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
             **kept,
             "model": {"enum": [MODEL, None]},
             "stream": {"type": "boolean"},
-            "max_tokens": {"type": "integer", "minimum": 1, "maximum": 20},
+            "max_tokens": {"type": "integer", "minimum": 1, "maximum": 100},
             "min_tokens": {"enum": [0, 1, None]},
             "stop_token_ids": tokens,
             **own,
         }
         schemas[name]["required"] = [*schemas[name]["required"], "stream"]
     schemas["ChatRequest"]["required"].append("logprobs")
+    for name, kinds in [("ChatRequest", CHAT_KINDS), ("CompletionRequest", COMPLETION_KINDS)]:
+        schemas[name] = {"anyOf": [with_fields(schemas[name], own) for own in kinds]}
     content = [kind for kind in schemas["ChatMessage"]["properties"]["content"]["anyOf"] if kind != {"type": "null"}]
     spoken = {"role": {"enum": ["system", "user", "assistant"]}, "content": {"anyOf": content}}
     schemas["ChatMessage"] |= {"properties": spoken, "required": list(spoken)}
     return document
 
 
+def with_fields(schema: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a body that has these fields as well."""
+    return schema | {"properties": schema["properties"] | own, "required": [*schema["required"], *own]}
+
+
 @pytest.mark.timeout(900)
 async def test_what_is_generated(tmp_path: Path) -> None:
-    async with serve(ScriptedGenerator()) as server:
+    generator = ScriptedGenerator(token_ids=[*tokens_of(SAID), EOS], tokens_per_delta=4)
+    async with serve(generator, tool_settings(), tool_tokenizer(TEMPLATE)) as server:
         async with aiohttp.ClientSession() as session, session.get(server.url + "/openapi.json") as response:
             document = narrowed(await response.json())
         path = tmp_path / "narrowed.json"
         path.write_text(json.dumps(document))
         await run(server, str(path), tmp_path, "--phases", "fuzzing", "--mode", "positive", *GENERATING)
         served = await num_served(server)
+        calls = server.metrics.registry.get_sample_value("baton_gateway_tool_calls_total", {"outcome": "complete"})
     assert served[CHAT_PATH] > EXAMPLES / 2
     assert served[COMPLETIONS_PATH] > EXAMPLES / 2
+    assert sum(generation.sampling.grammar is not None for generation in generator.generations) > EXAMPLES / 4
+    assert calls

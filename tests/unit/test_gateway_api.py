@@ -331,6 +331,22 @@ async def test_stop_strings(stop: str | list[str], stream: bool) -> None:
     assert generator.closed_early.is_set()
 
 
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+async def test_the_usage_so_far_in_each_chunk(path: str) -> None:
+    """Over all choices, as in the last chunk."""
+    generator = ScriptedGenerator(text=STORY)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = COMPLETION | CHAT | {"n": 2, "max_tokens": 100}
+    chunks = await stream_of(generator, path, body | {"stream_options": options})
+    usages = [chunk["usage"] for chunk in chunks]
+    total = 2 * len(encode(STORY))
+    assert [usage["completion_tokens"] for usage in usages] == [*range(1, total + 1), total]
+    assert {usage["prompt_tokens"] for usage in usages} == {len(generator.generations[0].token_ids)}
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+    del options["include_usage"]
+    assert not any("usage" in chunk for chunk in await stream_of(generator, path, body | {"stream_options": options}))
+
+
 @pytest.mark.parametrize("prompt", ["hello fox", encode("hello fox")], ids=["text", "tokens"])
 async def test_an_echo_begins_with_the_prompt_and_stops_nothing(prompt: str | list[int]) -> None:
     """Of each choice, once, streamed or not; it is no part of what was generated."""

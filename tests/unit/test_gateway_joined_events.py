@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
 import aiohttp
 from dispatcher_bench import Bench, D
 from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, encode, serve, tokenizer
+from tool_models import tokens_of, tool_tokenizer
 
 from common.contract.errors import Cause
 from common.contract.messages import Tokens
-from gateway.generation import Delta, GenerationFailed
+from gateway.answer_parts import AnswerParts, AnswerPlan
+from gateway.choice_text import ChoiceText, Piece
+from gateway.generation import Delta, Generation, GenerationFailed
+from gateway.tool_parsers import HermesParser
 
 HALF = encode("ж")[0]
 """A token that ends within a character, and so has no text."""
@@ -62,6 +67,53 @@ async def test_nothing_waits_for_a_token_without_text() -> None:
             async with asyncio.timeout(10):
                 while got.count(b"data: {") < len(tokens) - 1:
                     got += await response.content.readany()
+
+
+async def test_nothing_waits_for_a_token_behind_a_stop_string() -> None:
+    """Its generation is closed there, so that nothing comes of what has come with it; another prompt may take long."""
+
+    class OneOfTwo(Joined):
+        async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+            if generation.token_ids[-1] == encode("b")[-1]:
+                await asyncio.Event().wait()
+            async for delta in super().generate(generation):
+                yield delta
+
+    generator = OneOfTwo(text="hello world the end of the story")
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        body = COMPLETION | {"prompt": ["a", "b"], "stream": True, "stop": " end", "max_tokens": 100}
+        async with session.post(server.url + COMPLETIONS_PATH, json=body) as response:
+            got = b""
+            async with asyncio.timeout(10):
+                while b'"finish_reason":"stop"' not in got:
+                    got += await response.content.readany()
+
+
+def test_the_last_piece_waits_for_nothing() -> None:
+    """Whatever ends the choice: a stop string, or the one call that there may be."""
+    call = '<tool_call>{"name": "is-noon"}</tool_call>'
+    plan = AnswerPlan(
+        decoder=tool_tokenizer("hermes"),
+        calls=HermesParser,
+        names=frozenset({"is-noon"}),
+        most_calls=1,
+        reasons=False,
+        opened=False,
+        include_reasoning=True,
+    )
+    for text, stops in [("hello the end of", (" end",)), (f"hello {call} and", ())]:
+        for tokens_per_delta in (1, 1000):
+            choice = AnswerParts(ChoiceText(0, tool_tokenizer("hermes"), stops, 0), plan)
+            token_ids = tokens_of(text)
+            pieces: list[Piece] = []
+            for start in range(0, len(token_ids), tokens_per_delta):
+                if not choice.ended:
+                    part = tuple(token_ids[start : start + tokens_per_delta])
+                    pieces += choice.pieces(
+                        Delta(choice=0, token_ids=part, logprobs=None, finish_reason=None, more=True)
+                    )
+            assert pieces[-1].finish_reason is not None
+            assert [piece.more for piece in pieces] == [True] * (len(pieces) - 1) + [False]
 
 
 async def test_an_error_comes_after_what_was_held_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,15 +22,12 @@ from gateway_fixtures import (
     byte_level_backend,
     post,
     serve,
-    settings,
     tokenizer,
     wrap,
 )
 from openai.types.chat import ChatCompletionChunk
 from prometheus_client.parser import text_string_to_metric_families
-from tool_models import NOON, TOOLS, WEATHER, backend, tokens_of, tool_tokenizer
-
-from gateway.api_settings import ApiSettings
+from tool_models import NOON, TOOLS, WEATHER, backend, tokens_of, tool_settings, tool_tokenizer
 
 ARGUMENTS = '{"city": "Oslo", "days": 3}'
 TWO_CALLS = (
@@ -39,11 +35,6 @@ TWO_CALLS = (
     '<tool_call>\n{"name": "is-noon", "arguments": {}}\n</tool_call>'
 )
 ONE_CALL = TWO_CALLS[len("Let me see.\n") :].split("\n<tool_call>\n{" + '"name": "is')[0]
-
-
-def tool_settings(**changes: Any) -> ApiSettings:
-    base = settings(max_sequence_tokens=4096)
-    return dataclasses.replace(base, model_vocab_size=tool_tokenizer("hermes").vocab_size, **changes)
 
 
 def scripted(text: str, **how: Any) -> ScriptedGenerator:
@@ -118,7 +109,9 @@ async def test_content_is_null_where_there_are_only_calls() -> None:
 
 
 async def test_text_is_text_whether_functions_are_offered_or_not() -> None:
-    for body in ({"tools": TOOLS}, {}, {"tools": []}):
+    bodies: list[dict[str, Any]] = [{"tools": TOOLS}, {}, {"tools": []}]
+    bodies += [{"tool_choice": choice} | tools for choice in ("none", "auto") for tools in ({}, {"tools": []})]
+    for body in bodies:
         answer = await ask(scripted("hello < there"), **body)
         assert answer.choices[0].message.content == "hello < there"
         assert answer.choices[0].message.tool_calls is None
@@ -477,10 +470,10 @@ ASSISTANT: dict[str, Any] = {"role": "assistant", "content": None}
         ({"tools": [tool(parameters={"title": "x" * 65536})]}, "tools[0].function.parameters"),
         ({"tools": [tool(parameters={"title": "\ud800"})]}, "tools[0].function.parameters"),
         ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"tool_choice": "none", "tools": []}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": NAMED}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": []}, "tool_choice"),
         ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": 5, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),

@@ -258,8 +258,9 @@ def test_what_is_refused_for_its_form_is_not_described(path: str, body: dict[str
 
 ANSWERED: list[tuple[str, dict[str, Any]]] = [
     (CHAT_PATH, CHAT),
-    (CHAT_PATH, CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}),
+    (CHAT_PATH, CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2, "include_timings": True}),
     (COMPLETIONS_PATH, COMPLETION),
+    (COMPLETIONS_PATH, COMPLETION | {"include_timings": True}),
     (COMPLETIONS_PATH, COMPLETION | {"logprobs": 2, "max_tokens": 1}),
     ("/tokenize", {"prompt": "hello"}),
     ("/detokenize", {"tokens": [5]}),
@@ -275,12 +276,13 @@ async def test_answers_have_the_fields_that_are_described_and_no_others(path: st
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
 @pytest.mark.parametrize("failing", [False, True])
-async def test_events_have_the_fields_that_are_described_and_no_others(path: str, failing: bool) -> None:
+@pytest.mark.parametrize("option", ["include_usage", "include_timings", "continuous_usage_stats"])
+async def test_events_have_the_fields_that_are_described_and_no_others(path: str, failing: bool, option: str) -> None:
     failure = GenerationFailed(Cause.WORKER_LOST, "gone") if failing else None
     body = (
         COMPLETION
         | CHAT
-        | {"stream": True, "stream_options": {"include_usage": True}, "logprobs": path == CHAT_PATH or 1}
+        | {"stream": True, "stream_options": {"include_usage": True, option: True}, "logprobs": path == CHAT_PATH or 1}
     )
     content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
     name = content["$ref"].rpartition("/")[2]
@@ -317,3 +319,10 @@ async def test_every_failure_has_a_status_that_is_described(path: str, cause: Ca
     assert_described(path, answer, status=status)
     described = DOCUMENT["paths"][path]["post"]["responses"][str(status)].get("headers", {})
     assert ("Retry-After" in headers) == ("Retry-After" in described)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_encoding_that_is_not_taken_has_a_status_that_is_described(path: str) -> None:
+    status, answer, _ = await post(path, COMPLETION | CHAT, headers={"Content-Encoding": "br"})
+    assert status == 415
+    assert_described(path, answer, status=status)

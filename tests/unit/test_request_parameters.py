@@ -55,17 +55,17 @@ VLLM = set(_BOTH.split())
 VLLM_CHAT = VLLM | set(_CHAT.split())
 VLLM_COMPLETION = VLLM | {"prompt_embeds"}
 REFUSED: dict[str, list[Any]] = {
-    "add_generation_prompt": [False],
+    "add_generation_prompt": [False, 1],
     "add_special_tokens": [False],
     "allowed_token_ids": [[1]],
     "audio": [{"voice": "alloy"}],
     "bad_words": [["a"]],
-    "best_of": [2, 0, 16],
+    "best_of": [2, 0, 16, True],
     "chat_template": ["{{ messages }}"],
     "chat_template_kwargs": [{"enable_thinking": False}],
     "continue_final_message": [True],
     "documents": [[{"title": "a"}]],
-    "echo": [True],
+    "echo": [True, 0],
     "function_call": [{"name": "f"}],
     "functions": [[{"name": "f"}]],
     "guided_whitespace_pattern": ["x"],
@@ -174,6 +174,44 @@ def test_ignored_fields_are_listed_once_and_without_values(
     parse(CompletionRequest, COMPLETION | {"store": "secret", "wizard": "secret"})
     parse(ChatRequest, CHAT | {"wizard": "secret", "dragon\n": "secret"})
     assert listed(caplog) == ["ignored fields: ['store', 'wizard']", r"ignored fields: ['dragon\n']"]
+
+
+def test_ignored_fields_of_parts_are_listed_by_their_paths(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schemas, "_IGNORED_FIELDS", IgnoredFields())
+    caplog.set_level(logging.DEBUG, logger="gateway.ignored_fields")
+    function = {"name": "f", "wizard": "secret", "parameters": {"type": "object", "dragon": "secret"}}
+    body = {
+        "messages": [{"role": "user", "content": "hello", "wizard": "secret"}],
+        "stream_options": {"include_usage": True, "wizard": "secret"},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "secret", "schema": {"type": "object"}, "strict": True},
+            "wizard": "secret",
+        },
+        "tools": [{"type": "function", "function": function, "wizard": "secret"}] * 2,
+        "tool_choice": {"type": "function", "function": {"name": "f", "wizard": "secret"}},
+    }
+    with pytest.raises(ApiError):
+        parse(ChatRequest, body)  # two functions of one name: even so
+    body["tools"] = body["tools"][:1]
+    parse(ChatRequest, body)
+    for odd in ({"tools": [5, [], {"function": 5}]}, {"stream_options": [{"a": 1}]}, {"tools": {"b": [{}]}}):
+        with pytest.raises(ApiError):
+            parse(ChatRequest, CHAT | odd)
+    names = [
+        "messages.wizard",
+        "response_format.json_schema.name",
+        "response_format.json_schema.strict",
+        "response_format.wizard",
+        "stream_options.wizard",
+        "tool_choice.function.wizard",
+        "tools.function.wizard",
+        "tools.wizard",
+    ]
+    assert listed(caplog)[0] == f"ignored fields: {names}"
+    assert not any("secret" in line for line in listed(caplog))
 
 
 def test_no_more_is_listed_than_a_client_should_be_able_to_write(caplog: pytest.LogCaptureFixture) -> None:

@@ -121,6 +121,7 @@ NO_CALLS: list[tuple[type[CallParser], str]] = [
     (HermesParser, '<tool_call>{"name": "is-noon\\x"}</tool_call>'),
     (HermesParser, '<tool_call>{"' + "n" * 300 + '": "is-noon"}</tool_call>'),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": "' + "\\" * 9),
+    (HermesParser, '<tool_call>{"name": "is-noon", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
     (Llama3Parser, '{"answer": 5}'),
     (Llama3Parser, '{"name": "Bob", "parameters": {"age": 5}}'),
     (Llama3Parser, 'Well: {"name": "is-noon", "parameters": {}}'),
@@ -239,6 +240,49 @@ def test_a_long_answer_is_read_in_time_that_grows_with_its_length() -> None:
         parser._read = counted  # type: ignore[method-assign]
         assert parse(parser, text) == (text, [])
         assert num_read < 4 * len(text)
+
+
+def test_what_is_read_again_is_not_copied_with_each_opening() -> None:
+    nums_copied = []
+    for num_openings in (1000, 2000):
+        parser = HermesParser(NAMES)
+        num_copied = 0
+        for name, read in [("_outside", parser._outside), ("_inside", parser._inside)]:
+
+            def counted(text: str, read: Any = read) -> Any:
+                nonlocal num_copied
+                num_copied += len(text)
+                return read(text)
+
+            setattr(parser, name, counted)
+        text = '<tool_call>{"name": "is-noon", "arguments": "' + "<tool_call>" * num_openings + '"'
+        assert parse(parser, text) == (text, [])
+        nums_copied.append(num_copied)
+    assert nums_copied[1] < 2.2 * nums_copied[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "after"),
+    [
+        ("", "\n\n", "x"),
+        (hermes(), "\n\n", "x"),
+        ("<tool_call>", "  ", "x"),
+        ('<tool_call>{"arguments": {"a": "', "xy", '"}, "name": "unknown"}'),
+        ('<tool_call>{"name": "is-noon", "arguments": "{', "  ", ']"}'),
+        (hermes().removesuffix("</tool_call>"), "  ", "x"),
+    ],
+)
+def test_what_is_held_back_is_not_copied_with_each_delta(before: str, more: str, after: str) -> None:
+    """A string that grew would be: what is held is in pieces."""
+    parser = HermesParser(NAMES)
+    events = parser.push(before)
+    for _ in range(1000):
+        events += parser.push(more)
+        assert all(len(value) < 100 for value in vars(parser).values() if isinstance(value, str))
+    events += parser.push(after) + parser.finish()
+    text, calls = joined(events)
+    assert calls == ([CALL] if before.startswith(hermes()[:40]) else [])
+    assert text.strip() == (after if calls else before + more * 1000 + after).strip()
 
 
 def scanned(text: str) -> bool:

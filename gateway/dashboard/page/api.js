@@ -81,7 +81,7 @@ export async function* events(response) {
   }
 }
 
-/** The pieces of an answer: `{text, finishReason, usage}`. Throws `ApiError` when it breaks off. */
+/** The pieces of an answer: `{text, reasoning, finishReason, usage}`. Throws `ApiError` when it breaks off. */
 export async function* pieces(chatEvents) {
   for await (const { name, data } of chatEvents) {
     if (name === 'error') throw new ApiError(200, JSON.parse(data).error);
@@ -90,6 +90,7 @@ export async function* pieces(chatEvents) {
     const choice = chunk.choices[0];
     yield {
       text: choice?.delta?.content ?? '',
+      reasoning: choice?.delta?.reasoning_content ?? '',
       finishReason: choice?.finish_reason ?? null,
       usage: chunk.usage ?? null,
     };

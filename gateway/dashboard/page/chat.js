@@ -57,7 +57,7 @@ export class Chat {
     const controller = new AbortController();
     this.setBusy(controller);
     element('welcome').hidden = true;
-    addTurn('user', 'You').write(text);
+    addTurn('user', 'You').write({ text });
     const answer = addTurn('assistant', 'Model');
     this.scrollDown();
     const question = { role: 'user', content: text };
@@ -69,7 +69,7 @@ export class Chat {
       for await (const piece of pieces(await stream('/v1/chat/completions', body, controller.signal))) {
         watch.see(piece);
         said += piece.text;
-        answer.write(piece.text, () => this.scrollDown());
+        answer.write(piece, () => this.scrollDown());
       }
     } catch (error) {
       failure = error;
@@ -133,17 +133,16 @@ function addTurn(role, name) {
   who.textContent = name;
   const said = document.createElement('p');
   said.className = 'said';
-  const text = document.createTextNode('');
-  said.append(text);
+  const text = pendingText(said);
   item.append(who, said);
   if (role === 'assistant') item.dataset.state = 'waiting';
   element('turn-list').append(item);
-  let pending = '';
+  let thought = null;
   let frame = 0;
   const flush = () => {
     frame = 0;
-    text.data += pending;
-    pending = '';
+    text.flush();
+    thought?.text.flush();
   };
   const note = (className, words) => {
     const line = document.createElement('p');
@@ -153,9 +152,16 @@ function addTurn(role, name) {
   };
   return {
     /** Text is shown once a frame, however many tokens come. */
-    write(more, shown = () => {}) {
-      if (!more) return;
-      pending += more;
+    write(piece, shown = () => {}) {
+      if (!piece.text && !piece.reasoning) return;
+      if (piece.reasoning) {
+        thought ??= addThought(said);
+        thought.text.add(piece.reasoning);
+      }
+      if (piece.text) {
+        if (thought && !text.begun) thought.details.open = false;
+        text.add(piece.text);
+      }
       if (item.dataset.state === 'waiting') item.dataset.state = 'writing';
       frame ||= requestAnimationFrame(() => {
         flush();
@@ -174,6 +180,37 @@ function addTurn(role, name) {
   };
 }
 
+/** What the model thinks, above what it says: open until it says something. */
+function addThought(said) {
+  const details = document.createElement('details');
+  details.className = 'thought';
+  details.open = true;
+  const summary = document.createElement('summary');
+  summary.textContent = 'Reasoning';
+  const words = document.createElement('p');
+  details.append(summary, words);
+  said.before(details);
+  return { details, text: pendingText(words) };
+}
+
+/** Text at the end of `parent` that is added to, and shown when it is flushed. */
+function pendingText(parent) {
+  const node = document.createTextNode('');
+  parent.append(node);
+  let pending = '';
+  return {
+    begun: false,
+    add(more) {
+      pending += more;
+      this.begun = true;
+    },
+    flush() {
+      node.data += pending;
+      pending = '';
+    },
+  };
+}
+
 /** Times of one answer, as its reader has them. */
 class Stopwatch {
   constructor() {
@@ -188,7 +225,7 @@ class Stopwatch {
   see(piece) {
     if (piece.usage) this.usage = piece.usage;
     if (piece.finishReason) this.finishReason = piece.finishReason;
-    if (!piece.text) return;
+    if (!piece.text && !piece.reasoning) return;
     this.lastMs = performance.now();
     this.firstMs ??= this.lastMs;
     this.numPieces += 1;
