@@ -78,13 +78,14 @@ def _loses_bound(part: dict[str, Any]) -> bool:
     """Whether the library would take an excluded bound of numbers for one of them."""
 
     def bounds(*names: str) -> list[float]:
-        return [part[name] for name in names if type(part.get(name)) in (int, float)]
+        values = [part[name] for name in names if type(part.get(name)) in (int, float)]
+        return [value for value in values if abs(value) < 2**53]
 
     low = bounds("minimum" if part.get("exclusiveMinimum") is True else "exclusiveMinimum")
     high = bounds("maximum" if part.get("exclusiveMaximum") is True else "exclusiveMaximum")
     pairs = [(bound, other - bound) for bound in low for other in bounds("maximum", "exclusiveMaximum")]
     pairs += [(bound, bound - other) for bound in high for other in bounds("minimum", "exclusiveMinimum")]
-    return any(bound == int(bound) and 0 < distance < 1 for bound, distance in pairs if abs(bound) < math.inf)
+    return any(bound == int(bound) and 0 < distance < 1 for bound, distance in pairs)
 
 
 def _needs_control(pattern: str) -> bool:

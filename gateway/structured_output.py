@@ -40,6 +40,7 @@ _BYTES = LLTokenizer("byte")
 _NAMES_TOKENS = re.compile("unknown special token|Token range")
 """Errors of what the model's own tokenizer is needed for."""
 _INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
+_num_waiting = 0
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -79,9 +80,6 @@ async def checked(param: str, compile_it: Callable[[], tuple[str, str]]) -> str:
     if error:
         raise invalid(param, f"{param}: {error[:_MAX_ERROR_CHARS]}")
     return grammar
-
-
-_num_waiting = 0
 
 
 async def _begun(compile_it: Callable[[], tuple[str, str]]) -> asyncio.Future[tuple[str, str]]:

@@ -94,6 +94,7 @@ def test_what_validates_is_taken(schema: dict[str, Any], text: str) -> None:
         ({"type": "array", "prefixItems": [{"type": "integer"}], "items": {}, "additionalItems": False}, "versions"),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum"),
         ({"type": ["number", "null"], "minimum": -1.5, "maximum": -1, "exclusiveMaximum": True}, "exclusiveMaximum"),
+        ({"type": "number", "minimum": 10**400, "exclusiveMaximum": 1.5, "exclusiveMinimum": 2}, "number"),
         ({"type": "integer", "multipleOf": 9_999_991}, "multipleOf"),
         ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}], "type": "integer"}, "multipleOf"),
         ({"type": "number", "multipleOf": 1.00003}, "multipleOf"),
