@@ -94,7 +94,8 @@ class _LengthLimit:
 
 
 class Intake:
-    """Turns validated forms into jobs. Raises `ApiError`, a 400 (or 404, for the model) naming the field at fault."""
+    """Turns validated forms into jobs. Raises `ApiError`, a 400 (or 404, for the model) naming the field at fault,
+    or a 429."""
 
     def __init__(
         self, tokenizer: ModelTokenizer, settings: ApiSettings, workers_take: Callable[[], int | None] = lambda: None

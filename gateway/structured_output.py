@@ -8,29 +8,47 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 
+from common.contract.errors import Cause
 from common.contract.sampling import MAX_GRAMMAR_CHARS
 from common.runtime.grammar_limits import grammar_limits
 from gateway.field_types import MAX_TEXT_CHARS
-from gateway.http_errors import invalid
+from gateway.http_errors import ApiError, invalid
+from gateway.json_schemas import refuse_unenforceable
 from gateway.schemas import SamplingFields, StructuredOutputs
 
 COMPILE_TIMEOUT_S = 2.0
 """What takes longer to check is refused; the library's own bounds end it soon after."""
+MAX_WAIT_S = 5.0
+"""For a thread. Who waits in vain may come back."""
+MAX_WAITING = 64
+"""Requests at once."""
 _WHITESPACE = r"( |\n {0,32})"
 """Between the parts of a JSON text, or nothing: compact or indented, but not endless, as some models would have it."""
+_ESCAPES = 'nrbtf\\"'
+"""In JSON's strings. None by number: each name is written in one way, so those that are taken are told from others."""
 _MAX_ERROR_CHARS = 500
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
 """Its own, so that what takes long delays nobody's tokens."""
+_BYTES = LLTokenizer("byte")
+"""Enough to see whether a grammar can be followed."""
+_NAMES_TOKENS = re.compile("unknown special token|Token range")
+"""Errors of what the model's own tokenizer is needed for."""
+_INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
+_num_waiting = 0
 _ANY_OBJECT = '{"type": "object"}'
 
 
 async def grammar_of(form: SamplingFields) -> str | None:
-    """The grammar of an answer to `form`; None if it is free. Raises `ApiError`, a 400 that names the field."""
+    """The grammar of an answer to `form`; None if it is free.
+
+    Raises `ApiError`: a 400 that names the field, or a 429.
+    """
     wanted = _wanted(form)
     if not wanted:
         return None
@@ -53,14 +71,42 @@ def refuse_contradictions(form: SamplingFields, param: str) -> None:
 
 async def checked(param: str, compile_it: Callable[[], tuple[str, str]]) -> str:
     """The grammar that comes of `compile_it`, which says what is wrong besides. Raises `ApiError`."""
+    compiled = await _begun(compile_it)
     try:
         async with asyncio.timeout(COMPILE_TIMEOUT_S):
-            grammar, error = await asyncio.get_running_loop().run_in_executor(_THREADS, compile_it)
+            grammar, error = await compiled
     except TimeoutError:
         error = f"it takes more than {COMPILE_TIMEOUT_S:g} s to check"
     if error:
         raise invalid(param, f"{param}: {error[:_MAX_ERROR_CHARS]}")
     return grammar
+
+
+async def _begun(compile_it: Callable[[], tuple[str, str]]) -> asyncio.Future[tuple[str, str]]:
+    """What a thread of this module's will have made, from when it has begun. Raises `ApiError`, a 429."""
+    global _num_waiting
+    busy = ApiError(429, "too many grammars and schemas are being checked", code=Cause.CAPACITY)
+    if _num_waiting >= MAX_WAITING:
+        raise busy
+    loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
+
+    def work() -> tuple[str, str]:
+        loop.call_soon_threadsafe(has_begun.set)
+        return compile_it()
+
+    _num_waiting += 1
+    compiled = _THREADS.submit(work)
+    try:
+        async with asyncio.timeout(MAX_WAIT_S):
+            await has_begun.wait()
+    except BaseException as error:
+        compiled.cancel()
+        if isinstance(error, TimeoutError):
+            raise busy from None
+        raise
+    finally:
+        _num_waiting -= 1
+    return asyncio.wrap_future(compiled)
 
 
 def _wanted(form: SamplingFields) -> list[tuple[str, str, str]]:
@@ -113,20 +159,36 @@ def guarded(compile_it: Callable[[], tuple[str, str]]) -> tuple[str, str]:
 
 def _compile(kind: str, text: str) -> tuple[str, str]:
     if kind == "choice":
-        names = [json.dumps(each, ensure_ascii=False) for each in json.loads(text)]
+        # JSON leaves U+007F as it is, and the library does not take it so.
+        names = [json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f") for each in json.loads(text)]
         grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(names))
     elif kind == "json_schema":
-        if not isinstance(json.loads(text), dict):
-            return "", "a schema is a JSON object"
         grammar = json_grammar(text)
     else:
         grammar = grammar_from(kind, text)  # type: ignore[arg-type]
+        for inline in _INLINE_SCHEMA.finditer(grammar):
+            refuse_unenforceable(json.JSONDecoder().raw_decode(grammar, inline.end())[0])
     return validated(grammar)
 
 
 def json_grammar(schema: str) -> str:
     """The grammar of a JSON schema, itself a JSON object. Raises `ValueError`."""
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    parsed = json.loads(schema)
+    if not isinstance(parsed, dict):
+        raise ValueError("a schema is a JSON object")
+    refuse_unenforceable(parsed)
+    return LLMatcher.grammar_from_json_schema(
+        schema,
+        overrides={  # of what a schema may say under `x-guidance`: all of it
+            "whitespace_pattern": _WHITESPACE,
+            "item_separator": ",",
+            "key_separator": ":",
+            "coerce_one_of": False,
+            "lenient": False,
+            "json_allowed_escapes": _ESCAPES,
+            "json_allow_general_unicode_escapes": False,
+        },
+    )
 
 
 def validated(grammar: str) -> tuple[str, str]:
@@ -134,4 +196,15 @@ def validated(grammar: str) -> tuple[str, str]:
     if len(grammar) > MAX_GRAMMAR_CHARS:
         return "", f"{len(grammar)} characters as a grammar, at most {MAX_GRAMMAR_CHARS}"
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=grammar_limits())
-    return grammar, messages[0] if is_error else ""
+    return grammar, messages[0] if is_error else _beginning_error(grammar)
+
+
+def _beginning_error(grammar: str) -> str:
+    """What keeps a text from following a grammar, at its beginning and after all that is given there; or nothing."""
+    matcher = LLMatcher(_BYTES, grammar, log_level=0, limits=grammar_limits())
+    if _NAMES_TOKENS.search(matcher.get_error()):
+        return ""  # workers know them
+    matcher.compute_bitmask()
+    matcher.consume_tokens(matcher.compute_ff_tokens())
+    matcher.compute_bitmask()
+    return f"nothing can follow it: {matcher.get_error().splitlines()[0]}" if matcher.is_error() else ""

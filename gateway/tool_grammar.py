@@ -54,7 +54,7 @@ class AnswerGrammar:
 async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str | None:
     """The grammar of an answer to `form`, whose messages are `prompt`; None if it is free.
 
-    Raises `ApiError`, a 400 that names the field at fault.
+    Raises `ApiError`: a 400 that names the field at fault, or a 429.
     """
     answer = await grammar_of(form)
     forced = forced_tools(form)
@@ -101,7 +101,7 @@ def _compose(spec: AnswerGrammar) -> str:
     if spec.tool_format is not None:
         bodies.append("calls")
         rules += _RULES[spec.tool_format](spec)
-        parts += [_named(f"args_{i}", json_grammar(schema)) for i, (_, schema) in enumerate(spec.functions)]
+        parts += [_named(f"args_{i}", _arguments(schema)) for i, (_, schema) in enumerate(spec.functions)]
     if spec.answer is not None:
         bodies.append("@answer")
         parts.append(_named("answer", spec.answer))
@@ -113,6 +113,14 @@ def _compose(spec: AnswerGrammar) -> str:
         starts.append("body")
     rules.append("start: " + " | ".join(starts))
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *parts]}, ensure_ascii=False)
+
+
+def _arguments(schema: str) -> str:
+    """Their grammar, which is checked by itself too: no call has to begin with it."""
+    grammar, error = validated(json_grammar(schema))
+    if error:
+        raise ValueError(error)
+    return grammar
 
 
 def _named(name: str, grammar: str) -> dict[str, Any]:

@@ -24,12 +24,14 @@ _MAX_KEPT = 32
 class GrammarState:
     """How far one sequence has got. Belongs to `Grammars`; a sequence only keeps it between two steps."""
 
-    __slots__ = ("matcher", "num_read")
+    __slots__ = ("matcher", "num_read", "shared")
 
     def __init__(self) -> None:
         self.matcher: LLMatcher | None = None
         self.num_read = 0
         """Leading tokens of the output that the matcher has seen."""
+        self.shared: LLMatcher | None = None
+        """What the matcher is a copy of, with which it shares the states that it has seen; None if it stands alone."""
 
 
 class Grammars:
@@ -59,25 +61,39 @@ class Grammars:
         beyond the bounds of the library.
         """
         if state.matcher is None:
-            state.matcher = self._fresh(grammar)
+            state.matcher, state.shared = self._copy(grammar)
         matcher = state.matcher
-        matcher.consume_tokens(list(output[state.num_read :]))
+        bits = _read(matcher, output[state.num_read :])
+        if matcher.is_error() and state.shared is not None:
+            # Perhaps what is full is what it shares. Its own text may fill as much again.
+            if self._compiled.get(grammar) is state.shared:
+                del self._compiled[grammar]
+            matcher = state.matcher = self._compile(grammar)
+            state.shared = None
+            bits = _read(matcher, output)
         state.num_read = len(output)
-        bits = matcher.compute_bitmask()
         if matcher.is_error():
             # Its message quotes the grammar and the text, which are the client's.
             _log.warning("a grammar gave up after %d tokens: %s", len(output), matcher.stop_reason())
-            self._compiled.pop(grammar, None)  # what is compiled is shared, and may be what is full
             return bytes(len(bits))
         return bits
 
-    def _fresh(self, grammar: str) -> LLMatcher:
+    def _copy(self, grammar: str) -> tuple[LLMatcher, LLMatcher | None]:
+        """A matcher that has read nothing, and what it shares states with. What gives up at once is kept as well."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = self._compiled[grammar] = LLMatcher(
-                self._tokenizer, grammar, log_level=0, limits=grammar_limits()
-            )
+            compiled = self._compiled[grammar] = self._compile(grammar)
+            compiled.compute_bitmask()
             while len(self._compiled) > _MAX_KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return compiled.deep_copy()
+        return compiled.deep_copy(), None if compiled.is_error() else compiled
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=grammar_limits())
+
+
+def _read(matcher: LLMatcher, tokens: Sequence[int]) -> bytes:
+    """What may follow, for a matcher that has read all before `tokens`."""
+    matcher.consume_tokens(list(tokens))
+    return matcher.compute_bitmask()

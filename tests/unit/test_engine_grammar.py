@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
+from common.engine import grammar as engine_grammar
 from common.engine.grammar import Grammars, GrammarState
 from common.engine.model_config import ModelConfig
+from common.runtime import grammar_limits
 from gateway.structured_output import compile_grammar
 
 
@@ -99,6 +104,72 @@ def test_nothing_follows_what_is_wrong_and_no_text_is_logged(
     (record,) = caplog.records
     assert "gave up after" in record.getMessage()
     assert not any(secret in record.getMessage() for secret in ("secret", "foo", "0-9"))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that are compiled from now on, each as often as it is."""
+    seen = []
+
+    def compile_it(tokenizer: LLTokenizer, text: str, **options: Any) -> LLMatcher:
+        seen.append(text)
+        return LLMatcher(tokenizer, text, **options)
+
+    monkeypatch.setattr(engine_grammar, "LLMatcher", compile_it)
+    return seen
+
+
+TOO_LARGE = json.dumps(
+    {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {"type": "string"}}} for j in range(4)]} for i in range(6)]}
+)
+"""Six choices of one of four, so 4,096 objects."""
+
+
+@pytest.mark.parametrize("text", ["start: bar", LLMatcher.grammar_from_json_schema(TOO_LARGE)], ids=["broken", "large"])
+def test_what_cannot_be_compiled_is_not_compiled_again(reader: Reader, text: str, compiled: list[str]) -> None:
+    """Each choice of each request asks."""
+    for _ in range(20):
+        assert reader.allowed(text, GrammarState(), []) == set()
+    assert compiled == [text]
+
+
+WORDS = ("error", "warning", "failed", "x")
+MANY_STATES = "(?s:.*)(error|warning).{5,60}failed.{5,60}"
+"""A text that repeats its words has some 700 states of its own."""
+
+
+def follows(reader: Reader, text: str, output: list[int], state: GrammarState) -> None:
+    """Token after token, as an engine does it."""
+    for end in range(len(output)):
+        assert output[end] in reader.allowed(text, state, output[:end]), f"after {end} tokens"
+
+
+def words(reader: Reader, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return reader.tokens("".join(draw.choice(WORDS) for _ in range(40)))[:100]
+
+
+def test_texts_that_follow_one_grammar_do_not_use_up_each_others_states(reader: Reader, compiled: list[str]) -> None:
+    text = grammar("regex", MANY_STATES)
+    running = GrammarState()
+    follows(reader, text, words(reader, 0)[:50], running)
+    for seed in range(1, 100):
+        follows(reader, text, words(reader, seed), GrammarState())
+    assert 1 < compiled.count(text) < 20, "what is full is left, and only then"
+    follows(reader, text, words(reader, 0), running)
+
+
+def test_one_text_has_only_so_many_states(
+    reader: Reader, compiled: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is read again once, and then it ends."""
+    monkeypatch.setattr(grammar_limits, "MAX_LEXER_STATES", 100)
+    text, state, output = grammar("regex", MANY_STATES + "!"), GrammarState(), words(reader, 1)
+    sets = [reader.allowed(text, state, output[:end]) for end in range(len(output))]
+    assert sets[5]
+    assert not sets[-1]
+    assert compiled == [text, text]
+    assert "gave up after" in caplog.text
 
 
 @pytest.mark.parametrize("content", [None, "{}", "not JSON"], ids=["absent", "empty", "rubbish"])

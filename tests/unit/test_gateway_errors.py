@@ -106,6 +106,8 @@ COMMON_CASES = [
     ({"guided_json": "[1]"}, "guided_json"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": '{"type": "object"} }, {"lark_grammar": "start: /x/"'}, "guided_json"),
+    ({"guided_json": {"type": "object", "minProperties": 2}}, "guided_json"),
+    ({"guided_json": {"type": "integer", "multipleOf": 9_999_991}}, "guided_json"),
     ({"guided_regex": "[0-9"}, "guided_regex"),
     ({"guided_regex": "(?=a)b"}, "guided_regex"),
     ({"guided_regex": "x" * 65537}, "guided_regex"),

@@ -184,13 +184,21 @@ async def test_a_format_alone_is_what_it_was() -> None:
         assert (grammar, "") == compile_grammar("regex", "[0-9]{4}")
 
 
-async def test_a_schema_that_cannot_be_followed() -> None:
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"properties": {"a": {"$ref": "http://localhost/s"}}}, "http://localhost/s"),
+        ({"properties": {f"p{i}": {"type": "string"} for i in range(600)}}, "nothing can follow"),
+        ({"minProperties": 2}, "minProperties"),
+    ],
+    ids=["reference", "large", "names"],
+)
+async def test_a_schema_that_cannot_be_followed(parameters: dict[str, Any], reason: str) -> None:
     """Only where it is to be followed; otherwise it is the model's to read."""
-    parameters = {"properties": {"a": {"$ref": "http://localhost/s"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     dialect = Dialect.of(tool_tokenizer("hermes"))
     form = parse(ChatRequest, {"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
-    with pytest.raises(ApiError, match="http://localhost/s") as caught:
+    with pytest.raises(ApiError, match=reason) as caught:
         await chat_grammar(form, dialect, dialect.tokenizer.render_chat(MESSAGES))
     assert caught.value.param == "tools"
     free = parse(ChatRequest, {"messages": MESSAGES, "tools": tools})

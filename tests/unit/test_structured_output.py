@@ -1,0 +1,225 @@
+"""What the gateway makes a grammar of, what it refuses, and how long it lets anybody wait for either."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from common.runtime.grammar_limits import grammar_limits
+from gateway import structured_output
+from gateway.http_errors import ApiError
+from gateway.schemas import CompletionRequest, parse
+from gateway.structured_output import checked, compile_grammar, grammar_of
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NAMES = {"type": "object", "additionalProperties": {"type": "integer"}}
+
+
+def takes(schema: dict[str, Any], text: str) -> bool:
+    """Whether the text, byte after byte, is a whole answer that follows the schema."""
+    grammar, error = compile_grammar("json_schema", json.dumps(schema))
+    assert not error
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=grammar_limits())
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (A, r'{"a":1,"\u0061":"x"}'),
+        (A, '{"a":1,"a":"x"}'),
+        (A | {"additionalProperties": {"type": "string"}}, r'{"a":1,"\u0061":"x"}'),
+        (A | {"patternProperties": {"^b": {"type": "string"}}}, r'{"a":1,"\u0061":"x"}'),
+        (A | {"patternProperties": {"^b": {"type": "string"}}}, r'{"a":1,"\u0062":5}'),
+        (A | {"patternProperties": {"^a": {}}}, '{"a":1,"a":"x"}'),
+        (A | {"x-guidance": {"whitespace_pattern": "x"}}, '{x"a":1}'),
+        (A | {"x-guidance": {"key_separator": "="}}, '{"a"=1}'),
+        (A | {"x-guidance": {"item_separator": ";"}}, '{"a":1;"b":2}'),
+        (A | {"x-guidance": {"json_allowed_escapes": 'u"\\'}}, r'{"a":1,"\u0061":"x"}'),
+        (A | {"x-guidance": {"json_allow_general_unicode_escapes": True}}, r'{"a":1,"\u0061":"x"}'),
+    ],
+)
+def test_what_does_not_validate_is_not_taken(schema: dict[str, Any], text: str) -> None:
+    try:
+        wrong = not jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+    except ValueError:
+        wrong = True
+    assert wrong
+    assert not takes(schema, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (A, '{"a": 1,\n  "é\\"\\\\u0061 b": {"日": "\\n\\u00e9"}}'.replace("\\u00e9", "é")),
+        (NAMES | {"minProperties": 1}, '{"a":1}'),
+        (A | {"minProperties": 2}, '{"a":1,"b":2}'),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0.5"),
+        ({"type": "integer", "exclusiveMinimum": 0, "maximum": 1.5}, "1"),
+        ({"const": "a\b\f\n\r\tb"}, r'"a\b\f\n\r\tb"'),
+        ({"type": "object", "properties": {"\x01\x7f": {"const": 5}}}, '{"\\u0001\x7f":5}'),
+        ({"type": "string", "pattern": r"^[^\x00-\x1f\\]+\\x01$"}, '"é\\\\x01"'),
+        ({"type": "object", "properties": {"enum": {"const": "\n"}, "const": {}}}, r'{"enum":"\n","const":["a"]}'),
+        ({"oneOf": [{"type": "integer", "multipleOf": 100_000}, {"type": "string"}]}, "300000"),
+    ],
+)
+def test_what_validates_is_taken(schema: dict[str, Any], text: str) -> None:
+    jsonschema.validate(json.loads(text), schema)
+    assert takes(schema, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        (A | {"minProperties": 3}, "minProperties"),
+        ({"type": "array", "items": {"anyOf": [NAMES | {"minProperties": 2}]}}, "minProperties"),
+        ({"type": "object", "properties": {"enum": NAMES | {"minProperties": 2}}}, "minProperties"),
+        ({"$ref": "#/mine", "mine": NAMES | {"minProperties": 2}}, "minProperties"),
+        (A | {"x-guidance": {"lenient": True}, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"x-guidance": {"coerce_one_of": True}, "oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"const": "a\x01b"}, "control character"),
+        ({"enum": ["c", {"b": ["a\x7fb"]}]}, "control character"),
+        ({"type": "string", "pattern": r"^a\x01b$"}, "control character"),
+        ({"type": "string", "pattern": "^a\x01b$"}, "control character"),
+        ({"type": "string", "pattern": r"^a[\x{1}]b$"}, "control character"),
+        ({"type": "object", "patternProperties": {r"^\ab": {}}}, "control character"),
+        ({"type": "array", "prefixItems": [{"type": "integer"}], "items": {}, "additionalItems": False}, "versions"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum"),
+        ({"type": ["number", "null"], "minimum": -1.5, "maximum": -1, "exclusiveMaximum": True}, "exclusiveMaximum"),
+        ({"type": "number", "minimum": 10**400, "exclusiveMaximum": 1.5, "exclusiveMinimum": 2}, "number"),
+        ({"type": "integer", "multipleOf": 9_999_991}, "multipleOf"),
+        ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}], "type": "integer"}, "multipleOf"),
+        ({"type": "number", "multipleOf": 1.00003}, "multipleOf"),
+        ({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}, "nothing can follow"),
+        ({"type": "string", "pattern": r"^[\x00-\x03]+$"}, "nothing can follow"),
+        (
+            {"allOf": [{"anyOf": [A | {"properties": {f"a{i}{j}": A}} for j in range(4)]} for i in range(6)]},
+            "too big",
+        ),
+    ],
+)
+def test_what_could_not_be_kept_is_refused(schema: dict[str, Any], reason: str) -> None:
+    _, error = compile_grammar("json_schema", json.dumps(schema))
+    assert reason in error
+
+
+def test_a_schema_within_a_grammar_has_the_bounds_of_others() -> None:
+    _, error = compile_grammar("grammar", 'start: "x" | %json {"type": "integer", "multipleOf": 9999991}')
+    assert "multipleOf" in error
+    assert compile_grammar("grammar", 'start: "x" | %json {"type": "integer", "multipleOf": 7}')[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "json_schema",
+            json.dumps({"type": "object", "properties": {f"p{i}": A for i in range(400)}}),
+        ),
+        ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(4000)]})),
+        ("choice", json.dumps(["a\x7fb", "c"])),
+        ("choice", json.dumps(["x" * 60_000])),
+        ("grammar", "start: <|im_start|> <[151657]> /[a-z]+/"),
+    ],
+    ids=["properties", "values", "delete", "long", "tokens"],
+)
+def test_what_is_large_or_odd_and_can_be_followed(kind: str, text: str) -> None:
+    assert compile_grammar(kind, text)[1] == ""
+
+
+class Slow:
+    """A compilation that takes until it is let go, if need be."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.num_begun = 0
+
+    def __call__(self) -> tuple[str, str]:
+        self.num_begun += 1
+        assert self.go.wait(60)
+        return "grammar", ""
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With threads of its own, as nobody else's may be busy afterwards."""
+    work = Slow()
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(structured_output, "_THREADS", threads)
+        yield work
+        work.go.set()
+
+
+async def until_begun(work: Slow, count: int) -> None:
+    async with asyncio.timeout(30):
+        while work.num_begun < count:
+            await asyncio.sleep(0.01)
+
+
+async def refusal(work: Slow) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        await checked("guided_json", work)
+    return caught.value
+
+
+async def test_what_takes_too_long_to_check_is_refused(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.05)
+    error = await refusal(slow)
+    assert (error.status, error.param) == (400, "guided_json")
+    assert "0.05 s" in error.message
+
+
+async def test_the_time_to_check_begins_with_the_check(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long those before it take."""
+    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 60)
+    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 1)
+    before = [asyncio.create_task(refusal(slow)) for _ in range(2)]
+    await until_begun(slow, 2)
+    waiting = asyncio.create_task(grammar_of(parse(CompletionRequest, {"prompt": "a", "guided_regex": "[0-9]"})))
+    assert [error.status for error in await asyncio.gather(*before)] == [400, 400]
+    assert not waiting.done()
+    slow.go.set()
+    assert await asyncio.wait_for(waiting, 30)
+
+
+async def test_who_waits_in_vain_may_come_back(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 60)
+    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 60)
+    before = [asyncio.create_task(checked("guided_json", slow)) for _ in range(2)]
+    await until_begun(slow, 2)
+    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 0.05)
+    error = await refusal(slow)
+    assert (error.status, error.code) == (429, "capacity")
+    assert error.response(1).headers["Retry-After"] == "1"
+    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 60)
+    slow.go.set()
+    assert await asyncio.gather(*before) == ["grammar", "grammar"]
+    assert await checked("guided_json", slow) == "grammar"
+    assert slow.num_begun == 3, "nobody does the work of those that have left"
+
+
+async def test_only_so_many_wait(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "MAX_WAITING", 5)
+    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 60)
+    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 60)
+    running = [asyncio.create_task(checked("guided_json", slow)) for _ in range(2)]
+    await until_begun(slow, 2)
+    waiting = [asyncio.create_task(checked("guided_json", slow)) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert (await refusal(slow)).status == 429
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    running.append(asyncio.create_task(checked("guided_json", slow)))
+    await asyncio.sleep(0)
+    assert not running[-1].done()
+    slow.go.set()
+    assert await asyncio.gather(*running, *waiting[1:]) == ["grammar"] * 7
+    assert slow.num_begun == 7
