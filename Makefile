@@ -16,7 +16,7 @@ serve: $(STAMP)
 # What needs one process is shared out over the cores; what starts stacks of its own has them to itself.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" tests/unit tests/property tests/model tests/parity tests/kernels
-	$(BIN)/python -m pytest -m "not gpu and not chaos" tests/e2e tests/chaos
+	$(BIN)/python -m pytest --durations 15 -m "not gpu and not chaos" tests/e2e tests/chaos
 
 chaos: $(STAMP)
 	SOAK_REQUESTS=500 SOAK_RECORD=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
