@@ -132,10 +132,18 @@ class Client:
         told.check()
         return told
 
-    def events(self, request_id: str) -> list[dict[str, Any]]:
-        """Lines of the log about a request, by what the client knows it by."""
-        lines = [json.loads(line) for line in self.gateway.log]
-        return [line for line in lines if line.get("id") == request_id]
+    async def events(self, request_id: str) -> list[dict[str, Any]]:
+        """Lines of the log about a request, by what the client knows it by; the last is of its end, which may be written
+        after the client has all of its answer."""
+        found: list[dict[str, Any]] = []
+
+        def ended() -> bool:
+            lines = [json.loads(line) for line in list(self.gateway.log)]
+            found[:] = [line for line in lines if line.get("id") == request_id]
+            return bool(found) and found[-1]["event"] == "finished"
+
+        await until(ended, "the log does not tell of its end")
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +383,7 @@ async def test_a_request_that_is_handed_off(stage: Stage, client: Client) -> Non
     expected = {"intake", "placement", "queue", "prefill", "first_token", "pull", "settle", "decode", "delivery"}
     assert expected <= told.stages_s.keys()
     assert told.usage["timings"]["ttft_ms"] / 1e3 < told.e2e_s - LONG_S
-    events = client.events(told.id)
+    events = await client.events(told.id)
     assert [line["event"] for line in events] == ["accepted", "routed", "first_token", "finished"]
     assert events[0]["prompt_tokens"] == 3 * CHUNK
     assert (events[1]["prefill"], events[1]["decode"]) == (stage.p.address, stage.d1.address)
@@ -414,7 +422,7 @@ async def test_a_request_whose_decode_worker_dies(stage: Stage, client_of_two: C
     assert told.usage["timings"]["attempts"] == 2
     assert told.stages_s["lost"] >= delayed_s, "from its last token on the first attempt brought nothing"
     assert {"recovery", "pull", "settle", "decode"} <= told.stages_s.keys()
-    events = [line["event"] for line in client.events(told.id)]
+    events = [line["event"] for line in await client.events(told.id)]
     assert events == ["accepted", "routed", "first_token", "failed_over", "routed", "finished"]
 
 
@@ -436,7 +444,7 @@ async def test_a_request_that_moves(stage: Stage, client_of_two: Client) -> None
     assert told.usage["timings"]["attempts"] == 2
     assert told.stages_s["decode"] >= delayed_s
     assert not {"lost", "recovery"} & told.stages_s.keys()
-    events = [line["event"] for line in client.events(told.id)]
+    events = [line["event"] for line in await client.events(told.id)]
     assert events == ["accepted", "routed", "first_token", "moved", "finished"]
 
 
