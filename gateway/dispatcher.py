@@ -76,6 +76,8 @@ class _Client:
     """Of the workers that it began on: it goes on only with the same model."""
     cached: Cached = field(default_factory=dict)
     """Leading tokens of the prompt that workers had when it was last placed."""
+    given: dict[Part, Given] = field(default_factory=dict)
+    """What workers were given for it, while they have something to do for it."""
     failed_at: dict[int, float] = field(default_factory=dict)
     """Choice → since when it has waited for its next token because an attempt failed."""
     delivered_at: dict[int, float] = field(default_factory=dict)
@@ -320,13 +322,14 @@ class Dispatcher(Collector):
                 case Send(part, message):
                     self._links[part.place.address].send(message)
                     if isinstance(message, Prefill | Decode):
-                        self._registry.took(part.place.address, self._given(client, part, message))
+                        given = client.given[part] = self._given(client, part, message)
+                        self._registry.took(part.place.address, given)
                 case Deliver():
                     self._deliver(client, action)
                 case Want():
                     self._want(client, action)
                 case Left(part):
-                    self._registry.left(part.place.address, part.place.incarnation)
+                    self._registry.left(part.place.address, part.place.incarnation, client.given.pop(part, None))
                 case Done() | Fail():
                     client.mailbox.put(action)
 

@@ -16,10 +16,10 @@ from gateway.registry import WorkerView
 
 _PULL_LATENCY_S: Final = 0.005
 """Of a pull of any size."""
-
-
 _UNKNOWN_TOKEN_S: Final = 1e-3
 """Of a prompt token, where the worker has not reported yet."""
+_UNKNOWN_SEQUENCE_S: Final = 1.0
+"""Of a sequence, where none has ended yet: a full worker is full all the same."""
 
 
 def queue_s(worker: WorkerView, tier: Tier) -> float:
@@ -45,7 +45,7 @@ def room_s(worker: WorkerView, tier: Tier, num_sequences: int) -> float:
         return 0.0
     places = worker.load.places
     excess = sum(worker.sequences[: tier.rank + 1]) + min(num_sequences, places) - places
-    return worker.load.sequence_s * max(0, excess) / places
+    return (worker.load.sequence_s or _UNKNOWN_SEQUENCE_S) * max(0, excess) / places
 
 
 def occupancy(worker: WorkerView) -> float:

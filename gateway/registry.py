@@ -163,11 +163,14 @@ class Registry:
         worker.in_flight += 1
         worker.unseen.append(given)
 
-    def left(self, address: str, incarnation: Incarnation) -> None:
-        """A request's part there is over; inert if that life of the worker is, too."""
+    def left(self, address: str, incarnation: Incarnation, given: Given | None = None) -> None:
+        """A request's part there is over, and what was given for it need not be seen any more; inert if that life of
+        the worker is over, too."""
         worker = self.workers[address]
         if worker.life == incarnation:
             worker.in_flight -= 1
+            if given is not None and given in worker.unseen:
+                worker.unseen.remove(given)
 
     @property
     def block_size(self) -> int:

@@ -10,13 +10,13 @@ import functools
 import json
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from common.contract.errors import Cause
 from common.contract.sampling import MAX_GRAMMAR_CHARS
 from common.runtime.grammar_limits import grammar_limits
+from gateway.bounded_threads import DaemonThreads
 from gateway.field_types import MAX_TEXT_CHARS
 from gateway.http_errors import ApiError, invalid
 from gateway.json_schemas import refuse_unenforceable
@@ -33,7 +33,7 @@ _WHITESPACE = r"( |\n {0,32})"
 _ESCAPES = 'nrbtf\\"'
 """In JSON's strings. None by number: each name is written in one way, so those that are taken are told from others."""
 _MAX_ERROR_CHARS = 500
-_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+_THREADS = DaemonThreads(2, "grammar")
 """Its own, so that what takes long delays nobody's tokens."""
 _BYTES = LLTokenizer("byte")
 """Enough to see whether a grammar can be followed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -28,6 +29,30 @@ from common.runtime.checkpoint import DEMO_FOLDER
 MIRA = "The code of Mira is 4817. The code of Otto is 2093. What is the code of Mira?"
 
 
+def open_sockets() -> dict[str, int]:
+    """Each socket's inode, and a process that has it."""
+    found = {}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if (inode := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))) is not None:
+                found[inode[1]] = int(link.parts[2])
+    return found
+
+
+def began(pid: int) -> int:
+    """When a process began, in clock ticks."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def listening_since(stack: Stack) -> list[tuple[str, int]]:
+    """Local addresses that are listened on, and by whom, but for processes that are older than the stack: those of
+    other tests may have taken up a port that it has let go."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    owners = open_sockets()
+    found = [(line[1], owners.get(line[9], 0)) for line in lines if line[3] == "0A"]
+    return [(address, pid) for address, pid in found if pid == 0 or began(pid) >= stack.began]
+
+
 class Stack:
     """A running `baton serve`."""
 
@@ -43,6 +68,7 @@ class Stack:
             env=environment,
             start_new_session=True,
         )
+        self.began = began(self.popen.pid)
         self.log: list[str] = []
         self._logger = threading.Thread(target=self._collect_log, daemon=True)
         self._logger.start()
@@ -298,8 +324,7 @@ def test_it_ends_cleanly_and_leaves_nothing(number: int) -> None:
         assert set(os.listdir("/dev/shm")) <= stack.shared_memory
         ports = {match.group(1) for match in re.finditer(r"127\.0\.0\.1:(\d+)", log)}
         assert len(ports) >= 7
-        listening = Path("/proc/net/tcp").read_text()
-        assert not any(f":{int(port):04X} 00000000:0000 0A" in listening for port in ports)
+        assert not [line for line in listening_since(stack) if int(line[0].rpartition(":")[2], 16) in map(int, ports)]
 
 
 def test_a_worker_that_dies_ends_the_stack_with_its_name() -> None:

@@ -45,6 +45,8 @@ def test_room_is_there_while_places_are_and_then_as_fast_as_sequences_end() -> N
     assert room_s(worker, STANDARD, 1) == 0.0
     assert room_s(worker, BATCH, 1) == pytest.approx(10.0)
     assert room_s(view(D, Role.DECODE), BATCH, 99) == 0.0
+    fresh = view(D, Role.DECODE, load=load(sequences=(0, 6, 0), places=4))
+    assert room_s(fresh, STANDARD, 1) == pytest.approx(0.75), "nothing has ended there yet, and it is full"
     idle = view(D, Role.DECODE, load=load(places=4, sequence_s=8.0))
     assert room_s(idle, INTERACTIVE, 16) == 0.0, "more than it ever has places for: it begins with those that fit"
 
@@ -68,6 +70,10 @@ def test_what_a_worker_was_given_counts_until_it_has_reported_it() -> None:
     registry.took(D, given(7, sequences=2, blocks=30))
     assert room_s(decode, STANDARD, 1) == pytest.approx(0.5)
     assert occupancy(decode) == pytest.approx(0.3)
+    over = given(8, sequences=1, blocks=5)
+    registry.took(D, over)
+    registry.left(D, LIFE, over)
+    assert (room_s(decode, STANDARD, 1), occupancy(decode)) == (pytest.approx(0.5), pytest.approx(0.3)), "it has ended"
     registry.resynced(D)
     assert (room_s(decode, STANDARD, 1), occupancy(decode)) == (0.0, 0.0)
     registry.took(D, given(1, sequences=2))
