@@ -133,8 +133,7 @@ class Client:
         return told
 
     async def events(self, request_id: str) -> list[dict[str, Any]]:
-        """Lines of the log about a request, by what the client knows it by; the last is of its end, which may come after
-        the client has all of its answer."""
+        """Lines of the log about a request, by what the client knows it by; the last, of its end, may come late."""
         found: list[dict[str, Any]] = []
 
         def ended() -> bool:
