@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from gateway.expanded_length import MAX_EXPANDED, expanded_length
+
 _MAX_MULTIPLE = 10_000
 """The library counts through all remainders of a division at once."""
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -40,6 +42,8 @@ def refuse_unenforceable(schema: dict[str, Any]) -> None:
             raise ValueError("enum, const: a control character other than \\b, \\t, \\n, \\f and \\r cannot be written")
         patterns = part.get("patternProperties")
         for pattern in [part.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
+            if isinstance(pattern, str) and expanded_length(pattern) > MAX_EXPANDED:
+                raise ValueError(f"pattern: written out it has more than {MAX_EXPANDED} characters")
             if isinstance(pattern, str) and _needs_control(pattern):
                 raise ValueError("pattern: a control character other than \\t, \\n, \\f and \\r cannot be written")
         multiples.append(part.get("multipleOf"))

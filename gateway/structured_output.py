@@ -17,6 +17,7 @@ from common.contract.errors import Cause
 from common.contract.sampling import MAX_GRAMMAR_CHARS
 from common.runtime.grammar_limits import grammar_limits
 from gateway.bounded_threads import DaemonThreads
+from gateway.expanded_length import MAX_EXPANDED, expanded_grammar_length, expanded_length
 from gateway.field_types import MAX_TEXT_CHARS
 from gateway.http_errors import ApiError, invalid
 from gateway.json_schemas import refuse_unenforceable
@@ -165,6 +166,9 @@ def _compile(kind: str, text: str) -> tuple[str, str]:
     elif kind == "json_schema":
         grammar = json_grammar(text)
     else:
+        length = expanded_length(text) if kind == "regex" else expanded_grammar_length(text)
+        if length > MAX_EXPANDED:
+            raise ValueError(f"written out it has more than {MAX_EXPANDED} characters")
         grammar = grammar_from(kind, text)  # type: ignore[arg-type]
         for inline in _INLINE_SCHEMA.finditer(grammar):
             refuse_unenforceable(json.JSONDecoder().raw_decode(grammar, inline.end())[0])
