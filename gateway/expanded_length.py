@@ -1,7 +1,8 @@
 """How long a regular expression, or a grammar, is when every repetition is written out: what it may force at once.
 
 A library that follows grammars takes what is forced in one go, however long that is: `a{1000000000}` is a gigabyte of
-work and memory in 13 characters. All alternatives are counted, so this bounds it from above; nothing is parsed strictly.
+work and memory in 13 characters. All alternatives are counted, so this bounds it from above; nothing is parsed
+strictly.
 """
 
 from __future__ import annotations

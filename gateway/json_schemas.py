@@ -40,6 +40,8 @@ def refuse_unenforceable(schema: dict[str, Any]) -> None:
             raise ValueError("additionalItems and prefixItems are of different versions of JSON Schema")
         if _CONTROL.search("".join(_texts([part.get("enum"), part.get("const")]))):
             raise ValueError("enum, const: a control character other than \\b, \\t, \\n, \\f and \\r cannot be written")
+        if isinstance(part.get("minLength"), int | float) and part["minLength"] > MAX_EXPANDED:
+            raise ValueError(f"minLength: more than {MAX_EXPANDED} characters")
         patterns = part.get("patternProperties")
         for pattern in [part.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
             if isinstance(pattern, str) and expanded_length(pattern) > MAX_EXPANDED:

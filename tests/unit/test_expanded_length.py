@@ -80,3 +80,8 @@ def test_what_would_force_too_much_is_refused(kind: str, text: str) -> None:
 )
 def test_what_people_write_is_taken(kind: str, text: str) -> None:
     assert compile_grammar(kind, text)[1] == ""
+
+
+def test_a_string_that_nobody_could_wait_for_is_refused() -> None:
+    _, error = compile_grammar("json_schema", '{"type": "string", "pattern": "^a+$", "minLength": 100000000}')
+    assert error.startswith("minLength")
