@@ -35,12 +35,6 @@ class WorkerView:
 
     address: str
     role: Role
-    identity: str = ""
-    """Whose address it is, where discovery knows."""
-    listed: bool = True
-    """Whether discovery says that there is such a worker."""
-    serving: bool = True
-    """Whether discovery says that it may be given new work."""
     incarnation: Incarnation | None = None
     """Set while its session is open."""
     life: Incarnation | None = None
@@ -60,6 +54,12 @@ class WorkerView:
     """Whether its engine has work and makes no progress."""
     rates: TokenRates = field(default_factory=TokenRates)
     """Of this session."""
+    identity: str = ""
+    """Whose address it is, where discovery knows."""
+    listed: bool = True
+    """Whether discovery says that there is such a worker."""
+    serving: bool = True
+    """Whether discovery says that it may be given new work."""
 
     @property
     def usable(self) -> bool:
@@ -129,7 +129,9 @@ class Registry:
     def add(self, role: Role, endpoint: Endpoint) -> None:
         """There is a worker at an address where none was known."""
         assert endpoint.address not in self.workers, endpoint
-        self.workers[endpoint.address] = WorkerView(endpoint.address, role, endpoint.identity, serving=endpoint.serving)
+        self.workers[endpoint.address] = WorkerView(
+            endpoint.address, role, identity=endpoint.identity, serving=endpoint.serving
+        )
 
     def remove(self, address: str) -> None:
         """There is none any more, and nobody has a session with it."""
