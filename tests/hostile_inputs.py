@@ -307,7 +307,9 @@ def _bodies() -> Iterator[Hostile]:
     for name, (path, given) in _FINE.items():
         yield Hostile(f"harmless: {name}", post(path, _json(given)), FINE)
     for name, fields in _BOMBS.items():
-        yield Hostile(f"bomb: {name}", post(COMPLETIONS, _json(_completion(**fields))), EITHER)
+        yield Hostile(
+            f"bomb: {name}", post(COMPLETIONS, _json(_completion(**fields))), EITHER | {429}
+        )  # many at once wait for each other
     for path, bad in [
         ("/tokenize", [{}, {"prompt": 1}, {"prompt": "a", "messages": []}, {"messages": [{}] * 45_000}]),
         ("/detokenize", [{}, {"tokens": "x"}, {"tokens": [-1]}, {"tokens": [2**70]}, {"tokens": ["x"] * 90_000}]),

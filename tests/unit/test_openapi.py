@@ -78,6 +78,8 @@ SAID_NOWHERE = [
     {"guided_regex": "[0-9"},
     {"guided_regex": "(?=a)b"},
     {"guided_grammar": "start: foo"},
+    {"guided_json": {"type": "object", "minProperties": 2}},
+    {"guided_json": {"type": "integer", "multipleOf": 9_999_991}},
     {"structured_outputs": {"regex": "("}},
     # What JSON Schema takes for the same: 1.0 is an integer there, and half a surrogate pair is text.
     {"seed": 1.0},
