@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from aiohttp import web
 
 from common.contract.errors import OperatorError
 from common.contract.ids import new_incarnation
+from common.contract.messages import Role
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import config_hash, read_config, resolve_model
 from common.runtime.clock import monotonic
@@ -36,6 +38,7 @@ from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target
 from gateway.connections import ConnectionBounds, Listener, allow_descriptors
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.handlers import Dashboard
+from gateway.discovery import Discovery, DiscoveryMetrics, DnsSource, Source
 from gateway.dispatcher import Dispatcher
 from gateway.metrics import GatewayMetrics
 from gateway.processes import Share, run_processes
@@ -127,11 +130,32 @@ def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing 
     return tracing
 
 
+async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Role, Source]:
+    """Where workers are listed, if they are not named. Raises `OperatorError`."""
+    services = {Role.PREFILL: settings.prefill_service, Role.DECODE: settings.decode_service}
+    named = {role: service for role, service in services.items() if service is not None}
+    period_s = settings.discovery_period_s
+    if settings.discovery != "kubernetes":
+        places = {role: service.rpartition(":") for role, service in named.items()}
+        return {role: DnsSource(host, int(port), period_s) for role, (host, _, port) in places.items()}
+    try:
+        from gateway.endpoint_slices import EndpointSliceSource, open_api
+    except ImportError as error:
+        raise OperatorError(f"--discovery kubernetes needs the packages of baton[kubernetes]: {error}") from error
+    api, namespace = await open_api(settings.kubernetes_namespace)
+    stack.push_async_callback(api.close)
+    return {role: EndpointSliceSource(api, namespace, service, resync_s=period_s) for role, service in named.items()}
+
+
 async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, share: Share | None = None) -> None:
     """Bind, connect, serve until `stop`; on a port that it has a share of, if there is one. Raises `OperatorError`."""
     announcer = Announcer(settings.announce_fd)
     registry = Registry(
-        settings.prefill_workers, settings.decode_workers, config_hash(folder), stall_s=settings.engine_stall_s
+        settings.prefill_workers,
+        settings.decode_workers,
+        config_hash(folder),
+        colocated=not settings.prefill_workers and settings.prefill_service is None,
+        stall_s=settings.engine_stall_s,
     )
     dispatcher = Dispatcher(
         new_incarnation(),
@@ -178,6 +202,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
     bounds = ConnectionBounds(max_connections=settings.max_connections, header_timeout_s=settings.header_timeout_s)
     listener = Listener(runner, bounds, metrics, None if tls is None else tls.context)
     admin_listener = Listener(admin, _ADMIN_BOUNDS)
+    stack, working = AsyncExitStack(), list[asyncio.Task[None]]()
     try:
         scheme = "http" if tls is None else "https"
         if share is None:
@@ -194,18 +219,23 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         admin_port = settings.admin_port if admin_url is None else urlsplit(admin_url).port
         if dashboard is not None and admin_port:
             dashboard.admin = AdminLink(settings.admin_host, admin_port)
-        dispatching = asyncio.create_task(dispatcher.run())
+        working.append(asyncio.create_task(dispatcher.run()))
+        if settings.discovery != "static":
+            lists = DiscoveryMetrics(metrics.registry, monotonic)
+            discovery = Discovery(await _sources(settings, stack), lists, monotonic)
+            working.append(asyncio.create_task(discovery.run(dispatcher.follow)))
         stopping = asyncio.create_task(stop.wait())
         usable = asyncio.create_task(dispatcher.wait_usable())
-        await asyncio.wait([dispatching, stopping, usable], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*working, stopping, usable], return_when=asyncio.FIRST_COMPLETED)
         if usable.done():
             freeze_startup_objects()
             announcer.say(url=url, admin=admin_url, dashboard=f"{url}/" if dashboard is not None else None, ready=True)
             log.info("ready")
-            await asyncio.wait([dispatching, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*working, stopping], return_when=asyncio.FIRST_COMPLETED)
         usable.cancel()
-        if dispatching.done():
-            dispatching.result()
+        for task in working:
+            if task.done():
+                task.result()
     finally:
         await listener.close()
         await admin_listener.close()
@@ -213,8 +243,10 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         await admin.cleanup()
         if tracing is not None:
             await tracing.close()
-    dispatching.cancel()
-    await asyncio.gather(dispatching, return_exceptions=True)
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+        await stack.aclose()
 
 
 def _run_processes(settings: GatewaySettings, folder: Path) -> None:
@@ -233,7 +265,7 @@ def main() -> None:
         settings = load(GatewaySettings, "baton gateway", sys.argv[1:])
         configure_logging(settings.log_level, "baton gateway", settings.log_format)
         end_with_parent(settings.end_with_parent)
-        if not settings.decode_workers:
+        if settings.discovery == "static" and not settings.decode_workers:
             raise OperatorError(
                 "baton gateway: --decode-workers must name at least one; without --prefill-workers they compute the "
                 "prompts too"

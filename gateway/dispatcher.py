@@ -46,6 +46,7 @@ from common.runtime.curve import CurveKeys
 from common.runtime.logs import about
 from gateway.admission import Admission
 from gateway.attempt import Attempt, Deliver, Part, Place, Send
+from gateway.discovery import Endpoint
 from gateway.flow import Action, Done, Fail, Flow, Left, Want
 from gateway.generation import Delta, Generation, GenerationFailed, Readiness, Refusal
 from gateway.mailbox import Mailbox
@@ -133,8 +134,12 @@ class Dispatcher(Collector):
         self._listed: dict[str, frozenset[RequestKey]] = {}
         """What the last Hello to each worker listed: its answer judges these alone."""
         self._usable = asyncio.Event()
-        self._misfit: asyncio.Future[None]
-        """Fails, and `run` with it, when workers do not fit together from the start."""
+        self._linking: dict[asyncio.Task[None], ControlClient] = {}
+        self._follows = False
+        """Whether workers are discovered: then they may be of another version for a while, and are refused."""
+        self._broken: asyncio.Future[None] | None = None
+        """While running. Fails, and `run` with it, with a link that ends of a bug, and when workers do not fit together
+        from the start."""
         self.num_stale_messages = 0
         """Messages about requests that had ended here."""
         self.num_duplicates = 0
@@ -155,24 +160,64 @@ class Dispatcher(Collector):
         """Keep links to every worker until cancelled.
 
         Raises `FingerprintMismatchError` when, before each role had a usable worker, workers turn out not to fit
-        together; a misfit that comes later, or while requests are served, is refused, and logged.
+        together; a misfit that is discovered, or comes later, or while requests are served, is refused, and logged.
         """
-        self._misfit = asyncio.get_running_loop().create_future()
-        tasks = []
+        self._broken = asyncio.get_running_loop().create_future()
+        for address in self._registry.workers:
+            self._link(address)
         try:
-            for address in self._registry.workers:
-                link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse, self._keys)
-                self._links[address] = link
-                tasks.append(asyncio.create_task(link.run()))
-            await asyncio.wait([self._misfit, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for done in (self._misfit, *tasks):
-                if done.done():
-                    done.result()
+            await self._broken
         finally:
+            self._broken = None
+            tasks = list(self._linking)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._context.destroy(linger=100)
+
+    def follow(self, role: Role, endpoints: Collection[Endpoint]) -> None:
+        """These are all workers of a role (`gateway.discovery.Tell`). One that is not listed any more gets no new work,
+        and is forgotten once its session is over: what it has it may finish."""
+        self._follows = True
+        listed = {each.address: each for each in endpoints}
+        for address, endpoint in listed.items():
+            worker = self._registry.workers.get(address)
+            if worker is not None and (worker.role, worker.identity) != (role, endpoint.identity):
+                self._forget(address, "its address is another worker's now")
+                worker = None
+            if worker is None:
+                self._registry.add(role, endpoint)
+                if self._broken is not None:
+                    self._link(address)
+            else:
+                worker.listed, worker.serving = True, endpoint.serving
+        for worker in list(self._registry.workers.values()):
+            if worker.role is role and worker.address not in listed:
+                worker.listed = False
+                if worker.incarnation is None:
+                    self._forget(worker.address, "it is not listed any more")
+        self._look_again()
+
+    def _link(self, address: str) -> None:
+        link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse, self._keys)
+        self._links[address] = link
+        task = asyncio.create_task(link.run())
+        self._linking[task] = link
+        task.add_done_callback(self._on_link_end)
+
+    def _on_link_end(self, task: asyncio.Task[None]) -> None:
+        link = self._linking.pop(task)
+        if self._broken is not None and not self._broken.done() and not task.cancelled():
+            self._broken.set_exception(task.exception() or AssertionError(f"the link to {link.address} has ended"))
+
+    def _forget(self, address: str, why: str) -> None:
+        """There is no such worker any more."""
+        link = self._links.pop(address, None)
+        if link is not None:
+            if self._registry.workers[address].incarnation is not None:
+                self._session_over(link, why, crashed=False)
+            next(task for task, of in self._linking.items() if of is link).cancel()
+        self._registry.remove(address)
 
     async def wait_usable(self) -> None:
         """Wait until a worker of each role is usable."""
@@ -320,7 +365,9 @@ class Dispatcher(Collector):
         for action in actions:
             match action:
                 case Send(part, message):
-                    self._links[part.place.address].send(message)
+                    if (link := self._links.get(part.place.address)) is None:
+                        continue
+                    link.send(message)
                     if isinstance(message, Prefill | Decode):
                         given = client.given[part] = self._given(client, part, message)
                         self._registry.took(part.place.address, given)
@@ -489,10 +536,10 @@ class Dispatcher(Collector):
         try:
             self._registry.opened(link.address, link.worker, welcome)
         except FingerprintMismatchError as error:
-            if self._usable.is_set() or self._clients:
+            if self._follows or self._usable.is_set() or self._clients:
                 log.error("worker refused: %s", error)
-            elif not self._misfit.done():  # the first of several says it all: the gateway ends with it
-                self._misfit.set_exception(error)
+            elif self._broken is not None and not self._broken.done():  # the first of several says it all
+                self._broken.set_exception(error)
             return
         log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
         held = {key for client in self._open_clients for key in client.flow.keys_at(link.address)}
@@ -542,7 +589,8 @@ class Dispatcher(Collector):
         if not isinstance(message, Failed) or message.cause is not Cause.WORKER_LOST:
             return False
         source = attempt.moving or attempt.prefill
-        return source is not None and self._links[source.place.address].broken
+        link = None if source is None else self._links.get(source.place.address)
+        return link is not None and link.broken
 
     def _on_part(self, client: _Client, attempt: Attempt, part: Part, message: RequestMessage) -> None:
         if self._is_early(attempt, message):
@@ -565,6 +613,11 @@ class Dispatcher(Collector):
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         """A worker's session is over."""
+        self._session_over(link, why, crashed=crashed)
+        if not self._registry.workers[link.address].listed:
+            self._forget(link.address, why)
+
+    def _session_over(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         self._registry.lost(link.address)
         if link.worker is not None:
             self._index.forget(Place(link.address, link.worker))

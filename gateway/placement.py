@@ -33,7 +33,8 @@ class Placement:
         """Whether the worker whose offer is to be taken over is still there."""
         assert want.offer is not None
         place = want.offer.place
-        return self._registry.workers[place.address].incarnation == place.incarnation
+        worker = self._registry.workers.get(place.address)
+        return worker is not None and worker.incarnation == place.incarnation
 
     def choose(self, want: Want, tier: Tier, cached: Cached, fits: Fingerprint | None = None) -> Route | None:
         """Workers for these choices, of this fingerprint if they have begun; None if they have to wait."""

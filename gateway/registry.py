@@ -12,6 +12,7 @@ from common.contract.kv_layout import PROTOCOL_VERSION
 from common.contract.messages import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.attempt import Place
+from gateway.discovery import Endpoint
 from gateway.token_rates import TokenRates
 
 
@@ -53,13 +54,20 @@ class WorkerView:
     """Whether its engine has work and makes no progress."""
     rates: TokenRates = field(default_factory=TokenRates)
     """Of this session."""
+    identity: str = ""
+    """Whose address it is, where discovery knows."""
+    listed: bool = True
+    """Whether discovery says that there is such a worker."""
+    serving: bool = True
+    """Whether discovery says that it may be given new work."""
 
     @property
     def usable(self) -> bool:
         """Whether it may be given new work."""
         said = self.load or self.welcome
         leaving = said is not None and said.phase is not Phase.SERVING
-        return self.incarnation is not None and self.refused is None and not leaving and not self.stalled
+        wanted = self.listed and self.serving
+        return self.incarnation is not None and wanted and self.refused is None and not leaving and not self.stalled
 
     @property
     def queued_tokens(self) -> list[int]:
@@ -100,16 +108,35 @@ class Registry:
     """Every worker that this gateway was told of, by address."""
 
     def __init__(
-        self, prefill: tuple[str, ...], decode: tuple[str, ...], config_hash: str, *, stall_s: float = 30.0
+        self,
+        prefill: tuple[str, ...],
+        decode: tuple[str, ...],
+        config_hash: str,
+        *,
+        colocated: bool | None = None,
+        stall_s: float = 30.0,
     ) -> None:
-        """A worker whose engine has work and does no step for `stall_s` is not used until it does."""
+        """Begins with these workers; `colocated` if there will be no prefill workers, by default if there are none now.
+        A worker whose engine has work and does no step for `stall_s` is not used until it does."""
         self._config_hash = config_hash
         self._stall_s = stall_s
         self.workers = {address: WorkerView(address, Role.PREFILL) for address in prefill} | {
             address: WorkerView(address, Role.DECODE) for address in decode
         }
-        self.colocated = not prefill
+        self.colocated = not prefill if colocated is None else colocated
         """Whether decode workers are there to compute every prompt."""
+
+    def add(self, role: Role, endpoint: Endpoint) -> None:
+        """There is a worker at an address where none was known."""
+        assert endpoint.address not in self.workers, endpoint
+        self.workers[endpoint.address] = WorkerView(
+            endpoint.address, role, identity=endpoint.identity, serving=endpoint.serving
+        )
+
+    def remove(self, address: str) -> None:
+        """There is none any more, and nobody has a session with it."""
+        self.lost(address)
+        del self.workers[address]
 
     def opened(self, address: str, incarnation: Incarnation, welcome: Welcome) -> None:
         """A session is open. Raises `FingerprintMismatchError` when the worker must not be used."""
@@ -166,8 +193,8 @@ class Registry:
     def left(self, address: str, incarnation: Incarnation, given: Given | None = None) -> None:
         """A request's part there is over, and what was given for it need not be seen any more; inert if that life of
         the worker is over, too."""
-        worker = self.workers[address]
-        if worker.life == incarnation:
+        worker = self.workers.get(address)
+        if worker is not None and worker.life == incarnation:
             worker.in_flight -= 1
             if given is not None and given in worker.unseen:
                 worker.unseen.remove(given)

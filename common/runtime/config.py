@@ -21,6 +21,7 @@ _OTHER_PREFIXES = ("BATON_BENCH_", "BATON_KV_SIZE_")
 """Variables of `baton bench` and of `baton kv-size`, which the roles leave alone."""
 _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)")
 """What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
+_SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -183,6 +184,18 @@ class GatewaySettings(TierSettings):
         (), description="control addresses of prefill workers: host:port,... (none: decode workers compute prompts too)"
     )
     decode_workers: WorkerAddresses = Field((), description="control addresses of decode workers: host:port,...")
+    discovery: Literal["static", "dns", "kubernetes"] = Field(
+        "static",
+        description="static: the workers named; dns: all addresses of names; kubernetes: EndpointSlices of Services",
+    )
+    prefill_service: str | None = Field(
+        None, description="dns: host:port of the prefill workers; kubernetes: their Service (none: there are none)"
+    )
+    decode_service: str | None = Field(None, description="the same of the decode workers")
+    discovery_period_s: float = Field(
+        30.0, ge=1, le=3600, description="seconds after which names are resolved, or EndpointSlices listed, once more"
+    )
+    kubernetes_namespace: str | None = Field(None, description="of the Services (default: the pod's own)")
     served_model_name: str | None = Field(None, description="name in the API (default: the model's own)")
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="largest request body")
     max_in_flight: int = Field(1024, ge=1, le=65536, description="requests in flight; one more gets 429")
@@ -244,6 +257,24 @@ class GatewaySettings(TierSettings):
     batch_itl_s: float = Field(1.0, gt=0, description="target of the tier batch: the same")
     request_budget_s: float = Field(600.0, gt=0, le=86400, description="seconds that a request may take")
     shutdown_grace_s: float = Field(5.0, ge=0, le=86400, description="seconds that open requests get after SIGTERM")
+
+    @model_validator(mode="after")
+    def _workers_are_named_or_found(self) -> Self:
+        services = [each for each in (self.prefill_service, self.decode_service) if each is not None]
+        if self.discovery == "static":
+            if services:
+                raise ValueError("prefill_service and decode_service need --discovery dns or kubernetes")
+            return self
+        if self.prefill_workers or self.decode_workers:
+            raise ValueError(f"with --discovery {self.discovery} workers have no addresses, but services")
+        if self.decode_service is None:
+            raise ValueError("decode_service must be named; without prefill_service decode workers compute prompts too")
+        for service in services:
+            if self.discovery == "dns":
+                _address(service)
+            elif _SERVICE_NAME.fullmatch(service) is None:
+                raise ValueError(f"{service!r} is not the name of a Service")
+        return self
 
     @model_validator(mode="after")
     def _certificate_has_its_key(self) -> Self:

@@ -239,16 +239,16 @@ async def test_a_gateway_starts_once_each_role_has_a_worker() -> None:
 async def test_a_misfit_does_not_end_a_gateway_that_serves() -> None:
     other = replace(welcome(Role.PREFILL), fingerprint=replace(FINGERPRINT, weights_hash="other"))
     bench = Bench(opened=False)
-    bench.dispatcher._misfit = asyncio.get_running_loop().create_future()
+    broken = bench.dispatcher._broken = asyncio.get_running_loop().create_future()
     bench.open(D)
     _, task = await bench.request()
     bench.dispatcher.on_open(bench.link(P), other)
-    assert not bench.dispatcher._misfit.done()
+    assert not broken.done()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     bench.dispatcher.on_open(bench.link(P), other)
     with pytest.raises(FingerprintMismatchError):
-        await bench.dispatcher._misfit
+        await broken
     await bench.close()
 
 

@@ -1,0 +1,155 @@
+"""Which workers there are: what the operator has named, what a DNS name resolves to, or what Kubernetes lists.
+
+Each source tells the whole list of a role, whenever it may have changed. Trouble with a source takes nothing from the
+list: what was known last goes on being served, and each worker's own session says whether it is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from common.contract.messages import Role
+from common.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 15.0
+"""Between two attempts at a source that fails."""
+_SHORTEST_ROUND_S: Final = 1.0
+"""From one list to the next: a source whose changes end at once is not asked more often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One worker's control port, as a source lists it."""
+
+    address: str
+    """`host:port`."""
+    identity: str = ""
+    """Whose address it is: another identity is another worker, which the address was given to."""
+    serving: bool = True
+    """Whether it may be given new work: not while it is not ready, or ends."""
+
+
+Tell = Callable[[Role, Collection[Endpoint]], None]
+"""Takes the whole list of a role."""
+
+
+class Source(Protocol):
+    """Where workers of one role are listed."""
+
+    async def list_once(self) -> Collection[Endpoint]:
+        """The list of this moment. Raises `SourceError`."""
+        ...
+
+    async def changes(self, tell: Callable[[Collection[Endpoint]], None]) -> None:
+        """Tell what becomes of the list, until it has to be asked for again. Raises `SourceError`."""
+        ...
+
+
+class SourceError(Exception):
+    """A source does not answer, or not what it should."""
+
+
+class DiscoveryMetrics:
+    """What became of the lists."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Clock) -> None:
+        self._clock = clock
+        self._listed = Gauge(
+            "baton_gateway_discovered_workers", "Workers in the last list of a role.", ["role"], registry=registry
+        )
+        self._errors = Counter(
+            "baton_gateway_discovery_errors",
+            "Times that a list of workers could not be had; the last one goes on being used.",
+            ["role"],
+            registry=registry,
+        )
+        self._age = Gauge(
+            "baton_gateway_discovery_age_seconds", "Since the last list of a role.", ["role"], registry=registry
+        )
+
+    def listed(self, role: Role, number: int) -> None:
+        """A list has come."""
+        self._listed.labels(role).set(number)
+        now = self._clock()
+        self._age.labels(role).set_function(lambda: self._clock() - now)
+
+    def failed(self, role: Role) -> None:
+        """None has."""
+        self._errors.labels(role).inc()
+
+
+class Discovery:
+    """Follows one source for each role."""
+
+    def __init__(self, sources: Mapping[Role, Source], metrics: DiscoveryMetrics, clock: Clock) -> None:
+        self._sources = sources
+        self._metrics = metrics
+        self._clock = clock
+
+    async def run(self, tell: Tell) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for role, source in self._sources.items():
+                tasks.create_task(self._follow(role, source, tell))
+
+    async def _follow(self, role: Role, source: Source, tell: Tell) -> None:
+        known: Collection[Endpoint] | None = None
+
+        def told(endpoints: Collection[Endpoint]) -> None:
+            nonlocal known
+            self._metrics.listed(role, len(endpoints))
+            if known is None or set(endpoints) != set(known):
+                log.info("%s workers: %s", role, ", ".join(sorted(map(_worded, endpoints))) or "none")
+            known = endpoints
+            tell(role, endpoints)
+
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            began = self._clock()
+            try:
+                told(await source.list_once())
+                pause_s = _FIRST_PAUSE_S
+                await source.changes(told)
+                await asyncio.sleep(max(0.0, _SHORTEST_ROUND_S - (self._clock() - began)))
+            except SourceError as error:
+                self._metrics.failed(role)
+                since = "none is known yet" if known is None else f"the {len(known)} known last go on being used"
+                log.warning("%s workers cannot be listed (%s): %s", role, since, error)
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _worded(endpoint: Endpoint) -> str:
+    return endpoint.address if endpoint.serving else f"{endpoint.address} (not serving)"
+
+
+class DnsSource:
+    """All IPv4 addresses of a name: a headless Service, or any other record with several."""
+
+    def __init__(self, host: str, port: int, period_s: float) -> None:
+        """Resolves the name again each `period_s`."""
+        self._host = host
+        self._port = port
+        self._period_s = period_s
+
+    async def list_once(self) -> Collection[Endpoint]:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._host, self._port, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise SourceError(f"{self._host} does not resolve: {error}") from error
+        return [Endpoint(address=f"{host}:{self._port}") for host in sorted({address[0] for *_, address in found})]
+
+    async def changes(self, tell: Callable[[Collection[Endpoint]], None]) -> None:
+        await asyncio.sleep(self._period_s)

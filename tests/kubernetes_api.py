@@ -1,0 +1,195 @@
+"""A Kubernetes API server that knows EndpointSlices: listed and watched over real HTTP, it fails as real ones do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from kubernetes_asyncio import client
+
+NAMESPACE = "models"
+PREFILL, DECODE = "baton-prefill", "baton-decode"
+
+
+@dataclass
+class Pod:
+    """One endpoint of a slice."""
+
+    host: str
+    uid: str
+    ready: bool | None = True
+    terminating: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "addresses": [self.host],
+            "conditions": {"ready": self.ready, "serving": True, "terminating": self.terminating},
+            "targetRef": {"kind": "Pod", "name": self.uid, "uid": self.uid, "namespace": NAMESPACE},
+        }
+
+
+@dataclass
+class FakeApi:
+    """The server; what it is asked, and how it behaves, which tests change at any time."""
+
+    url: str = ""
+    slices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    version: int = 100
+    oldest: int = 0
+    """A watch from before it is answered with 410."""
+    history: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    down: bool = False
+    """Every request is answered with 503, and watches are cut."""
+    refuses_watches: int | None = None
+    """The status that watches are answered with at once."""
+    deaf: bool = False
+    """Watches hear nothing, and do not end."""
+    delay_s: float = 0.0
+    """Before a list is answered."""
+    num_lists: int = 0
+    num_watches: int = 0
+    watches: set[asyncio.Queue[dict[str, Any] | None]] = field(default_factory=set)
+
+    # --- what happens in the cluster -----------------------------------------------------------------------------
+
+    def put(
+        self,
+        name: str,
+        service: str,
+        pods: Sequence[Pod],
+        port: int = 7000,
+        *,
+        port_name: str = "control",
+        silently: bool = False,
+    ) -> None:
+        """A slice is there, or has changed."""
+        self.version += 1
+        slice_ = {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {
+                "name": name,
+                "namespace": NAMESPACE,
+                "resourceVersion": str(self.version),
+                "labels": {"kubernetes.io/service-name": service},
+            },
+            "addressType": "IPv4",
+            "endpoints": [pod.as_json() for pod in pods],
+            "ports": [{"name": "probes", "port": 9000}, {"name": port_name, "port": port, "protocol": "TCP"}],
+        }
+        kind = "MODIFIED" if name in self.slices else "ADDED"
+        self.slices[name] = slice_
+        if not silently:
+            self._say({"type": kind, "object": slice_})
+
+    def delete(self, name: str, *, silently: bool = False) -> None:
+        """A slice is gone."""
+        self.version += 1
+        slice_ = self.slices.pop(name)
+        slice_["metadata"]["resourceVersion"] = str(self.version)
+        if not silently:
+            self._say({"type": "DELETED", "object": slice_})
+
+    def bookmark(self) -> None:
+        """Nothing has happened up to now."""
+        self.version += 1
+        metadata = {"resourceVersion": str(self.version), "creationTimestamp": None}
+        self._say({"type": "BOOKMARK", "object": {"kind": "EndpointSlice", "metadata": metadata}})
+
+    def forget_history(self) -> None:
+        """What watches began with is too old now."""
+        self.history.clear()
+        self.version += 1
+        self.oldest = self.version
+        self.cut()
+
+    def cut(self) -> None:
+        """Every watch ends."""
+        for each in self.watches:
+            each.put_nowait(None)
+
+    def _say(self, event: dict[str, Any]) -> None:
+        self.history.append((self.version, json.loads(json.dumps(event))))
+        for each in self.watches:
+            each.put_nowait(event)
+
+    # --- HTTP ----------------------------------------------------------------------------------------------------
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        service = request.query["labelSelector"].partition("=")[2]
+        if request.query.get("watch") in ("true", "True"):
+            return await self._watch(request, service)
+        self.num_lists += 1
+        await asyncio.sleep(self.delay_s)
+        if self.down:
+            return web.json_response({"kind": "Status", "code": 503, "message": "no leader"}, status=503)
+        items = [
+            each for each in self.slices.values() if each["metadata"]["labels"]["kubernetes.io/service-name"] == service
+        ]
+        return web.json_response(
+            {
+                "apiVersion": "discovery.k8s.io/v1",
+                "kind": "EndpointSliceList",
+                "metadata": {"resourceVersion": str(self.version)},
+                "items": items,
+            }
+        )
+
+    async def _watch(self, request: web.Request, service: str) -> web.StreamResponse:
+        self.num_watches += 1
+        if self.down or self.refuses_watches:
+            code = self.refuses_watches or 503
+            return web.json_response({"kind": "Status", "code": code, "message": "no", "reason": "No"}, status=code)
+        since = int(request.query["resourceVersion"])
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        if since < self.oldest:
+            gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+            await response.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
+            return response
+        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        for version, event in self.history:
+            if version > since:
+                events.put_nowait(event)
+        self.watches.add(events)
+        try:
+            async with asyncio.timeout(float(request.query["timeoutSeconds"])):
+                while (event := await events.get()) is not None and not self.down:
+                    labels = event["object"]["metadata"].get("labels", {})
+                    about = labels.get("kubernetes.io/service-name", service)
+                    if about == service and not self.deaf:
+                        await response.write(json.dumps(event).encode() + b"\n")
+        except TimeoutError:
+            while self.deaf:
+                await asyncio.sleep(0.1)
+        finally:
+            self.watches.discard(events)
+        return response
+
+    def client(self) -> client.ApiClient:
+        """The real client of this server."""
+        return client.ApiClient(client.Configuration(host=self.url))
+
+
+@asynccontextmanager
+async def running_api() -> AsyncIterator[FakeApi]:
+    """A server on loopback."""
+    api = FakeApi()
+    app = web.Application()
+    app.router.add_get(f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices", api.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield api
+    finally:
+        api.deaf = False
+        api.cut()
+        await runner.cleanup()

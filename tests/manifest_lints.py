@@ -1,0 +1,266 @@
+"""What is wrong with Kubernetes objects that no schema knows: names that nothing bears, seconds that do not add up,
+settings that do not exist. Each lint takes all objects of a deployment and yields a line for each fault."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings
+
+from common.runtime.config import ENV_PREFIX, DecodeSettings, GatewaySettings, PrefillSettings
+
+Object = dict[str, Any]
+ROLES: Mapping[str, type[BaseSettings]] = {
+    "gateway": GatewaySettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+}
+_END_S = 5
+"""Seconds that a process gets beyond its grace."""
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
+
+
+def of(objects: Iterable[Object], *kinds: str) -> Iterator[Object]:
+    """Those of these kinds."""
+    return (each for each in objects if each["kind"] in kinds)
+
+
+def named(each: Object) -> str:
+    """For a fault's line."""
+    return f"{each['kind']}/{each['metadata']['name']}"
+
+
+def templates(objects: Iterable[Object]) -> Iterator[tuple[Object, Object]]:
+    """What makes pods, and its pods' template."""
+    for each in of(objects, "Deployment", "StatefulSet"):
+        yield each, each["spec"]["template"]
+
+
+def containers(objects: Iterable[Object]) -> Iterator[tuple[Object, Object, Object]]:
+    """Each container, its pod's spec, and what makes its pods."""
+    for each, template in templates(objects):
+        for container in template["spec"]["containers"]:
+            yield each, template["spec"], container
+
+
+def selects(selector: Object, labels: Mapping[str, str]) -> bool:
+    """Whether a label selector fits."""
+    if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    for term in selector.get("matchExpressions", ()):
+        value, values = labels.get(term["key"]), term.get("values", ())
+        held = {"In": value in values, "NotIn": value not in values, "Exists": value is not None}
+        if not held.get(term["operator"], value is None):
+            return False
+    return True
+
+
+def _selected(objects: list[Object], selector: Object) -> list[Object]:
+    return [pod for _, pod in templates(objects) if selects(selector, pod["metadata"]["labels"])]
+
+
+def selectors_fit(objects: list[Object]) -> Iterator[str]:
+    """Everything that selects pods selects some; and whatever makes pods, its own."""
+    for each, template in templates(objects):
+        if not selects(each["spec"]["selector"], template["metadata"]["labels"]):
+            yield f"{named(each)}: its selector does not fit its own pods"
+    for each in of(objects, "Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
+        spec = each["spec"]
+        selectors = [{"matchLabels": spec["selector"]} if each["kind"] == "Service" else spec.get("selector") or {}]
+        if each["kind"] == "NetworkPolicy":
+            rules = [peer for rule in spec.get("ingress", ()) for peer in rule.get("from", ())]
+            selectors = [spec["podSelector"], *(peer["podSelector"] for peer in rules if "podSelector" in peer)]
+        for selector in selectors:
+            if not _selected(objects, selector):
+                yield f"{named(each)}: it selects no pod: {selector}"
+    for each, template in templates(objects):
+        spread = template["spec"].get("topologySpreadConstraints", ())
+        near = template["spec"].get("affinity", {}).get("podAffinity", {})
+        terms = [term["podAffinityTerm"] for term in near.get("preferredDuringSchedulingIgnoredDuringExecution", ())]
+        for selector in (part["labelSelector"] for part in (*spread, *terms)):
+            if not _selected(objects, selector):
+                yield f"{named(each)}: it wants to be near to or far from pods that there are not: {selector}"
+
+
+def ports_exist(objects: list[Object]) -> Iterator[str]:
+    """Ports of Services, probes and policies are ports of the containers that they are about."""
+
+    def of_pod(spec: Object) -> set[Any]:
+        ports = [port for container in spec["containers"] for port in container.get("ports", ())]
+        return {port["name"] for port in ports} | {port["containerPort"] for port in ports}
+
+    for each in of(objects, "Service"):
+        for pod in _selected(objects, {"matchLabels": each["spec"]["selector"]}):
+            for port in each["spec"]["ports"]:
+                if port.get("targetPort", port["port"]) not in of_pod(pod["spec"]):
+                    yield f"{named(each)}: its pods have no port {port.get('targetPort', port['port'])}"
+    for each, spec, container in containers(objects):
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            if probe not in container:
+                yield f"{named(each)}: no {probe}"
+            elif container[probe]["httpGet"]["port"] not in of_pod(spec):
+                yield f"{named(each)}: {probe} asks a port that there is not: {container[probe]['httpGet']['port']}"
+    for each in of(objects, "NetworkPolicy"):
+        for pod in _selected(objects, each["spec"]["podSelector"]):
+            for port in (port for rule in each["spec"].get("ingress", ()) for port in rule.get("ports", ())):
+                if isinstance(port["port"], str) and port["port"] not in of_pod(pod["spec"]):
+                    yield f"{named(each)}: its pods have no port {port['port']}"
+
+
+def environment(objects: list[Object], container: Object) -> dict[str, str | None]:
+    """A container's variables; None for a value that the cluster fills in."""
+    maps = {each["metadata"]["name"]: each.get("data", {}) for each in of(objects, "ConfigMap")}
+    variables: dict[str, str | None] = {}
+    for source in container.get("envFrom", ()):
+        variables |= maps.get(source.get("configMapRef", {}).get("name"), {})
+    return variables | {each["name"]: each.get("value") for each in container.get("env", ())}
+
+
+def settings_exist(objects: list[Object]) -> Iterator[str]:
+    """Every variable `BATON_*` and every option is a setting of the role, with a value that it takes."""
+    for each, _, container in containers(objects):
+        role, *options = container.get("args", ("",))
+        if role not in ROLES:
+            yield f"{named(each)}: {role!r} is no role"
+            continue
+        fields = ROLES[role].model_fields
+        given: dict[str, str] = {}
+        for name, value in environment(objects, container).items():
+            if name.startswith(ENV_PREFIX):
+                field = name.removeprefix(ENV_PREFIX).lower()
+                if field not in fields:
+                    yield f"{named(each)}: {name} is no setting of {role}"
+                elif value is not None:
+                    given[field] = value
+        for option in options:
+            name, _, value = option.removeprefix("--").partition("=")
+            field = name.replace("-", "_")
+            if not option.startswith("--") or field not in fields:
+                yield f"{named(each)}: {option} is no option of {role}"
+            else:
+                given[field] = value
+        try:
+            ROLES[role](**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            yield f"{named(each)}: {'.'.join(map(str, first['loc'])) or role}: {first['msg']}"
+
+
+def grace_adds_up(objects: list[Object]) -> Iterator[str]:
+    """A pod gets as long to end as what happens then may take."""
+    for each, spec, container in containers(objects):
+        role = container.get("args", ("",))[0]
+        if role not in ROLES:
+            continue
+        command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ())
+        stop_s = int(shlex.split(" ".join(command))[1]) if command[:1] == ["sleep"] else 0
+        variable = "BATON_SHUTDOWN_GRACE_S" if role == "gateway" else "BATON_DRAIN_GRACE_S"
+        default = ROLES[role].model_fields[variable.removeprefix(ENV_PREFIX).lower()].default
+        needed = stop_s + float(environment(objects, container).get(variable) or default) + _END_S
+        if spec.get("terminationGracePeriodSeconds", 30) < needed:
+            yield f"{named(each)}: terminationGracePeriodSeconds is below the {needed:g} s that it may take to end"
+
+
+def names_resolve(objects: list[Object]) -> Iterator[str]:
+    """Accounts, roles, maps, volumes and Services that are named are there."""
+    names = {(each["kind"], each["metadata"]["name"]) for each in objects}
+    for each, spec, container in containers(objects):
+        if ("ServiceAccount", spec.get("serviceAccountName")) not in names:
+            yield f"{named(each)}: there is no ServiceAccount {spec.get('serviceAccountName')}"
+        for source in container.get("envFrom", ()):
+            name = source.get("configMapRef", {}).get("name")
+            if name is not None and ("ConfigMap", name) not in names:
+                yield f"{named(each)}: there is no ConfigMap {name}"
+        volumes = {volume["name"] for volume in spec.get("volumes", ())}
+        for mount in container.get("volumeMounts", ()):
+            if mount["name"] not in volumes:
+                yield f"{named(each)}: there is no volume {mount['name']}"
+        for variable in ("BATON_PREFILL_SERVICE", "BATON_DECODE_SERVICE"):
+            service = environment(objects, container).get(variable)
+            if service is not None and ("Service", service) not in names:
+                yield f"{named(each)}: there is no Service {service}"
+    for each in of(objects, "RoleBinding"):
+        for reference in (each["roleRef"], *each["subjects"]):
+            if (reference["kind"], reference["name"]) not in names:
+                yield f"{named(each)}: there is no {reference['kind']} {reference['name']}"
+
+
+def budgets_let_pods_go(objects: list[Object]) -> Iterator[str]:
+    """A disruption budget keeps some pods, and does not keep nodes from being drained."""
+    for each in of(objects, "PodDisruptionBudget"):
+        spec = each["spec"]
+        for maker, pod in templates(objects):
+            if selects(spec["selector"], pod["metadata"]["labels"]):
+                replicas = maker["spec"].get("replicas", 1)
+                if str(spec.get("maxUnavailable", 1)) in ("0", "0%"):
+                    yield f"{named(each)}: maxUnavailable 0 keeps every node from being drained"
+                if spec.get("minAvailable", 0) == replicas:
+                    yield f"{named(each)}: minAvailable is all {replicas} of {named(maker)}"
+                if spec.get("maxUnavailable", 0) == replicas > 1:
+                    yield f"{named(each)}: maxUnavailable is all {replicas} of {named(maker)}"
+
+
+def quantities_are_some(objects: list[Object]) -> Iterator[str]:
+    """Resources and sizes are quantities, and requests are within limits."""
+
+    def bytes_of(quantity: str) -> float:
+        found = re.fullmatch(r"([0-9.]+)(m|[kMGTP]i?|)", quantity.replace("K", "k"))
+        assert found is not None
+        unit = found[2]
+        factor = 1e-3 if unit == "m" else (1024 if unit.endswith("i") else 1000) ** ("kMGTP".find(unit[:1]) + 1)
+        return float(found[1]) * (factor if unit else 1)
+
+    for each, spec, container in containers(objects):
+        resources = container.get("resources", {})
+        given = [value for part in resources.values() for value in part.values()]
+        given += [
+            v["emptyDir"]["sizeLimit"] for v in spec.get("volumes", ()) if "sizeLimit" in (v.get("emptyDir") or {})
+        ]
+        wrong = [value for value in given if _QUANTITY.fullmatch(str(value)) is None]
+        for value in wrong:
+            yield f"{named(each)}: {value!r} is no quantity"
+        for name, least in resources.get("requests", {}).items():
+            most = resources.get("limits", {}).get(name)
+            if not wrong and most is not None and bytes_of(str(least)) > bytes_of(str(most)):
+                yield f"{named(each)}: it asks for more {name} than its limit"
+        if "memory" not in resources.get("limits", {}):
+            yield f"{named(each)}: no limit of memory"
+
+
+def pods_may_do_little(objects: list[Object]) -> Iterator[str]:
+    """Pods run as nobody, write to what was given to them, and have images of a version."""
+    for each, spec, container in containers(objects):
+        pod, own = spec.get("securityContext", {}), container.get("securityContext", {})
+        if not pod.get("runAsNonRoot") or not pod.get("runAsUser"):
+            yield f"{named(each)}: it may run as root"
+        if own.get("allowPrivilegeEscalation") is not False or "ALL" not in own.get("capabilities", {}).get("drop", ()):
+            yield f"{named(each)}: it keeps rights"
+        if not own.get("readOnlyRootFilesystem"):
+            yield f"{named(each)}: its root can be written to"
+        if pod.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+            yield f"{named(each)}: it has no seccomp profile"
+        if spec.get("enableServiceLinks", True):
+            yield f"{named(each)}: Services around it write into its environment"
+        if re.search(r":(?!latest$)[\w][\w.-]*$|@sha256:[0-9a-f]{64}$", container["image"]) is None:
+            yield f"{named(each)}: {container['image']} is of no version"
+
+
+LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
+    selectors_fit,
+    ports_exist,
+    settings_exist,
+    grace_adds_up,
+    names_resolve,
+    budgets_let_pods_go,
+    quantities_are_some,
+    pods_may_do_little,
+)
+
+
+def faults(objects: list[Object]) -> list[str]:
+    """Of all lints."""
+    return [fault for lint in LINTS for fault in lint(objects)]

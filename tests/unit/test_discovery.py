@@ -1,0 +1,314 @@
+"""Which workers a gateway is told of: by Kubernetes over real HTTP, whatever the API server does, and by DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from kubernetes_api import DECODE, NAMESPACE, PREFILL, FakeApi, Pod, running_api
+from prometheus_client import CollectorRegistry
+
+from common.contract.messages import Role
+from common.runtime.clock import monotonic
+from gateway import discovery, endpoint_slices
+from gateway.discovery import Discovery, DiscoveryMetrics, DnsSource, Endpoint, SourceError
+from gateway.endpoint_slices import EndpointSliceSource
+
+WAIT_S = 30
+"""After this a test hangs."""
+A, B = Pod("10.0.0.1", "uid-a"), Pod("10.0.0.2", "uid-b")
+
+
+def at(pod: Pod, *, serving: bool = True, port: int = 7000) -> Endpoint:
+    return Endpoint(address=f"{pod.host}:{port}", identity=pod.uid, serving=serving)
+
+
+@dataclass
+class Told:
+    """What the gateway was told last, of each role."""
+
+    last: dict[Role, set[Endpoint]] = field(default_factory=dict)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __call__(self, role: Role, endpoints: Collection[Endpoint]) -> None:
+        assert len({each.address for each in endpoints}) == len(endpoints), endpoints
+        self.last[role] = set(endpoints)
+        self._changed.set()
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not reached():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def decode(self, *endpoints: Endpoint) -> None:
+        """Wait until these are the decode workers."""
+        await self.until(lambda: self.last.get(Role.DECODE) == set(endpoints))
+
+    def counted(self, name: str) -> float | None:
+        return self.registry.get_sample_value(f"baton_gateway_{name}", {"role": "decode"})
+
+
+@asynccontextmanager
+async def following(api: FakeApi, *, resync_s: float = 60.0) -> AsyncIterator[Told]:
+    told = Told()
+    async with api.client() as client:
+        sources = {
+            role: EndpointSliceSource(client, NAMESPACE, service, resync_s=resync_s)
+            for role, service in ((Role.PREFILL, PREFILL), (Role.DECODE, DECODE))
+        }
+        task = asyncio.create_task(Discovery(sources, DiscoveryMetrics(told.registry, monotonic), monotonic).run(told))
+        try:
+            yield told
+            assert not task.done(), task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(discovery, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(discovery, "_SHORTEST_ROUND_S", 0.02)
+
+
+async def watched(api: FakeApi, num_before: int = 0) -> None:
+    """Wait until both roles have a watch of theirs, begun after so many."""
+    async with asyncio.timeout(WAIT_S):
+        while api.num_watches < num_before + 2 or len(api.watches) < 2:
+            await asyncio.sleep(0.01)
+
+
+async def test_workers_come_change_and_go() -> None:
+    async with running_api() as api, following(api) as told:
+        await told.decode()
+        await watched(api)
+        api.put("d-1", DECODE, [A])
+        await told.decode(at(A))
+        api.put("d-1", DECODE, [A, B])
+        await told.decode(at(A), at(B))
+        api.put("d-1", DECODE, [A, Pod(B.host, B.uid, ready=False)])
+        await told.decode(at(A), at(B, serving=False))
+        api.put("d-1", DECODE, [A, B])
+        await told.decode(at(A), at(B))
+        api.put("d-1", DECODE, [Pod(A.host, A.uid, terminating=True), B])
+        await told.decode(at(A, serving=False), at(B))
+        api.put("d-1", DECODE, [B])
+        await told.decode(at(B))
+        api.delete("d-1")
+        await told.decode()
+        assert told.last[Role.PREFILL] == set()
+        assert api.num_lists == 2, "all of it by the watches"
+        assert told.counted("discovered_workers") == 0
+
+
+async def test_an_endpoint_that_says_nothing_of_its_readiness_is_ready() -> None:
+    async with running_api() as api, following(api) as told:
+        api.put("d-1", DECODE, [Pod(A.host, A.uid, ready=None)])
+        await told.decode(at(A))
+
+
+async def test_the_slices_of_a_service_are_one_list() -> None:
+    """An endpoint that moves from one slice to another stands in both for a moment."""
+    async with running_api() as api, following(api) as told:
+        api.put("d-1", DECODE, [A])
+        api.put("d-2", DECODE, [B, Pod(A.host, A.uid, ready=False)])
+        await told.decode(at(A), at(B))
+        api.put("d-1", DECODE, [])
+        await told.decode(at(A, serving=False), at(B))
+
+
+async def test_an_address_that_is_used_again_is_another_worker() -> None:
+    again = Pod(A.host, "uid-c")
+    async with running_api() as api, following(api) as told:
+        api.put("d-1", DECODE, [A])
+        await told.decode(at(A))
+        api.put("d-1", DECODE, [Pod(A.host, A.uid, terminating=True), again])
+        await told.decode(at(again))
+
+
+async def test_slices_without_the_port_name_have_no_workers() -> None:
+    async with running_api() as api, following(api) as told:
+        api.put("d-1", DECODE, [A], port_name="http")
+        api.put("d-2", DECODE, [B], port=7001)
+        await told.decode(at(B, port=7001))
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+async def test_a_deletion_that_no_watch_has_told_is_found_by_the_next_list() -> None:
+    """The outage of 22 hours: the watch reconnects, the event that fell in between is never sent again, and the gone
+    worker would stay in the list for ever."""
+    async with running_api() as api, following(api, resync_s=1.0) as told:
+        api.put("d-1", DECODE, [A])
+        api.put("d-2", DECODE, [B])
+        await told.decode(at(A), at(B))
+        await watched(api)
+        api.delete("d-1", silently=True)
+        api.cut()
+        await told.decode(at(B))
+        api.delete("d-2", silently=True)  # and the watch goes on, and tells nothing
+        await told.decode()
+
+
+async def test_a_watch_that_is_cut_begins_again_with_a_list() -> None:
+    async with running_api() as api, following(api) as told:
+        for number in range(5):
+            before = api.num_watches
+            api.put("d-1", DECODE, [A] if number % 2 else [A, B])
+            await told.decode(*([at(A)] if number % 2 else [at(A), at(B)]))
+            await watched(api, before)
+            api.cut()
+        assert told.counted("discovery_errors_total") in (None, 0.0), "a watch that ends is no error"
+
+
+async def test_a_version_that_is_too_old_is_listed_anew() -> None:
+    async with running_api() as api, following(api) as told:
+        api.put("d-1", DECODE, [A])
+        await told.decode(at(A))
+        await watched(api)
+        api.put("d-1", DECODE, [B], silently=True)
+        api.forget_history()
+        await told.decode(at(B))
+        await watched(api)
+        api.put("d-1", DECODE, [A])
+        await told.decode(at(A))
+
+
+async def test_a_watch_that_is_refused_for_its_age_at_once_is_listed_anew() -> None:
+    async with running_api() as api:
+        api.refuses_watches = 410
+        async with following(api) as told:
+            api.put("d-1", DECODE, [A])
+            await told.decode(at(A))
+            api.put("d-1", DECODE, [B])
+            await told.decode(at(B))
+
+
+async def test_bookmarks_tell_nothing_and_disturb_nothing() -> None:
+    async with running_api() as api, following(api) as told:
+        api.put("d-1", DECODE, [A])
+        await told.decode(at(A))
+        await watched(api)
+        api.bookmark()
+        api.put("d-1", DECODE, [A, B])
+        await told.decode(at(A), at(B))
+        assert api.num_lists == 2
+
+
+async def test_a_server_that_is_down_takes_nothing_away() -> None:
+    async with running_api() as api, following(api) as told:
+        api.put("d-1", DECODE, [A, B])
+        await told.decode(at(A), at(B))
+        await watched(api)
+        api.down = True
+        api.cut()
+        async with asyncio.timeout(WAIT_S):
+            while (told.counted("discovery_errors_total") or 0) < 5:
+                await asyncio.sleep(0.01)
+        assert told.last[Role.DECODE] == {at(A), at(B)}
+        assert told.counted("discovered_workers") == 2
+        assert (told.counted("discovery_age_seconds") or 0) > 0
+        api.put("d-1", DECODE, [B], silently=True)
+        api.down = False
+        await told.decode(at(B))
+
+
+async def test_a_server_that_is_down_from_the_start_is_asked_until_it_answers() -> None:
+    async with running_api() as api:
+        api.down = True
+        async with following(api) as told:
+            async with asyncio.timeout(WAIT_S):
+                while (told.counted("discovery_errors_total") or 0) < 3:
+                    await asyncio.sleep(0.01)
+            assert told.last == {}, "nothing is known, which is not that there are none"
+            api.put("d-1", DECODE, [A])
+            api.down = False
+            await told.decode(at(A))
+
+
+async def test_a_server_that_does_not_answer_in_time_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_slices, "_REQUEST_TIMEOUT_S", 0.2)
+    async with running_api() as api:
+        api.delay_s = 60.0
+        async with following(api) as told:
+            async with asyncio.timeout(WAIT_S):
+                while (told.counted("discovery_errors_total") or 0) < 2:
+                    await asyncio.sleep(0.01)
+            api.delay_s = 0.0
+            api.put("d-1", DECODE, [A])
+            await told.decode(at(A))
+
+
+async def test_a_watch_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is half open: neither events come, nor its end."""
+    monkeypatch.setattr(endpoint_slices, "_WATCH_GRACE_S", 0.2)
+    async with running_api() as api, following(api, resync_s=1.0) as told:
+        api.put("d-1", DECODE, [A])
+        await told.decode(at(A))
+        await watched(api)
+        api.deaf = True
+        api.put("d-1", DECODE, [B])
+        await told.decode(at(B))
+
+
+@pytest.mark.parametrize(
+    "status", [401, 403, 404, 429, 500], ids=["no token", "no role", "no such path", "too many", "a bug"]
+)
+async def test_what_the_server_refuses_is_logged_and_asked_again(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_api() as api:
+        api.refuses_watches = status
+        async with following(api) as told:
+            api.put("d-1", DECODE, [A])
+            await told.decode(at(A))
+            async with asyncio.timeout(WAIT_S):
+                while (told.counted("discovery_errors_total") or 0) < 2:
+                    await asyncio.sleep(0.01)
+            assert str(status) in caplog.text
+            api.put("d-1", DECODE, [B])
+            await told.decode(at(B))
+
+
+# --- DNS -----------------------------------------------------------------------------------------------------------
+
+
+async def test_all_addresses_of_a_name_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts: list[str] | None = ["10.0.0.2", "10.0.0.1", "10.0.0.1"]
+
+    async def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        assert (host, port) == ("workers.models", 7000)
+        if hosts is None:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in hosts]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    source = DnsSource("workers.models", 7000, 0.01)
+    addresses = [each.address for each in await source.list_once()]
+    assert addresses == ["10.0.0.1:7000", "10.0.0.2:7000"]
+
+    told = Told()
+    metrics = DiscoveryMetrics(told.registry, monotonic)
+    task = asyncio.create_task(Discovery({Role.DECODE: source}, metrics, monotonic).run(told))
+    await told.until(lambda: len(told.last.get(Role.DECODE, ())) == 2)
+    hosts = None
+    async with asyncio.timeout(WAIT_S):
+        while (told.counted("discovery_errors_total") or 0) < 3:
+            await asyncio.sleep(0.01)
+    assert len(told.last[Role.DECODE]) == 2, "a name that does not resolve for a while takes nothing away"
+    hosts = ["10.0.0.3"]
+    await told.decode(Endpoint(address="10.0.0.3:7000"))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(SourceError, match=r"nowhere\.invalid does not resolve"):
+        await DnsSource("nowhere.invalid", 7000, 1.0).list_once()

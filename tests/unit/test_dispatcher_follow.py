@@ -1,0 +1,175 @@
+"""Workers that come and go while a gateway runs, as discovery tells it; over the real control channel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+
+from benchmarks.scripted_workers import Script, ScriptedPool, ScriptedWorker
+from common.contract.ids import new_incarnation
+from common.contract.kv_layout import Fingerprint, KVLayout
+from common.contract.messages import Role
+from common.contract.sampling import SamplingParams
+from common.runtime.clock import Pulse, monotonic
+from gateway.discovery import Endpoint
+from gateway.dispatcher import Dispatcher
+from gateway.generation import Delta, Generation
+from gateway.registry import Registry
+
+WAIT_S = 30
+PULSE = Pulse(interval_s=0.03, timeout_s=20.0)
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
+FINGERPRINT = Fingerprint(config_hash="c", weights_hash="w", layout=LAYOUT)
+PROMPT = tuple(range(100))
+
+
+@dataclass
+class Cluster:
+    """Real control servers, and a gateway's dispatcher that is told of them."""
+
+    pool: ScriptedPool
+    addresses: dict[ScriptedWorker, str]
+    registry: Registry
+    dispatcher: Dispatcher
+
+    def endpoint(self, worker: ScriptedWorker, *, identity: str = "", serving: bool = True) -> Endpoint:
+        return Endpoint(address=self.addresses[worker], identity=identity, serving=serving)
+
+    def follow(self, *endpoints: Endpoint, role: Role = Role.DECODE) -> None:
+        self.dispatcher.follow(role, endpoints)
+
+    def usable(self) -> set[str]:
+        return {worker.address for worker in self.registry.usable(Role.DECODE)}
+
+    async def ask(self, num_tokens: int = 3) -> list[Delta]:
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        generation = Generation(token_ids=PROMPT, num_choices=1, sampling=sampling, budget_s=WAIT_S)
+        return [delta async for delta in self.dispatcher.generate(generation)]
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not reached():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def cluster(num_decode: int, *, prefill: bool = True) -> AsyncIterator[Cluster]:
+    pool = ScriptedPool(FINGERPRINT, num_decode, Script((7,), short=True), PULSE)
+    addresses = {worker: worker.bind() for worker in (pool.prefill, *pool.decode)}
+    registry = Registry((), (), "c", colocated=not prefill)
+    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, PULSE, patience_s=WAIT_S)
+    tasks = [asyncio.create_task(pool.run()), asyncio.create_task(dispatcher.run())]
+    made = Cluster(pool, addresses, registry, dispatcher)
+    try:
+        if prefill:
+            made.follow(made.endpoint(pool.prefill), role=Role.PREFILL)
+        yield made
+        assert not any(task.done() for task in tasks)
+    finally:
+        for task in reversed(tasks):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_worker_serves_once_it_is_found() -> None:
+    async with cluster(2) as made:
+        first, second = made.pool.decode
+        made.follow(made.endpoint(first))
+        await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
+        assert sum(len(delta.token_ids) for delta in await made.ask()) == 3
+        made.follow(made.endpoint(first), made.endpoint(second))
+        await until(lambda: made.usable() == set(made.addresses.values()) - {made.addresses[made.pool.prefill]})
+        assert not made.registry.colocated
+
+
+async def test_one_that_is_not_serving_gets_nothing_new() -> None:
+    async with cluster(2) as made:
+        first, second = made.pool.decode
+        made.follow(made.endpoint(first), made.endpoint(second))
+        await until(lambda: len(made.usable()) == 2)
+        made.follow(made.endpoint(first, serving=False), made.endpoint(second))
+        assert made.usable() == {made.addresses[second]}
+        for _ in range(4):
+            await made.ask()
+        assert made.dispatcher.handoffs == {(made.addresses[made.pool.prefill], made.addresses[second]): 4}
+        made.follow(made.endpoint(first), made.endpoint(second))
+        assert len(made.usable()) == 2
+
+
+async def test_one_that_is_not_listed_any_more_finishes_what_it_has_and_is_forgotten() -> None:
+    async with cluster(2) as made:
+        first, second = made.pool.decode
+        made.follow(made.endpoint(first))
+        await until(lambda: len(made.usable()) == 1)
+        made.pool.script.short, made.pool.script.interval_s = False, 0.01
+        asked = asyncio.create_task(made.ask())
+        await until(lambda: len(first.batch) == 1)
+        made.follow(made.endpoint(second))
+        await until(lambda: made.usable() == {made.addresses[second]})
+        made.pool.script.last_step = True
+        assert (await asked)[-1].finish_reason == "length"
+        assert made.addresses[first] in made.registry.workers, "its session is open"
+        await first.server.close()
+        await until(lambda: made.addresses[first] not in made.registry.workers)
+        assert [worker["id"] for worker in made.dispatcher.workers()].count(made.addresses[first]) == 0
+
+
+async def test_one_that_never_answered_is_forgotten_at_once_and_may_come_again() -> None:
+    async with cluster(1) as made:
+        ghost = Endpoint(address="127.0.0.1:1")
+        (worker,) = made.pool.decode
+        for _ in range(3):
+            made.follow(ghost, made.endpoint(worker))
+            assert ghost.address in made.registry.workers
+            made.follow(made.endpoint(worker))
+            assert ghost.address not in made.registry.workers
+        await until(lambda: len(made.usable()) == 1)
+        await made.ask()
+        assert len(made.dispatcher._linking) == 2
+
+
+async def test_another_pod_at_the_same_address_is_another_worker() -> None:
+    """What the old one had goes on elsewhere at once: nobody waits until it is found to be silent."""
+    async with cluster(2) as made:
+        first, second = made.pool.decode
+        made.follow(made.endpoint(first, identity="old"))
+        await until(lambda: len(made.usable()) == 1)
+        made.pool.script.short, made.pool.script.interval_s = False, 0.01
+        asked = asyncio.create_task(made.ask())
+        await until(lambda: len(first.batch) == 1)
+        made.follow(made.endpoint(first, identity="old"), made.endpoint(second))
+        await until(lambda: len(made.usable()) == 2)
+        made.follow(made.endpoint(first, identity="new", serving=False), made.endpoint(second))
+        await until(lambda: len(second.batch) == 1)
+        made.pool.script.last_step = True
+        assert (await asked)[-1].finish_reason == "length"
+        made.follow(made.endpoint(first, identity="new"), made.endpoint(second))
+        await until(lambda: len(made.usable()) == 2)
+
+
+async def test_a_worker_of_another_version_is_refused_and_the_gateway_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster(2) as made:
+        other, fits = made.pool.decode
+        other.fingerprint = replace(FINGERPRINT, config_hash="other")
+        made.follow(made.endpoint(other))
+        await until(lambda: "worker refused" in caplog.text)
+        made.follow(made.endpoint(other), made.endpoint(fits))
+        await until(lambda: made.usable() == {made.addresses[fits]})
+        await made.ask()
+
+
+async def test_prefill_workers_that_are_gone_leave_the_prompts_to_decode_workers() -> None:
+    async with cluster(1) as made:
+        made.follow(made.endpoint(made.pool.decode[0]))
+        await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
+        made.follow(role=Role.PREFILL)
+        await made.ask()
+        assert sum(made.dispatcher.num_local_prefills.values()) == 1
+        assert made.dispatcher.ready().ready
