@@ -49,9 +49,10 @@ def room_s(worker: WorkerView, tier: Tier, num_sequences: int) -> float:
 
 
 def occupancy(worker: WorkerView) -> float:
-    """The share of a decode worker's blocks that will be in use at most, as it expects."""
+    """The share of a decode worker's blocks that will be in use at most, as it expects. One that was given something
+    before it has said how many it has counts as full, until its first heartbeat."""
     if worker.load is None:
-        return 0.0
+        return float(len(worker.unseen) > 0)
     return worker.blocks_expected / max(1, worker.load.blocks_total)
 
 

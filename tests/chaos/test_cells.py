@@ -189,6 +189,8 @@ async def test_the_stream_goes_on(stage: Theatre, references: References, fault:
         expected = [await references(how, ask, PROMPT)]
         with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):  # with the fillers, D1 is busy too
             await settled(stage, dispatcher, registry)
+            loads = registry.workers.values()
+            await until(lambda: all(worker.load is not None for worker in loads), "a worker tells nothing")
             tasks, gate = await reached(state, stage, ask)
             async with happening(stage, registry, fault, stage.p1 if role is Role.PREFILL else stage.d1, gate):
                 answers = await asyncio.gather(*tasks)

@@ -66,6 +66,9 @@ def test_what_a_worker_was_given_counts_until_it_has_reported_it() -> None:
     registry.heartbeat(P, load(token_s=0.01, queued=(0, 30, 50), received=2), 0.0)
     assert queue_s(worker, BATCH) == pytest.approx(0.8)
 
+    registry.took(D, given(6, sequences=1))
+    assert occupancy(decode) == 1.0, "it has not said how much room it has"
+    registry.resynced(D)
     registry.heartbeat(D, load(places=2, sequence_s=1.0, total=100), 0.0)
     registry.took(D, given(7, sequences=2, blocks=30))
     assert room_s(decode, STANDARD, 1) == pytest.approx(0.5)
