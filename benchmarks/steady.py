@@ -3,8 +3,8 @@
     python -m benchmarks.steady --requests 5000
 
 One prefill and one decode worker, the model of 15 million weights, ShareGPT lengths cut to 256 and 64 tokens, 16
-requests at a time. Each stage has prompts of its own. The prefix cache, and the gateway's index of it, which is given
-room for 8,192 blocks of its default 262,144, are filled by the first stages.
+requests at a time. Each stage has prompts of its own. The prefix caches, and with them the gateway's index of what they
+hold, are filled by the first stages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     with TemporaryDirectory() as scratch:
         folder = llama_15m(Path(scratch))
         sizes = ["--model", str(folder), "--kv-cache-bytes", str(64 * 2**20)]
-        with local_stack(sizes, {"BATON_PREFIX_INDEX_BLOCKS": "8192"}) as local:
+        with local_stack(sizes, {}) as local:
             for stage in range(options.stages + 1):
                 number = options.requests // options.stages
                 command = [sys.executable, "-m", "benchmarks.load", "--url", local.url, *LENGTHS]

@@ -130,6 +130,34 @@ def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing 
     return tracing
 
 
+def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
+    """What serves generations. Raises `OperatorError`."""
+    registry = Registry(
+        settings.prefill_workers,
+        settings.decode_workers,
+        config_hash(folder),
+        colocated=not settings.prefill_workers and settings.prefill_service is None,
+        stall_s=settings.engine_stall_s,
+    )
+    return Dispatcher(
+        new_incarnation(),
+        registry,
+        monotonic,
+        settings.pulse,
+        local_prefill_tokens=settings.local_prefill_tokens,
+        routing=settings.routing,
+        admission=Admission(
+            {
+                Tier.INTERACTIVE: settings.interactive_limit_s,
+                Tier.STANDARD: settings.standard_limit_s,
+                Tier.BATCH: settings.batch_limit_s,
+            }
+        ),
+        patience_s=settings.patience_s,
+        keys=CurveKeys.load(settings.curve_keys),
+    )
+
+
 async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Role, Source]:
     """Where workers are listed, if they are not named. Raises `OperatorError`."""
     services = {Role.PREFILL: settings.prefill_service, Role.DECODE: settings.decode_service}
@@ -150,30 +178,7 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
 async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, share: Share | None = None) -> None:
     """Bind, connect, serve until `stop`; on a port that it has a share of, if there is one. Raises `OperatorError`."""
     announcer = Announcer(settings.announce_fd)
-    registry = Registry(
-        settings.prefill_workers,
-        settings.decode_workers,
-        config_hash(folder),
-        colocated=not settings.prefill_workers and settings.prefill_service is None,
-        stall_s=settings.engine_stall_s,
-    )
-    dispatcher = Dispatcher(
-        new_incarnation(),
-        registry,
-        monotonic,
-        settings.pulse,
-        local_prefill_tokens=settings.local_prefill_tokens,
-        routing=settings.routing,
-        admission=Admission(
-            {
-                Tier.INTERACTIVE: settings.interactive_limit_s,
-                Tier.STANDARD: settings.standard_limit_s,
-                Tier.BATCH: settings.batch_limit_s,
-            }
-        ),
-        patience_s=settings.patience_s,
-        keys=CurveKeys.load(settings.curve_keys),
-    )
+    dispatcher = _dispatcher(settings, folder)
     api_settings = _api_settings(settings, folder)
     metrics = GatewayMetrics(api_settings.model_name)
     metrics.registry.register(dispatcher)

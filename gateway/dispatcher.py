@@ -366,7 +366,7 @@ class Dispatcher(Collector):
             match action:
                 case Send(part, message):
                     if (link := self._links.get(part.place.address)) is None:
-                        continue
+                        continue  # the worker is forgotten: its parts are over, and what ends them need not be told
                     link.send(message)
                     if isinstance(message, Prefill | Decode):
                         given = client.given[part] = self._given(client, part, message)
