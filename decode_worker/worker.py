@@ -733,6 +733,9 @@ class DecodeWorker:
         yield counter("baton_tokens_generated", "Tokens generated here.", self._generation_tokens)
         yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
         yield counter("baton_tokens_recomputed", "Tokens computed again after a preemption.", self._recomputed_tokens)
+        sequences = sum(len(request.work.choices) for request in self._requests.values())
+        load = sequences / scheduler.num_places
+        yield gauge("baton_decode_load", "Sequences here, those that wait included, by how many fit.", load)
         yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
         yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", self._block_steps)
         yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.num_host_used)
@@ -743,6 +746,7 @@ class DecodeWorker:
         yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
         yield counter("baton_engine_steps", "Engine steps.", self._engine.num_steps)
+        yield counter("baton_engine_busy_seconds", "Time in engine steps.", self._engine.busy_s)
         yield counter("baton_steps_ahead", "Steps planned while another one ran.", self._steps_ahead)
         yield counter("baton_frames_refused", "Control frames refused.", traffic.frames_refused)
         yield counter("baton_sessions_lost", "Clients lost.", traffic.sessions_lost)

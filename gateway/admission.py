@@ -34,7 +34,7 @@ class Admission:
         allowed_s = _MARGIN * max(limit_s - expected.prompt_s, _LEAST_SHARE * limit_s)
         if not limit_s or wait_s <= allowed_s:
             return None
-        what = "a prompt's turn" if expected.queue_s >= expected.room_s else "room in a batch"
+        what = "a prompt's turn" if expected.waits_for_turn else "room in a batch"
         return Refusal(
             message=f"the workers are busy: {wait_s:.1f} s to wait for {what}, {allowed_s:.1f} s allowed for service "
             f"tier {tier}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
@@ -146,7 +147,7 @@ class Dispatcher(Collector):
         self.num_gaps = 0
         self.num_prefix_hints = 0
         self.num_local_prefills: Counter[LocalPrefill] = Counter()
-        self.num_refused: Counter[Tier] = Counter()
+        self.num_refused: Counter[tuple[Role, Tier]] = Counter()
         """Requests that were not let in."""
         self.handoffs: Counter[tuple[str, str]] = Counter()
         """Sequences that a decode worker went on with, by the addresses of who computed the prompt and its own."""
@@ -319,10 +320,12 @@ class Dispatcher(Collector):
             local.add_metric([reason], self.num_local_prefills[reason])
         yield local
         refused = CounterMetricFamily(
-            "baton_gateway_refused", "Requests refused for what they would have had to wait.", labels=["tier"]
+            "baton_gateway_refused",
+            "Requests refused for what they would have had to wait, by what there was too little of.",
+            labels=["role", "tier"],
         )
-        for tier in Tier:
-            refused.add_metric([tier], self.num_refused[tier])
+        for role, tier in itertools.product((Role.PREFILL, Role.DECODE), Tier):
+            refused.add_metric([role, tier], self.num_refused[role, tier])
         yield refused
         yield from self.recovery.collect()
 
@@ -390,6 +393,7 @@ class Dispatcher(Collector):
             num_tokens=len(work.token_ids) - client.cached.get(part.place, 0) if computes else 0,
             num_sequences=len(work.choices) if decodes else 0,
             num_blocks=-(-len(work.token_ids) // client.block_size) if decodes else 0,
+            at=self._clock(),
         )
 
     def _deliver(self, client: _Client, deliver: Deliver) -> None:
@@ -441,7 +445,7 @@ class Dispatcher(Collector):
         num_blocks = self._index.longest(client.block_hashes)
         client.cached = {place: num * client.block_size for place, num in num_blocks.items()}
         generation = client.flow.generation
-        route = self._placement.choose(want, generation.tier, client.cached, client.fingerprint)
+        route = self._placement.choose(want, generation.tier, client.cached, self._clock(), client.fingerprint)
         if route is None:
             return
         del self._waiting[want]
@@ -459,7 +463,9 @@ class Dispatcher(Collector):
         admittance = generation.admittance
         if self._admission is not None and not admittance.decided and not isinstance(route, Rebind):
             admittance.refusal = self._admission.refusal(generation.tier, route.expected)
-            self.num_refused[generation.tier] += admittance.refusal is not None
+            if admittance.refusal is not None:
+                turn = isinstance(route, Handoff) and route.expected.waits_for_turn
+                self.num_refused[Role.PREFILL if turn else Role.DECODE, generation.tier] += 1
         admittance.decided = True
         return admittance.refusal
 

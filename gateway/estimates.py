@@ -1,6 +1,7 @@
 """What a worker would take for a request: how long until its turn, and then. Pure functions of what workers report.
 
-What a worker has been given since its last report counts, too, so a burst does not go where the report was good.
+What a worker has been given since its last report counts, too, so a burst does not go where the report was good; what
+it has probably done since then does not, so that one that is done is not passed over for a report that is old.
 Requests of lower tiers do not count: they wait for higher ones.
 
 ("Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", FAST 2025, section 5: a prefill worker is
@@ -22,9 +23,15 @@ _UNKNOWN_SEQUENCE_S: Final = 1.0
 """Of a sequence, where none has ended yet: a full worker is full all the same."""
 
 
-def queue_s(worker: WorkerView, tier: Tier) -> float:
+def queue_s(worker: WorkerView, tier: Tier, now: float) -> float:
     """Seconds until a worker has computed the prompts that come before a new one."""
-    return _token_s(worker) * sum(worker.queued_tokens[: tier.rank + 1])
+    token_s, moment = _token_s(worker), worker.load_at
+    queued_s = token_s * sum(worker.load.queued_tokens[: tier.rank + 1]) if worker.load is not None else 0.0
+    for given in worker.unseen:
+        if given.tier.rank <= tier.rank:
+            queued_s = max(0.0, queued_s - max(0.0, given.at - moment)) + token_s * given.num_tokens
+            moment = max(moment, given.at)
+    return max(0.0, queued_s - max(0.0, now - moment))
 
 
 def prompt_s(worker: WorkerView, num_tokens: int, num_here: int, num_elsewhere: int = 0) -> float:

@@ -36,10 +36,12 @@ class Placement:
         worker = self._registry.workers.get(place.address)
         return worker is not None and worker.incarnation == place.incarnation
 
-    def choose(self, want: Want, tier: Tier, cached: Cached, fits: Fingerprint | None = None) -> Route | None:
+    def choose(
+        self, want: Want, tier: Tier, cached: Cached, now: float, fits: Fingerprint | None = None
+    ) -> Route | None:
         """Workers for these choices, of this fingerprint if they have begun; None if they have to wait."""
         caution = Caution(avoid=want.avoid, fits=fits)
-        ask = Ask(num_tokens=want.num_tokens, tier=tier, num_choices=len(want.choices))
+        ask = Ask(num_tokens=want.num_tokens, tier=tier, num_choices=len(want.choices), now=now)
         if want.offer is None:
             return self._router.choose(ask, cached, caution)
         decode = caution.decode(self._registry.usable(Role.DECODE))

@@ -27,6 +27,8 @@ class Given:
     """Prompt tokens that it probably has to compute."""
     num_sequences: int = 0
     num_blocks: int = 0
+    at: float = 0.0
+    """When."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +44,14 @@ class WorkerView:
     welcome: Welcome | None = None
     load: Heartbeat | None = None
     """The last heartbeat of this session."""
+    load_at: float = 0.0
+    """When that came."""
     in_flight: int = 0
     """Requests that this gateway has given it and whose part there is not over."""
     unseen: deque[Given] = field(default_factory=deque)
     """Given to it since its last heartbeat."""
+    gone: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    """Sequences that have left it since its last heartbeat, by tier."""
     refused: str | None = None
     """Why it is not used although it answers."""
     idle_or_stepped_at: float = 0.0
@@ -70,17 +76,10 @@ class WorkerView:
         return self.incarnation is not None and wanted and self.refused is None and not leaving and not self.stalled
 
     @property
-    def queued_tokens(self) -> list[int]:
-        """Prompt tokens that it has to compute, by tier, the most urgent first."""
-        tokens = list(self.load.queued_tokens) if self.load else [0] * len(Tier)
-        for given in self.unseen:
-            tokens[given.tier.rank] += given.num_tokens
-        return tokens
-
-    @property
     def sequences(self) -> list[int]:
         """Sequences that it has, by tier, the most urgent first."""
-        sequences = list(self.load.sequences) if self.load else [0] * len(Tier)
+        said = self.load.sequences if self.load else (0,) * len(Tier)
+        sequences = [max(0, num - gone) for num, gone in zip(said, self.gone, strict=True)]
         for given in self.unseen:
             sequences[given.tier.rank] += given.num_sequences
         return sequences
@@ -96,6 +95,11 @@ class WorkerView:
             return False
         num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
         return self.blocks_expected + num_blocks <= self.load.blocks_total
+
+    def forget_given(self) -> None:
+        """What it was given is counted anew."""
+        self.unseen.clear()
+        self.gone = [0] * len(Tier)
 
     @property
     def place(self) -> Place:
@@ -142,7 +146,7 @@ class Registry:
         """A session is open. Raises `FingerprintMismatchError` when the worker must not be used."""
         worker = self.workers[address]
         worker.incarnation, worker.welcome, worker.load = incarnation, welcome, None
-        worker.unseen.clear()
+        worker.forget_given()
         if worker.life != incarnation:
             worker.life = incarnation
             worker.in_flight = 0
@@ -158,7 +162,7 @@ class Registry:
         """Its session is over."""
         worker = self.workers[address]
         worker.incarnation = worker.welcome = worker.load = None
-        worker.unseen.clear()
+        worker.forget_given()
         worker.refused = None
         worker.rates.forget()
         for other in self.workers.values():  # one that did not fit beside the lost one may fit now
@@ -169,12 +173,13 @@ class Registry:
 
     def resynced(self, address: str) -> None:
         """Its session counts anew."""
-        self.workers[address].unseen.clear()
+        self.workers[address].forget_given()
 
     def heartbeat(self, address: str, load: Heartbeat, now: float) -> bool:
         """Its state of this moment; whether it shows, for the first time, that the engine hangs."""
         worker = self.workers[address]
-        before, worker.load = worker.load, load
+        before, worker.load, worker.load_at = worker.load, load, now
+        worker.gone = [0] * len(Tier)
         worker.rates.read(now, load.prompt_tokens, load.output_tokens)
         while worker.unseen and worker.unseen[0].number <= load.received:
             worker.unseen.popleft()
@@ -196,8 +201,12 @@ class Registry:
         worker = self.workers.get(address)
         if worker is not None and worker.life == incarnation:
             worker.in_flight -= 1
-            if given is not None and given in worker.unseen:
+            if given is None:
+                return
+            if given in worker.unseen:
                 worker.unseen.remove(given)
+            else:
+                worker.gone[given.tier.rank] += given.num_sequences
 
     @property
     def block_size(self) -> int:

@@ -49,12 +49,13 @@ class LocalPrefill(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What is to be placed."""
+    """What is to be placed, and when."""
 
     num_tokens: int
     """Of the sequence whose KV is wanted."""
     tier: Tier = Tier.STANDARD
     num_choices: int = 1
+    now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,11 @@ class Expected:
     def wait_s(self) -> float:
         """Until there are both a turn and room."""
         return max(self.queue_s, self.room_s)
+
+    @property
+    def waits_for_turn(self) -> bool:
+        """Whether it is the prompt's turn that is waited for, and not room."""
+        return self.queue_s >= self.room_s
 
     @property
     def ttft_s(self) -> float:
@@ -213,7 +219,9 @@ def _handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cach
     def own_s(worker: WorkerView) -> float:
         return prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0), most)
 
-    chosen = _least(_soonest(prefill, lambda w: queue_s(w, ask.tier) + own_s(w)), lambda w: -cached.get(w.place, 0))
+    chosen = _least(
+        _soonest(prefill, lambda w: queue_s(w, ask.tier, ask.now) + own_s(w)), lambda w: -cached.get(w.place, 0)
+    )
     here = cached.get(chosen.place, 0)
     taker = least_loaded_decode(decode, ask, cached)
     return Handoff(
@@ -222,7 +230,7 @@ def _handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cach
         prefix=PrefixHint(source=holder.place.source, num_tokens=most) if most > here else None,
         num_cached=here,
         expected=Expected(
-            queue_s=queue_s(chosen, ask.tier),
+            queue_s=queue_s(chosen, ask.tier, ask.now),
             prompt_s=own_s(chosen),
             room_s=room_s(taker, ask.tier, ask.num_choices),
         ),
@@ -232,7 +240,7 @@ def _handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cach
 def _local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPrefill) -> Local:
     def expected(worker: WorkerView) -> Expected:
         return Expected(
-            queue_s=queue_s(worker, ask.tier),
+            queue_s=queue_s(worker, ask.tier, ask.now),
             prompt_s=prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0)),
             room_s=room_s(worker, ask.tier, ask.num_choices),
         )

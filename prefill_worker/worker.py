@@ -580,7 +580,10 @@ class PrefillWorker:
         yield gauge("vllm:num_requests_waiting", "Prompts waiting for blocks.", self._scheduler.num_waiting, model)
         yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used, model)
         yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
-        yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", self._scheduler.num_uncomputed)
+        queued = self._scheduler.num_uncomputed
+        yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)
+        queued_s = queued * self._engine.costs.prefill_s_per_token
+        yield gauge("baton_prefill_queued_seconds", "What computing them is expected to take.", queued_s)
         yield from self._lender.metrics()
         yield from self._intake.metrics()
         name = self._settings.model
@@ -594,6 +597,7 @@ class PrefillWorker:
         yield counter("baton_prefix_tokens_pulled", "Prompt tokens pulled instead of computed.", pulled)
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
         yield counter("baton_engine_steps", "Engine steps.", self._engine.num_steps)
+        yield counter("baton_engine_busy_seconds", "Time in engine steps.", self._engine.busy_s)
         yield counter("baton_steps_ahead", "Steps planned while another one ran.", self._steps_ahead)
         yield counter("baton_frames_refused", "Control frames refused.", traffic.frames_refused)
         yield counter("baton_sessions_lost", "Clients lost.", traffic.sessions_lost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -344,7 +345,7 @@ async def gateway_of(address: str) -> AsyncIterator[tuple[Gateway, ControlClient
         context.destroy(linger=0)
 
 
-BUSY = Given(number=2**62, tier=Tier.INTERACTIVE, num_tokens=2**30, num_sequences=2**30, num_blocks=2**30)
+BUSY = Given(number=2**62, tier=Tier.INTERACTIVE, num_tokens=2**30, num_sequences=2**30, num_blocks=2**30, at=math.inf)
 """More than a worker can do, and which it never reports."""
 
 

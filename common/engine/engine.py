@@ -58,6 +58,8 @@ class Engine:
         """Steps finished; stands still when the engine is wedged."""
         self.last_step_s = 0.0
         """What the last finished step took, from its turn on the engine's thread."""
+        self.busy_s = 0.0
+        """What all steps have taken."""
         self._last_end = 0.0
 
     @classmethod
@@ -175,6 +177,7 @@ class Engine:
             end = time.perf_counter()
         # A step that was handed to a GPU while another one ran began when that ended.
         self.last_step_s = end - max(started.begin, self._last_end)
+        self.busy_s += self.last_step_s
         self._last_end = end
         self.num_steps += 1
         return outcomes

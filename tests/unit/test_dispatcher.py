@@ -345,11 +345,15 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_
         await bench.whole(PROMPT, (1, 2))
     assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 8)
     assert bench.work == {}, "no worker has heard of it"
-    assert bench.counted("refused_total", tier="standard") == 1
+    assert bench.counted("refused_total", role="prefill", tier="standard") == 1
     await bench.whole(PROMPT, (1, 2), tier=Tier.INTERACTIVE)
     await bench.whole(PROMPT, (1, 2), tier=Tier.BATCH)
     bench.say(P, replace(heartbeat(), queued_tokens=(0, 5_000, 0), token_s=0.001))
     await bench.whole(PROMPT, (1, 2))
+    bench.say(D, replace(heartbeat(), sequences=(0, 9, 0), places=2, sequence_s=4.0))
+    with pytest.raises(GenerationFailed, match="to wait for room in a batch"):
+        await bench.whole(PROMPT, (1, 2))
+    assert bench.counted("refused_total", role="decode", tier="standard") == 1
     await bench.close()
 
 
@@ -376,14 +380,14 @@ async def test_the_prompts_of_one_request_are_let_in_together_or_not_at_all() ->
         await bench.request(range(300), admittance=together)
     with pytest.raises(GenerationFailed):
         await bench.whole(range(300), (1, 2))
-    assert bench.counted("refused_total", tier="standard") == 1
+    assert bench.counted("refused_total", role="prefill", tier="standard") == 1
     number, refused = len(bench.work), Admittance()
     for _ in range(2):
         with pytest.raises(GenerationFailed):
             await bench.whole(range(300), (1, 2), admittance=refused)
         bench.say(P, replace(heartbeat(), token_s=0.01, received=5))
     assert len(bench.work) == number
-    assert bench.counted("refused_total", tier="standard") == 2
+    assert bench.counted("refused_total", role="prefill", tier="standard") == 2
     await bench.close()
 
 

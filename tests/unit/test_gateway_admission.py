@@ -25,7 +25,7 @@ def given(number: int, tier: Tier = STANDARD, *, tokens: int = 0, sequences: int
 
 def test_a_queue_is_what_comes_before_a_tier() -> None:
     worker = view(P, Role.PREFILL, load=load(queued=(100, 200, 400), token_s=0.01))
-    assert [queue_s(worker, tier) for tier in Tier] == pytest.approx([1.0, 3.0, 7.0])
+    assert [queue_s(worker, tier, 0.0) for tier in Tier] == pytest.approx([1.0, 3.0, 7.0])
 
 
 def test_a_prompt_takes_what_is_not_cached_or_cheaper_to_pull() -> None:
@@ -59,12 +59,12 @@ def test_what_a_worker_was_given_counts_until_it_has_reported_it() -> None:
     registry.heartbeat(P, load(token_s=0.01), 0.0)
     registry.took(P, given(1, tokens=100))
     registry.took(P, given(2, BATCH, tokens=50))
-    assert queue_s(worker, STANDARD) == pytest.approx(1.0)
-    assert queue_s(worker, BATCH) == pytest.approx(1.5)
+    assert queue_s(worker, STANDARD, 0.0) == pytest.approx(1.0)
+    assert queue_s(worker, BATCH, 0.0) == pytest.approx(1.5)
     registry.heartbeat(P, load(token_s=0.01, queued=(0, 90, 0), received=1), 0.0)
-    assert queue_s(worker, BATCH) == pytest.approx(1.4), "the second had not arrived when that was said"
+    assert queue_s(worker, BATCH, 0.0) == pytest.approx(1.4), "the second had not arrived when that was said"
     registry.heartbeat(P, load(token_s=0.01, queued=(0, 30, 50), received=2), 0.0)
-    assert queue_s(worker, BATCH) == pytest.approx(0.8)
+    assert queue_s(worker, BATCH, 0.0) == pytest.approx(0.8)
 
     registry.took(D, given(6, sequences=1))
     assert occupancy(decode) == 1.0, "it has not said how much room it has"
@@ -80,9 +80,35 @@ def test_what_a_worker_was_given_counts_until_it_has_reported_it() -> None:
     registry.resynced(D)
     assert (room_s(decode, STANDARD, 1), occupancy(decode)) == (0.0, 0.0)
     registry.took(D, given(1, sequences=2))
+    registry.heartbeat(D, load(places=2, sequences=(1, 3, 0), sequence_s=1.0, received=1), 0.0)
+    registry.left(D, LIFE, given(1, sequences=2))
+    assert decode.sequences == [1, 1, 0], "two of those that were reported have ended"
+    registry.left(D, LIFE, given(1, sequences=2))
+    assert decode.sequences == [1, 0, 0]
+    registry.heartbeat(D, load(places=2, sequences=(1, 1, 0), sequence_s=1.0, received=1), 0.0)
+    assert decode.sequences == [1, 1, 0]
+    registry.left(D, LIFE, given(1, sequences=1))
     registry.lost(D)
     registry.opened(D, LIFE, welcome(Role.DECODE))
     assert decode.sequences == [0, 0, 0]
+
+
+def test_what_a_worker_has_probably_done_since_its_report_counts_no_more() -> None:
+    registry = Registry((P,), (D,), "c")
+    registry.opened(P, LIFE, welcome(Role.PREFILL))
+    worker = registry.workers[P]
+    registry.heartbeat(P, load(token_s=0.01, queued=(50, 100, 100)), 10.0)
+    assert queue_s(worker, STANDARD, 9.9) == pytest.approx(1.5), "asked about a moment before"
+    assert queue_s(worker, STANDARD, 10.5) == pytest.approx(1.0)
+    assert queue_s(worker, INTERACTIVE, 10.4) == pytest.approx(0.1)
+    assert queue_s(worker, STANDARD, 99.0) == 0.0
+    registry.took(P, Given(number=1, tier=STANDARD, num_tokens=100, at=12.0))
+    registry.took(P, Given(number=2, tier=BATCH, num_tokens=100, at=12.2))
+    registry.took(P, Given(number=3, tier=STANDARD, num_tokens=100, at=12.4))
+    assert queue_s(worker, STANDARD, 12.5) == pytest.approx(1.5), "idle from 11.5 to 12.0: that is not made up for"
+    assert queue_s(worker, BATCH, 12.5) == pytest.approx(3.0), "as if nothing of a lower tier had waited longer"
+    registry.heartbeat(P, load(token_s=0.01, queued=(0, 120, 100), received=3), 12.5)
+    assert queue_s(worker, STANDARD, 12.7) == pytest.approx(1.0)
 
 
 # --- admission -------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Pool:
 
     def choose(self, *, avoid: Sequence[str] = (), offer: bool = False) -> tuple[str, ...] | None:
         """Where a request would go."""
-        match self.placement.choose(self.want(avoid=avoid, offer=offer), Tier.STANDARD, {}):
+        match self.placement.choose(self.want(avoid=avoid, offer=offer), Tier.STANDARD, {}, 0.0):
             case Handoff(prefill=prefill, decode=decode):
                 return prefill.address, decode.address
             case Local(decode=decode) | Rebind(decode=decode):
@@ -111,7 +111,7 @@ def test_no_caution_changes_nothing() -> None:
 
 def test_where_all_prefill_workers_have_failed_that_is_said() -> None:
     pool = Pool()
-    route = pool.placement.choose(pool.want(avoid=(P, P2)), Tier.STANDARD, {})
+    route = pool.placement.choose(pool.want(avoid=(P, P2)), Tier.STANDARD, {}, 0.0)
     assert isinstance(route, Local)
     assert route.reason is LocalPrefill.NO_PREFILL_WORKER
 
