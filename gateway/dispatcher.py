@@ -55,7 +55,7 @@ from gateway.placement import Placement, Rebind, Route
 from gateway.prefix_index import PrefixIndex
 from gateway.recovery_metrics import RecoveryMetrics
 from gateway.registry import Given, Registry, WorkerView
-from gateway.router import Cached, Handoff, Local, LocalPrefill, Router, Routing
+from gateway.router import Cached, Expected, Handoff, Local, LocalPrefill, Router, Routing
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class _Client:
     """Choice → since when it has waited for its next token because an attempt failed."""
     delivered_at: dict[int, float] = field(default_factory=dict)
     """Choice → when it got its last token."""
+    expected: Expected | None = None
+    """What it was let in for, until its first token."""
     retry_after_s: int | None = None
     """When it might be let in, should it not be."""
     mailbox: Mailbox[Delta | Done | Fail] = field(default_factory=Mailbox)
@@ -399,6 +401,12 @@ class Dispatcher(Collector):
     def _deliver(self, client: _Client, deliver: Deliver) -> None:
         delta = deliver.delta
         now = self._clock()
+        if client.expected is not None and self._admission is not None:
+            generation = client.flow.generation
+            opened_at = generation.waterfall.opened_at
+            assert opened_at is not None
+            self._admission.observe(generation.tier, client.expected, now - opened_at)
+            client.expected = None
         if delta.choice in client.failed_at:
             self.recovery.resume.observe(now - client.failed_at.pop(delta.choice))
         client.delivered_at[delta.choice] = now
@@ -412,6 +420,7 @@ class Dispatcher(Collector):
         if want.key.attempt > 1 or any(choice.num_failures for choice in want.choices):
             choices = [choice.index for choice in want.choices]
             why = client.flow.story[-1]
+            client.expected = None
             fields = client.about("failed_over", want.key, choices=choices, why=why)
             log.warning("request %s goes on elsewhere: %s", want.key.request, why, extra=fields)
             now = self._clock()
@@ -451,19 +460,22 @@ class Dispatcher(Collector):
         del self._waiting[want]
         if not generation.waterfall.route and not isinstance(route, Rebind):
             generation.waterfall.route = route.explain()
-        refusal = self._refusal(generation, route)
+        refusal = self._refusal(client, route)
         if refusal is None:
             self._go(client, want, route)
         else:
             client.retry_after_s = refusal.retry_after_s
             self._do(client, client.flow.fail(Cause.CAPACITY, refusal.message))
 
-    def _refusal(self, generation: Generation, route: Route) -> Refusal | None:
+    def _refusal(self, client: _Client, route: Route) -> Refusal | None:
         """Why a request is not let in, if it is not. It asks once: its other prompts, and what fails over, are in."""
+        generation = client.flow.generation
         admittance = generation.admittance
         if self._admission is not None and not admittance.decided and not isinstance(route, Rebind):
             admittance.refusal = self._admission.refusal(generation.tier, route.expected)
-            if admittance.refusal is not None:
+            if admittance.refusal is None:
+                client.expected = route.expected
+            else:
                 turn = isinstance(route, Handoff) and route.expected.waits_for_turn
                 self.num_refused[Role.PREFILL if turn else Role.DECODE, generation.tier] += 1
         admittance.decided = True

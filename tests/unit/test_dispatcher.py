@@ -343,7 +343,7 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_
     bench.say(P, replace(heartbeat(), queued_tokens=(0, 15_000, 99_000), token_s=0.001))
     with pytest.raises(GenerationFailed, match="to wait for a prompt's turn") as refusal:
         await bench.whole(PROMPT, (1, 2))
-    assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 8)
+    assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 9)
     assert bench.work == {}, "no worker has heard of it"
     assert bench.counted("refused_total", role="prefill", tier="standard") == 1
     await bench.whole(PROMPT, (1, 2), tier=Tier.INTERACTIVE)
@@ -354,6 +354,26 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_
     with pytest.raises(GenerationFailed, match="to wait for room in a batch"):
         await bench.whole(PROMPT, (1, 2))
     assert bench.counted("refused_total", role="decode", tier="standard") == 1
+    await bench.close()
+
+
+async def test_admission_learns_from_first_tokens_but_not_from_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    learnt: list[tuple[Tier, float]] = []
+    monkeypatch.setattr(Admission, "observe", lambda _, tier, expected, ttft_s: learnt.append((tier, ttft_s)))
+    bench = Bench(decode=(D, D2), admission=LIMITS)
+    key, task = await bench.request(PROMPT)
+    assert learnt == []
+    bench.tokens(P, key, 0, 1)
+    bench.tokens(D, key, 0, 1, 2, reason="stop")
+    assert await text(task) == [1, 2]
+    assert [tier for tier, _ in learnt] == [Tier.STANDARD]
+    assert 0 <= learnt[0][1] < 1
+    key, task = await bench.request(PROMPT)
+    bench.lose(P)
+    newest, work = bench.newest(key)
+    bench.tokens(next(iter(work)), newest, 0, 1, reason="stop")
+    assert await text(task) == [1]
+    assert len(learnt) == 1, "it was late, or not, for another reason"
     await bench.close()
 
 
