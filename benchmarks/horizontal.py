@@ -1,0 +1,61 @@
+"""What Kubernetes' HorizontalPodAutoscaler makes of a metric, with the `behavior` of a manifest. Pure: times go in.
+
+("Horizontal Pod Autoscaling", the Kubernetes documentation: algorithm details, tolerance, configurable scaling
+behavior. Only what a single External metric with an average value, and policies of pods and percent, need.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+_TOLERANCE: Final = 0.1
+"""A ratio closer to 1 changes nothing."""
+
+
+@dataclass(slots=True)
+class Autoscaler:
+    """One HorizontalPodAutoscaler; `spec` is the manifest's."""
+
+    spec: dict[str, Any]
+    _advice: list[tuple[float, int]] = field(default_factory=list)
+    """(when, replicas) that the metric asked for."""
+    _changes: list[tuple[float, int]] = field(default_factory=list)
+    """(when, difference) of what was done."""
+
+    def replicas(self, now: float, current: int, value: float | None) -> int:
+        """How many there are to be; None for a metric that there is not, which changes nothing."""
+        if value is None:
+            return current
+        target = float(self.spec["metrics"][0]["external"]["target"]["averageValue"])
+        ratio = value / (target * current)
+        wanted = current if abs(ratio - 1.0) <= _TOLERANCE else math.ceil(value / target)
+        wanted = min(self.spec["maxReplicas"], max(self.spec["minReplicas"], wanted))
+        up, down = self.spec["behavior"]["scaleUp"], self.spec["behavior"]["scaleDown"]
+        if not self._advice:  # before its first look it had asked for what there was
+            self._advice.append((now - 1.0, current))
+        self._advice.append((now, wanted))
+        # The least that was asked for lately is what to grow to, the most what to shrink to.
+        grow = min(self._asked_since(now - up["stabilizationWindowSeconds"]))
+        shrink = max(self._asked_since(now - down["stabilizationWindowSeconds"]))
+        chosen = current
+        if grow > current:
+            chosen = min(grow, max(self._bound(policy, now, current, 1) for policy in up["policies"]))
+        elif shrink < current:
+            chosen = max(shrink, min(self._bound(policy, now, current, -1) for policy in down["policies"]))
+        if chosen != current:
+            self._changes.append((now, chosen - current))
+        return chosen
+
+    def _asked_since(self, begin: float) -> list[int]:
+        return [replicas for when, replicas in self._advice if when >= begin]
+
+    def _bound(self, policy: dict[str, Any], now: float, current: int, sign: int) -> int:
+        """How far a policy lets it go in this direction, from what there was when its period began."""
+        recent = [by for when, by in self._changes if when > now - policy["periodSeconds"] and by * sign > 0]
+        before = current - sum(recent)
+        if policy["type"] == "Pods":
+            return before + sign * int(policy["value"])
+        factor = 1 + sign * policy["value"] / 100
+        return math.ceil(before * factor) if sign > 0 else math.floor(before * factor)

@@ -1,0 +1,112 @@
+"""Pools grow when they have to, and do not flap: the manifests' rules and behaviour, on a modelled clock."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.autoscale import NEEDED, STEP_AT_S, TARGET_S, autoscaler, evaluate, rules, simulate, step
+from benchmarks.horizontal import Autoscaler
+
+promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool (Debian's prometheus) evaluates the rules"
+)
+ROLES = ("prefill", "decode")
+
+
+def scaler(**behavior: Any) -> Autoscaler:
+    """Prefill's, with parts of its behaviour changed."""
+    spec = copy.deepcopy(autoscaler("prefill"))
+    for direction, changes in behavior.items():
+        spec["behavior"][direction] |= changes
+    return Autoscaler(spec)
+
+
+# --- Kubernetes' algorithm, by examples of its documentation ---------------------------------------------------------
+
+
+def test_as_many_as_the_metric_says_rounded_up() -> None:
+    assert scaler().replicas(0.0, 2, 2.3) == 3
+    assert scaler().replicas(0.0, 2, 2.19) == 2, "within the tolerance"
+    assert scaler().replicas(0.0, 2, None) == 2, "no metric changes nothing"
+    assert scaler().replicas(0.0, 2, 0.0) == 2, "down only after a while"
+
+
+def test_growth_has_a_pace() -> None:
+    pool, replicas = scaler(), [1]
+    for number in range(10):
+        replicas.append(pool.replicas(number * 15.0, replicas[-1], 100.0))
+    assert replicas == [1, 3, 3, 3, 3, 6, 6, 6, 6, 8, 8], "two more or double in a minute, whichever is more; at most 8"
+
+
+def test_only_what_nothing_has_needed_for_ten_minutes_goes() -> None:
+    pool = scaler()
+    replicas = [pool.replicas(now, 6, 5.5 if now == 300.0 else 1.0) for now in (n * 15.0 for n in range(62))]
+    assert replicas == [6] * 61 + [5], "after 900 s, and not sooner"
+
+
+def test_it_goes_down_one_at_a_time() -> None:
+    pool, replicas = scaler(scaleDown={"stabilizationWindowSeconds": 0}), [4]
+    for number in range(17):
+        replicas.append(pool.replicas(number * 15.0, replicas[-1], 1.0))
+    assert replicas == [4] + [3] * 8 + [2] * 8 + [1]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_pool_shrinks_slower_than_a_worker_drains(role: str) -> None:
+    behavior = autoscaler(role)["behavior"]
+    drain_s = {"prefill": 75, "decode": 345}[role]
+    assert all(
+        policy["periodSeconds"] >= drain_s and policy["value"] == 1 for policy in behavior["scaleDown"]["policies"]
+    )
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+@promtool
+def test_a_step_of_the_load_is_followed_and_nothing_flaps() -> None:
+    """From half of one worker to what four can do, for half an hour."""
+    story = simulate(step(2.0, 11.0, STEP_AT_S), STEP_AT_S + 1800, 1, rules())
+    before = [n for t, n in zip(story.times_s, story.replicas, strict=True) if t <= STEP_AT_S]
+    assert set(before) == {1}, "half of one worker needs one"
+    assert story.first(NEEDED, STEP_AT_S) <= 120
+    assert story.met_after_s(TARGET_S, STEP_AT_S) <= 240
+    assert story.p90_ttft_s(STEP_AT_S + 300, math.inf) < TARGET_S
+    assert story.reversals() <= 1, "up, and down to what is needed"
+    settled = [n for t, n in zip(story.times_s, story.replicas, strict=True) if t >= STEP_AT_S + 300]
+    assert min(settled) >= NEEDED
+    assert max(settled) <= NEEDED + 2
+    assert max(story.refused, default=0.0) <= STEP_AT_S + 120
+
+
+@promtool
+def test_what_is_needed_no_more_goes() -> None:
+    story = simulate(step(2.0, 11.0, 60.0, 240.0), 1800.0, 0, rules())
+    assert max(story.replicas) >= NEEDED
+    assert story.replicas[-1] == 1
+    assert story.reversals() == 1
+    assert story.p90_ttft_s(300.0, 1800.0) < TARGET_S, "nothing is lost by shrinking"
+
+
+@promtool
+def test_the_decode_pool_is_what_its_loads_add_up_to(tmp_path: Path) -> None:
+    def wanted(*loads: float, refused: float = 0.0, served: float = 15.0) -> float | None:
+        pods = {f'namespace="baton", pod="d{n}", component="decode"': load for n, load in enumerate(loads)}
+        gateway = 'namespace="baton", pod="g", component="gateway"'
+        samples: dict[str, list[float | None]] = {f"up{{{pod}}}": [1.0] * 8 for pod in pods}
+        samples |= {f"baton_decode_load{{{pod}}}": [load] * 8 for pod, load in pods.items()}
+        name = f'baton_gateway_refused_total{{{gateway}, role="decode", tier="standard"}}'
+        samples[name] = [refused * n for n in range(8)]
+        samples[f"vllm:time_to_first_token_seconds_count{{{gateway}}}"] = [served * n for n in range(8)]
+        return evaluate(samples, "baton:decode_workers:wanted", tmp_path, rules())
+
+    assert wanted(0.4, 0.4) == pytest.approx(1.0)
+    assert wanted(0.9, 1.5) == pytest.approx(3.0)
+    assert wanted(1.0, 1.0, refused=15.0) == pytest.approx(5.0), "half of what is asked for is refused"
+    assert wanted() is None
