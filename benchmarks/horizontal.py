@@ -31,7 +31,7 @@ class Autoscaler:
         target = float(self.spec["metrics"][0]["external"]["target"]["averageValue"])
         ratio = value / (target * current)
         wanted = current if abs(ratio - 1.0) <= _TOLERANCE else math.ceil(value / target)
-        wanted = min(self.spec["maxReplicas"], max(self.spec["minReplicas"], wanted))
+        wanted = min(int(self.spec["maxReplicas"]), max(int(self.spec["minReplicas"]), wanted))
         up, down = self.spec["behavior"]["scaleUp"], self.spec["behavior"]["scaleDown"]
         if not self._advice:  # before its first look it had asked for what there was
             self._advice.append((now - 1.0, current))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ ROLES: Mapping[str, type[BaseSettings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
 }
+SECRETS = frozenset({"baton-api-keys", "baton-curve", "baton-hf-token", "baton-tls"})
+"""That an operator makes; `docs/operations.md` says how."""
 _END_S = 5
 """Seconds that a process gets beyond its grace."""
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
@@ -104,6 +107,8 @@ def ports_exist(objects: list[Object]) -> Iterator[str]:
                 yield f"{named(each)}: no {probe}"
             elif container[probe]["httpGet"]["port"] not in of_pod(spec):
                 yield f"{named(each)}: {probe} asks a port that there is not: {container[probe]['httpGet']['port']}"
+            elif container[probe]["httpGet"].get("scheme", "HTTP") != _scheme(objects, container):
+                yield f"{named(each)}: {probe} does not speak {_scheme(objects, container)}"
     for each in of(objects, "NetworkPolicy"):
         for pod in _selected(objects, each["spec"]["podSelector"]):
             for port in (port for rule in each["spec"].get("ingress", ()) for port in rule.get("ports", ())):
@@ -118,6 +123,10 @@ def environment(objects: list[Object], container: Object) -> dict[str, str | Non
     for source in container.get("envFrom", ()):
         variables |= maps.get(source.get("configMapRef", {}).get("name"), {})
     return variables | {each["name"]: each.get("value") for each in container.get("env", ())}
+
+
+def _scheme(objects: list[Object], container: Object) -> str:
+    return "HTTPS" if "BATON_TLS_CERT" in environment(objects, container) else "HTTP"
 
 
 def settings_exist(objects: list[Object]) -> Iterator[str]:
@@ -166,15 +175,33 @@ def grace_adds_up(objects: list[Object]) -> Iterator[str]:
 
 
 def names_resolve(objects: list[Object]) -> Iterator[str]:
-    """Accounts, roles, maps, volumes and Services that are named are there."""
+    """Accounts, roles, maps, volumes, claims and Services that are named are there; Secrets, which no repository has,
+    are those that the documentation tells how to make."""
     names = {(each["kind"], each["metadata"]["name"]) for each in objects}
     for each, spec, container in containers(objects):
+        claimed = [
+            volume["persistentVolumeClaim"] for volume in spec.get("volumes", ()) if "persistentVolumeClaim" in volume
+        ]
+        for claim in claimed:
+            if ("PersistentVolumeClaim", claim["claimName"]) not in names:
+                yield f"{named(each)}: there is no PersistentVolumeClaim {claim['claimName']}"
+        secrets = [volume["secret"]["secretName"] for volume in spec.get("volumes", ()) if "secret" in volume]
+        keys = [variable.get("valueFrom", {}).get("secretKeyRef") for variable in container.get("env", ())]
+        for secret in (*secrets, *(key["name"] for key in keys if key)):
+            if secret not in SECRETS:
+                yield f"{named(each)}: nobody is told to make the Secret {secret}"
+        for key in keys:
+            if key and not key.get("optional"):
+                yield f"{named(each)}: it does not start without the Secret {key['name']}"
         if ("ServiceAccount", spec.get("serviceAccountName")) not in names:
             yield f"{named(each)}: there is no ServiceAccount {spec.get('serviceAccountName')}"
         for source in container.get("envFrom", ()):
             name = source.get("configMapRef", {}).get("name")
             if name is not None and ("ConfigMap", name) not in names:
                 yield f"{named(each)}: there is no ConfigMap {name}"
+        twice = [name for name, num in Counter(v["name"] for v in container.get("env", ())).items() if num > 1]
+        for name in twice:
+            yield f"{named(each)}: {name} is set twice"
         volumes = {volume["name"] for volume in spec.get("volumes", ())}
         for mount in container.get("volumeMounts", ()):
             if mount["name"] not in volumes:
@@ -202,6 +229,51 @@ def budgets_let_pods_go(objects: list[Object]) -> Iterator[str]:
                     yield f"{named(each)}: minAvailable is all {replicas} of {named(maker)}"
                 if spec.get("maxUnavailable", 0) == replicas > 1:
                     yield f"{named(each)}: maxUnavailable is all {replicas} of {named(maker)}"
+
+
+def scalers_fit(objects: list[Object]) -> Iterator[str]:
+    """What scales a pool is the only one to say how many, keeps at least what its disruption budget and its rollout
+    need, and shrinks no faster than a worker drains."""
+    pools = {each["metadata"]["name"]: each for each in of(objects, "Deployment")}
+    scaled: Counter[str] = Counter()
+    for each in of(objects, "HorizontalPodAutoscaler", "ScaledObject"):
+        spec = each["spec"]
+        name = spec["scaleTargetRef"]["name"]
+        scaled[name] += 1
+        if name not in pools:
+            yield f"{named(each)}: there is no Deployment {name}"
+            continue
+        if "replicas" in pools[name]["spec"]:
+            yield f"{named(each)}: Deployment/{name} says how many there are, too"
+        hpa = each["kind"] == "HorizontalPodAutoscaler"
+        least, most = (
+            (spec["minReplicas"], spec["maxReplicas"]) if hpa else (spec["minReplicaCount"], spec["maxReplicaCount"])
+        )
+        if not 1 <= least < most:
+            yield f"{named(each)}: from {least} to {most} is no range to scale in"
+        behavior = spec["behavior"] if hpa else spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        container = pools[name]["spec"]["template"]["spec"]["containers"][0]
+        drain_s = float(environment(objects, container).get("BATON_DRAIN_GRACE_S") or 0)
+        for policy in behavior["scaleDown"]["policies"]:
+            if policy["type"] != "Pods" or policy["periodSeconds"] < drain_s * policy["value"]:
+                yield f"{named(each)}: it takes workers away faster than the {drain_s:g} s that each may drain"
+    for name, num in scaled.items():
+        if num > 1:
+            yield f"Deployment/{name}: {num} objects scale it"
+
+
+def monitors_reach(objects: list[Object]) -> Iterator[str]:
+    """Monitors scrape ports that there are, as the pods speak there."""
+    for each in of(objects, "PodMonitor"):
+        for pod in _selected(objects, each["spec"]["selector"]):
+            container = pod["spec"]["containers"][0]
+            ports = {port["name"] for port in container["ports"]}
+            scheme = _scheme(objects, container)
+            for endpoint in each["spec"]["podMetricsEndpoints"]:
+                if endpoint["port"] not in ports:
+                    yield f"{named(each)}: its pods have no port {endpoint['port']}"
+                if endpoint.get("scheme", "http").upper() != scheme:
+                    yield f"{named(each)}: its pods speak {scheme}"
 
 
 def quantities_are_some(objects: list[Object]) -> Iterator[str]:
@@ -256,6 +328,8 @@ LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     grace_adds_up,
     names_resolve,
     budgets_let_pods_go,
+    scalers_fit,
+    monitors_reach,
     quantities_are_some,
     pods_may_do_little,
 )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
+import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import custom_resources
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -18,39 +24,101 @@ from manifest_lints import Object, faults
 K8S = Path(__file__).parents[2] / "k8s"
 VERSIONS = ("1.37", "1.36", "1.35")
 """The newest of which there are schemas."""
-BUILDS = sorted(str(path.parent.relative_to(K8S)) for path in K8S.glob("**/kustomization.yaml"))
+BASES = ("base", *sorted(f"overlays/{path.name}" for path in (K8S / "overlays").iterdir()))
+COMPONENTS = tuple(sorted(path.name for path in (K8S / "components").iterdir()))
+SCALERS = frozenset({"hpa", "keda"})
+"""Of which a deployment has one."""
+Build = tuple[str, ...]
+"""A base or an overlay, and components."""
+
+
+def builds() -> Iterator[Build]:
+    """Every one by itself, with each component, and with all of them; and one overlay with each pair of components."""
+    for base in BASES:
+        yield (base,)
+        yield from ((base, component) for component in COMPONENTS if component not in included(base))
+        for scaler in sorted(SCALERS):
+            others = SCALERS - {scaler} | included(base)
+            # Monitoring comes before what changes it.
+            yield (base, "monitoring", *(each for each in COMPONENTS if each not in {*others, "monitoring"}))
+    for one, other in itertools.combinations(COMPONENTS, 2):
+        if {one, other} != SCALERS:
+            yield ("overlays/gpu", *sorted((one, other), key=lambda each: each != "monitoring"))
+
+
+def included(base: str) -> frozenset[str]:
+    """Components that an overlay has by itself."""
+    content = yaml.safe_load((K8S / base / "kustomization.yaml").read_text())
+    return frozenset(Path(path).name for path in content.get("components", ()))
+
+
+BUILDS = {" + ".join(build): build for build in builds()}
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds the manifests")
 
 
 @cache
-def _built(folder: str) -> list[Object]:
-    done = subprocess.run(["kubectl", "kustomize", K8S / folder], capture_output=True, text=True, check=False)
+def _built(build: Build) -> list[Object]:
+    base, *components = build
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch).resolve()
+        up = os.path.relpath(K8S, folder)
+        content = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [f"{up}/{base}"],
+            "components": [f"{up}/components/{component}" for component in components],
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
+        done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [each for each in yaml.safe_load_all(done.stdout) if each]
+    return [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
 
 
-def built(folder: str) -> list[Object]:
-    return copy.deepcopy(_built(folder))
+def built(*build: str) -> list[Object]:
+    return copy.deepcopy(_built(build))
 
 
-@pytest.mark.parametrize("folder", BUILDS)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_object_is_what_kubernetes_takes(folder: str, version: str) -> None:
-    objects = built(folder)
-    assert objects
-    for each in objects:
+@cache
+def _validate(version: str, text: str) -> None:
+    each = json.loads(text)
+    if custom_resources.is_custom(each):
+        custom_resources.validate(each)
+    else:
         kubernetes_validate.validate(each, version, strict=True)
 
 
-@pytest.mark.parametrize("folder", BUILDS)
-def test_everything_fits_together(folder: str) -> None:
-    assert faults(built(folder)) == []
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_every_object_is_what_kubernetes_takes_and_fits_together(build: Build) -> None:
+    objects = built(*build)
+    assert objects
+    for each in objects:
+        for version in VERSIONS:
+            _validate(version, json.dumps(each))
+    assert faults(objects) == []
 
 
-@pytest.mark.parametrize("folder", BUILDS)
-def test_no_object_names_a_namespace(folder: str) -> None:
-    assert [each for each in built(folder) if "namespace" in each["metadata"]] == []
+def test_the_base_names_no_namespace() -> None:
+    every = built("base", "monitoring", *(each for each in COMPONENTS if each not in {"monitoring", "keda"}))
+    assert [each for each in every if "namespace" in each["metadata"]] == []
+
+
+@pytest.mark.parametrize("base", [base for base in BASES if base != "base"])
+def test_an_overlay_is_in_one_namespace_altogether(base: str) -> None:
+    objects = built(base)
+    assert {each["metadata"]["namespace"] for each in objects} == {"baton"}
+    subjects = [subject for each in objects if each["kind"] == "RoleBinding" for subject in each["subjects"]]
+    assert [subject.get("namespace") for subject in subjects] == ["baton"]
+
+
+def test_autoscalers_of_both_kinds_behave_alike() -> None:
+    hpa = {each["metadata"]["name"]: each["spec"] for each in built("base", "hpa") if each["kind"].startswith("Horiz")}
+    keda = {each["metadata"]["name"]: each["spec"] for each in built("base", "keda") if each["kind"] == "ScaledObject"}
+    assert hpa.keys() == keda.keys() == {PREFILL, DECODE}
+    for name, one in hpa.items():
+        other = keda[name]
+        assert one["behavior"] == other["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        assert (one["minReplicas"], one["maxReplicas"]) == (other["minReplicaCount"], other["maxReplicaCount"])
 
 
 # --- broken ones -----------------------------------------------------------------------------------------------------
@@ -187,6 +255,70 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], None], str]] = {
         set_in("Deployment", DECODE, *POD, "enableServiceLinks", value=True),
         "write into its environment",
     ),
+    "a scheme": (
+        set_in("Deployment", GATEWAY, *FIRST, "livenessProbe", "httpGet", "scheme", value="HTTP"),
+        "Deployment/baton-gateway: livenessProbe does not speak HTTPS",
+    ),
+    "a monitor's scheme": (
+        lambda objects: find(objects, "PodMonitor", GATEWAY)["spec"]["podMetricsEndpoints"][0].pop("scheme"),
+        "PodMonitor/baton-gateway: its pods speak HTTPS",
+    ),
+    "a monitor's port": (
+        set_in("PodMonitor", "baton-workers", "spec", "podMetricsEndpoints", 0, "port", value="metrics"),
+        "PodMonitor/baton-workers: its pods have no port metrics",
+    ),
+    "a monitor": (
+        set_in("PodMonitor", GATEWAY, "spec", "selector", value={"matchLabels": {"a": "b"}}),
+        "PodMonitor/baton-gateway: it selects no pod",
+    ),
+    "two who say how many": (
+        set_in("Deployment", DECODE, "spec", "replicas", value=3),
+        "HorizontalPodAutoscaler/baton-decode: Deployment/baton-decode says how many there are, too",
+    ),
+    "whom to scale": (
+        set_in("HorizontalPodAutoscaler", DECODE, "spec", "scaleTargetRef", "name", value="decode"),
+        "HorizontalPodAutoscaler/baton-decode: there is no Deployment decode",
+    ),
+    "two who scale": (
+        lambda objects: objects.append(copy.deepcopy(find(objects, "HorizontalPodAutoscaler", DECODE))),
+        "Deployment/baton-decode: 2 objects scale it",
+    ),
+    "no range": (
+        set_in("HorizontalPodAutoscaler", DECODE, "spec", "minReplicas", value=8),
+        "from 8 to 8 is no range",
+    ),
+    "shrinking faster than draining": (
+        set_in(
+            "HorizontalPodAutoscaler",
+            DECODE,
+            "spec",
+            "behavior",
+            "scaleDown",
+            "policies",
+            0,
+            "periodSeconds",
+            value=60,
+        ),
+        "it takes workers away faster than the 300 s",
+    ),
+    "a claim": (
+        lambda objects: objects.remove(find(objects, "PersistentVolumeClaim", "baton-models")),
+        "there is no PersistentVolumeClaim baton-models",
+    ),
+    "a secret": (
+        set_in("Deployment", GATEWAY, *POD, "volumes", value=[{"name": "tls", "secret": {"secretName": "certs"}}]),
+        "Deployment/baton-gateway: nobody is told to make the Secret certs",
+    ),
+    "a secret that must be there": (
+        lambda objects: next(each for each in container(objects, "decode")["env"] if each["name"] == "HF_TOKEN")[
+            "valueFrom"
+        ]["secretKeyRef"].pop("optional"),
+        "it does not start without the Secret baton-hf-token",
+    ),
+    "a variable twice": (
+        lambda objects: container(objects, "decode")["env"].append({"name": "HOME", "value": "/"}),
+        "Deployment/baton-decode: HOME is set twice",
+    ),
     "spread": (
         set_in(
             "Deployment",
@@ -202,11 +334,23 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], None], str]] = {
 }
 
 
+WHOLE = ("overlays/gpu", "monitoring", "hpa", "api-keys", "curve", "model-cache", "tls")
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_lint_finds_what_it_is_there_for(name: str) -> None:
     breaks, expected = BROKEN[name]
-    objects = built("base")
+    objects = built(*WHOLE)
     assert faults(objects) == []
     breaks(objects)
     found = faults(objects)
     assert any(expected in fault for fault in found), found
+
+
+def test_a_custom_resource_with_a_field_that_does_not_exist_is_not_taken() -> None:
+    for component, kind in (("monitoring", "PodMonitor"), ("monitoring", "PrometheusRule"), ("keda", "ScaledObject")):
+        each = next(each for each in built("base", component) if each["kind"] == kind)
+        custom_resources.validate(each)
+        each["spec"]["intervall"] = "15s"
+        with pytest.raises(jsonschema.ValidationError):
+            custom_resources.validate(each)
