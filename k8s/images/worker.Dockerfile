@@ -1,0 +1,40 @@
+# Workers of both roles, with a GPU or without; torch brings CUDA, the node its driver. From the root of the repository:
+#   docker build -f k8s/images/worker.Dockerfile -t baton-worker:0.1.0 .
+# To pin what it is built on: --build-arg PYTHON_IMAGE=python:3.12-slim-trixie@sha256:...
+ARG PYTHON_IMAGE=python:3.12-slim-trixie
+
+FROM ${PYTHON_IMAGE} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+COPY k8s/images/build.lock k8s/images/worker.lock /locks/
+# A lock that lacks anything fails here, and so does what has no wheel.
+RUN python -m venv --without-pip /opt/baton \
+    && pip install --require-hashes --only-binary :all: -r /locks/build.lock \
+    && pip --python /opt/baton/bin/python install --require-hashes --only-binary :all: --no-compile -r /locks/worker.lock
+WORKDIR /baton
+COPY pyproject.toml README.md LICENSE ./
+COPY common common
+COPY kv_transfer kv_transfer
+COPY prefill_worker prefill_worker
+COPY decode_worker decode_worker
+COPY gateway gateway
+COPY benchmarks benchmarks
+# Compiled now, as nothing can be written there later; unchecked, as no source changes either.
+RUN pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /wheels . \
+    && pip --python /opt/baton/bin/python install --no-deps --no-index --no-compile /wheels/*.whl \
+    && pip --python /opt/baton/bin/python check \
+    && /opt/baton/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/baton/lib
+
+FROM ${PYTHON_IMAGE}
+# The C kernels are compiled where they run, for its CPU, and so is what Triton launches kernels with.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends tini gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 65532 baton \
+    && useradd --uid 65532 --gid 65532 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin baton \
+    && install --directory --owner 65532 --group 65532 /models
+COPY --from=build /opt/baton /opt/baton
+# Written to are /tmp (what is compiled), /models and /dev/shm. Which GPUs a container sees, the cluster says.
+ENV PATH=/opt/baton/bin:$PATH HOME=/tmp HF_HOME=/models PYTHONDONTWRITEBYTECODE=1 \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 65532:65532
+ENTRYPOINT ["/usr/bin/tini", "--", "baton"]
