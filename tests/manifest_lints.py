@@ -222,13 +222,23 @@ def budgets_let_pods_go(objects: list[Object]) -> Iterator[str]:
         spec = each["spec"]
         for maker, pod in templates(objects):
             if selects(spec["selector"], pod["metadata"]["labels"]):
-                replicas = maker["spec"].get("replicas", 1)
+                replicas = _least(objects, maker)
                 if str(spec.get("maxUnavailable", 1)) in ("0", "0%"):
                     yield f"{named(each)}: maxUnavailable 0 keeps every node from being drained"
                 if spec.get("minAvailable", 0) == replicas:
                     yield f"{named(each)}: minAvailable is all {replicas} of {named(maker)}"
                 if spec.get("maxUnavailable", 0) == replicas > 1:
                     yield f"{named(each)}: maxUnavailable is all {replicas} of {named(maker)}"
+
+
+def _least(objects: list[Object], maker: Object) -> int:
+    """How many pods there are at least."""
+    least = [
+        each["spec"]["minReplicas"] if each["kind"] == "HorizontalPodAutoscaler" else each["spec"]["minReplicaCount"]
+        for each in of(objects, "HorizontalPodAutoscaler", "ScaledObject")
+        if each["spec"]["scaleTargetRef"]["name"] == maker["metadata"]["name"]
+    ]
+    return int(min(least, default=maker["spec"].get("replicas", 1)))
 
 
 def scalers_fit(objects: list[Object]) -> Iterator[str]:
