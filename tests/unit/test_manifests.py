@@ -234,7 +234,7 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], None], str]] = {
         "'8 GB' is no quantity",
     ),
     "more than the limit": (
-        set_in("Deployment", DECODE, *FIRST, "resources", "requests", "memory", value="9Gi"),
+        set_in("Deployment", DECODE, *FIRST, "resources", "requests", "memory", value="490Gi"),
         "it asks for more memory than its limit",
     ),
     "no limit": (set_in("Deployment", DECODE, *FIRST, "resources", "limits", value={}), "no limit of memory"),
