@@ -378,7 +378,28 @@ def overload(run: Run) -> str:
     return table(head, rows)
 
 
+def autoscale(run: Run) -> str:
+    """What became of the step, by the rules and by the queue alone."""
+    rows = []
+    for name, found in run["figures"].items():
+        rows.append(
+            [
+                name,
+                f"{found['seconds_until_needed_are_asked_for']:.0f} s",
+                f"{found['seconds_until_the_target_is_met']:.0f} s",
+                f"{found['most_replicas']}",
+                f"{found['last_replicas']}",
+                f"{found['changes_of_direction']}",
+                f"{found['p90_ttft_s_after']:.2f} s",
+                f"{found['refused']}",
+            ]
+        )
+    head = ["scaled by", "four are asked for after", "the target is met after", "most", "in the end"]
+    return table([*head, "changes of direction", "TTFT P90 from then on", "refused"], rows)
+
+
 TABLES: dict[str, Callable[[Run], str]] = {
+    "autoscale": autoscale,
     "gateway": gateway,
     "routing": routing,
     "overload": overload,
@@ -417,6 +438,7 @@ CAPTIONS = {
     "versus-0.5b-bfloat16-fixed": "Output tokens per second over the requests at a time",
     "batching": "Ratio of throughput over the variation of lengths",
     "steady": "Memory of each process over the requests",
+    "autoscale": "Workers wanted over time",
 }
 """Parts that have a picture, named like their record."""
 
@@ -516,11 +538,21 @@ def steady_picture(run: Run, axis: Any) -> None:
     axis.set(xlabel="requests", ylabel="memory of its own, MiB", ylim=(0, None))
 
 
+def autoscale_picture(run: Run, axis: Any) -> None:
+    """Workers that were asked for over time."""
+    for name, found in run["figures"].items():
+        times, replicas = zip(*found["replicas"], strict=True)
+        axis.step([t / 60 for t in times], replicas, where="post", label=name)
+    axis.axvline(run["workload"]["step_at_s"] / 60, color="grey", linestyle=":", label="the load steps up")
+    axis.set(xlabel="minutes", ylabel="prefill workers wanted", ylim=(0, None))
+
+
 PICTURE_OF: dict[str, Callable[[Run, Any], None]] = {
     "versus-15m-bfloat16-fixed": versus_picture,
     "versus-0.5b-bfloat16-fixed": versus_picture,
     "claims": claims_picture,
     "steady": steady_picture,
+    "autoscale": autoscale_picture,
 }
 
 
