@@ -58,4 +58,4 @@ class Autoscaler:
         if policy["type"] == "Pods":
             return before + sign * int(policy["value"])
         factor = 1 + sign * policy["value"] / 100
-        return math.ceil(before * factor) if sign > 0 else math.floor(before * factor)
+        return int(math.ceil(before * factor) if sign > 0 else math.floor(before * factor))
