@@ -340,7 +340,7 @@ LIMITS = Admission({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0}
 
 async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_back() -> None:
     bench = Bench(admission=LIMITS)
-    bench.say(P, replace(heartbeat(), queued_tokens=(0, 15_000, 99_000), token_s=0.001))
+    bench.say(P, replace(heartbeat(), queued_tokens=(0, 15_500, 99_000), token_s=0.001))
     with pytest.raises(GenerationFailed, match="to wait for a prompt's turn") as refusal:
         await bench.whole(PROMPT, (1, 2))
     assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 9)
