@@ -32,9 +32,9 @@ from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from gateway.admission import Admission
-from gateway.metrics import GatewayMetrics
-from gateway.router import Expected
+from gateway.observability.metrics import GatewayMetrics
+from gateway.routing.admission import Admission
+from gateway.routing.router import Expected
 from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
 
 K8S: Final = Path(__file__).parents[1] / "k8s"

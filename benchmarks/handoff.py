@@ -32,9 +32,9 @@ from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.runner import ModelRunner, load_runner
 from common.runtime.checkpoint import DEMO_FOLDER, config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Generation
-from gateway.registry import Registry
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import Generation
+from gateway.workers.registry import Registry
 
 DECODE_TOKENS = 24
 WARM_UP = 5

@@ -35,10 +35,10 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Generation
-from gateway.registry import Registry
-from gateway.router import Routing
+from gateway.routing.dispatcher import Dispatcher
+from gateway.routing.router import Routing
+from gateway.serving.generation import Generation
+from gateway.workers.registry import Registry
 
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
 

@@ -27,8 +27,8 @@ from benchmarks.record import record
 from common.contract.sampling import SamplingParams
 from common.runtime.config import DecodeSettings, ServeSettings
 from common.runtime.local_stack import LocalStack
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Generation
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import Generation
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4  # layers, keys and values, heads, head size, float32

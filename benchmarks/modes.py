@@ -38,7 +38,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
-from gateway.generation import Generation
+from gateway.serving.generation import Generation
 
 BATCH = 16
 WINDOW_S = 0.5

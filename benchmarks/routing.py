@@ -29,9 +29,9 @@ from benchmarks.record import record
 from common.contract.sampling import SamplingParams
 from common.runtime.config import ServeSettings
 from common.runtime.local_stack import LocalStack
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Generation
-from gateway.router import Routing
+from gateway.routing.dispatcher import Dispatcher
+from gateway.routing.router import Routing
+from gateway.serving.generation import Generation
 
 POLICIES: Final[tuple[Routing, ...]] = ("expected", "round_robin")
 COMPUTED = "baton_prompt_tokens_computed_total"

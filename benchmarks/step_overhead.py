@@ -29,9 +29,9 @@ from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Generation
-from gateway.registry import Registry
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import Generation
+from gateway.workers.registry import Registry
 
 KV = ("--dtype", "bfloat16", "--kv-cache-bytes", str(2**30))
 """Room for every stream at its longest."""

@@ -30,24 +30,24 @@ from common.runtime.lifecycle import (
     run,
 )
 from common.runtime.logs import configure_logging
-from gateway.admin import create_admin_app
-from gateway.admission import Admission
+from gateway.access.api_keys import Keyring
+from gateway.access.connections import ConnectionBounds, Listener, allow_descriptors
 from gateway.api import create_app, create_runner
-from gateway.api_keys import Keyring
 from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target
-from gateway.connections import ConnectionBounds, Listener, allow_descriptors
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.handlers import Dashboard
-from gateway.discovery import Discovery, DiscoveryMetrics, DnsSource, Source
-from gateway.dispatcher import Dispatcher
-from gateway.metrics import GatewayMetrics
+from gateway.observability.metrics import GatewayMetrics
+from gateway.operators.admin import create_admin_app
 from gateway.processes import Share, run_processes
-from gateway.registry import Registry
-from gateway.tls import ServerTls
-from gateway.tokenizer import ModelTokenizer, keep_torch_out
+from gateway.routing.admission import Admission
+from gateway.routing.dispatcher import Dispatcher
+from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
+from gateway.web.tls import ServerTls
+from gateway.workers.discovery import Discovery, DiscoveryMetrics, DnsSource, Source
+from gateway.workers.registry import Registry
 
 if TYPE_CHECKING:
-    from gateway.tracing import Tracing
+    from gateway.observability.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing 
     if settings.otlp_endpoint is None:
         return None
     try:
-        from gateway.tracing import Tracing
+        from gateway.observability.tracing import Tracing
     except ImportError as error:
         raise OperatorError(f"--otlp-endpoint needs the packages of baton[otel]: {error}") from error
     tracing = Tracing.to(settings.otlp_endpoint)
@@ -167,7 +167,7 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
         places = {role: service.rpartition(":") for role, service in named.items()}
         return {role: DnsSource(host, int(port), period_s) for role, (host, _, port) in places.items()}
     try:
-        from gateway.endpoint_slices import EndpointSliceSource, open_api
+        from gateway.workers.endpoint_slices import EndpointSliceSource, open_api
     except ImportError as error:
         raise OperatorError(f"--discovery kubernetes needs the packages of baton[kubernetes]: {error}") from error
     api, namespace = await open_api(settings.kubernetes_namespace)

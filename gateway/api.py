@@ -24,24 +24,16 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from common.contract.errors import Cause
-from gateway.api_keys import Keyring
+from gateway.access.api_keys import Keyring
+from gateway.access.callers import CALLER, Caller, Callers
+from gateway.access.http_guard import Guard, as_api_error, is_gone
+from gateway.answer.choice_stream import stream_pieces
+from gateway.answer.chunk_encoder import ChunkEncoder, encode
+from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Usage, WholeChoice
 from gateway.api_settings import ApiSettings
-from gateway.callers import CALLER, Caller, Callers
-from gateway.choice_stream import stream_pieces
-from gateway.choice_text import Piece
-from gateway.chunk_encoder import ChunkEncoder, encode
 from gateway.dashboard.handlers import Dashboard
-from gateway.event_stream import EventStream
-from gateway.generation import GenerationFailed, Generator
-from gateway.http_guard import Guard, as_api_error, is_gone
-from gateway.metrics import GatewayMetrics, RequestStopwatch
-from gateway.openapi import document
-from gateway.request_body import BodyReader
-from gateway.request_ids import echo_name, name_requests
-from gateway.request_intake import Intake, Job
-from gateway.request_life import RequestLife, Traces
-from gateway.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Usage, WholeChoice
-from gateway.schemas import (
+from gateway.intake.request_intake import Intake, Job
+from gateway.intake.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -49,7 +41,15 @@ from gateway.schemas import (
     TokenizeRequest,
     parse,
 )
-from gateway.tokenizer import ModelTokenizer
+from gateway.observability.metrics import GatewayMetrics, RequestStopwatch
+from gateway.observability.request_life import RequestLife, Traces
+from gateway.openapi import document
+from gateway.serving.generation import GenerationFailed, Generator
+from gateway.text.choice_text import Piece
+from gateway.text.tokenizer import ModelTokenizer
+from gateway.web.event_stream import EventStream
+from gateway.web.request_body import BodyReader
+from gateway.web.request_ids import echo_name, name_requests
 
 Clock = Callable[[], float]
 _JOB = web.RequestKey("job", Job)

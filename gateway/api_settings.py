@@ -97,10 +97,10 @@ class ApiSettings:
     sets it, or strips it from what clients send. None makes all requests one tenant's. Where API keys are asked for,
     the tenant is the key's, and the header goes before it only for keys that say so."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may call from a browser; see `gateway/cors.py`."""
+    """Origins whose pages may call from a browser; see `gateway/access/cors.py`."""
     explain_routing: bool = False
     """Say with each answer where its request went, and why: addresses of workers, and what they have cached."""
     tool_parser: str = "auto"
-    """The format of the model's calls, as `gateway.dialect` knows them; `none`, or `auto`."""
+    """The format of the model's calls, as `gateway.text.dialect` knows them; `none`, or `auto`."""
     reasoning_parser: str = "auto"
     """`think` for a model that reasons between tags; `none`, or `auto`."""

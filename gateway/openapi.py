@@ -16,10 +16,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
 
-from gateway import answer_schemas as answers
-from gateway.http_errors import CLIENT_CLOSED_REQUEST, ApiError
-from gateway.http_guard import OPEN_PATHS
-from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from gateway.access.http_guard import OPEN_PATHS
+from gateway.answer import answer_schemas as answers
+from gateway.intake.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from gateway.web.http_errors import CLIENT_CLOSED_REQUEST, ApiError
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"

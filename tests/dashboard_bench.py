@@ -11,11 +11,11 @@ from dispatcher_bench import Bench, P
 from gateway_fixtures import MODEL, ScriptedGenerator, settings, tokenizer
 
 from common.runtime.clock import Clock, monotonic
+from gateway.access.api_keys import Keyring
 from gateway.api import create_app, create_runner
-from gateway.api_keys import Keyring
 from gateway.api_settings import ApiSettings
 from gateway.dashboard.handlers import Dashboard
-from gateway.metrics import GatewayMetrics
+from gateway.observability.metrics import GatewayMetrics
 
 
 @dataclass

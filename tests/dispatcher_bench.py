@@ -34,9 +34,9 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.clock import Pulse, monotonic
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Admittance, Delta, Generation, GenerationFailed
-from gateway.registry import Registry
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed
+from gateway.workers.registry import Registry
 
 P, P2, D, D2, D3 = "p:1", "p:2", "d:1", "d:2", "d:3"
 PROMPT = (7, 8, 9)

@@ -28,9 +28,9 @@ from common.contract.messages import (
 )
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from gateway.attempt import Attempt, Deliver, Part, Place, Send
-from gateway.flow import Action, Done, Fail, Flow, FlowState, Left, Want
-from gateway.generation import Delta, Generation
+from gateway.serving.attempt import Attempt, Deliver, Part, Place, Send
+from gateway.serving.flow import Action, Done, Fail, Flow, FlowState, Left, Want
+from gateway.serving.generation import Delta, Generation
 
 P, P2, D, D2, D3 = "p:1", "p:2", "d:1", "d:2", "d:3"
 REQUEST = RequestId("r1")

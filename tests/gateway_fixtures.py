@@ -21,14 +21,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from common.contract.messages import FinishReason, TokenLogprobs
+from gateway.access.api_keys import Keyring
+from gateway.access.connections import ConnectionBounds, Listener
 from gateway.api import create_app, create_runner
-from gateway.api_keys import Keyring
 from gateway.api_settings import ApiSettings, Limits
-from gateway.connections import ConnectionBounds, Listener
-from gateway.generation import Delta, Generation, Readiness
-from gateway.metrics import GatewayMetrics
-from gateway.request_life import Traces
-from gateway.tokenizer import ModelTokenizer
+from gateway.observability.metrics import GatewayMetrics
+from gateway.observability.request_life import Traces
+from gateway.serving.generation import Delta, Generation, Readiness
+from gateway.text.tokenizer import ModelTokenizer
 
 MODEL = "owner/tiny"
 CONTEXT = 256

@@ -17,11 +17,11 @@ from pathlib import Path
 from gateway_fixtures import MODEL, encode, settings, tokenizer
 
 from common.runtime.lifecycle import end_with_parent, run
+from gateway.access.api_keys import Keyring
+from gateway.access.connections import ConnectionBounds, Listener
 from gateway.api import create_app, create_runner
-from gateway.api_keys import Keyring
-from gateway.connections import ConnectionBounds, Listener
-from gateway.generation import Delta, Generation, Readiness
-from gateway.metrics import GatewayMetrics
+from gateway.observability.metrics import GatewayMetrics
+from gateway.serving.generation import Delta, Generation, Readiness
 
 TIMEOUT_S = 2.0
 """For heads, bodies, and answers that are not read."""

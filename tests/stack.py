@@ -31,9 +31,9 @@ from common.contract.tiers import Tier
 from common.runtime.channel import ControlClient
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Delta, Generation
-from gateway.registry import Given, Registry
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import Delta, Generation
+from gateway.workers.registry import Given, Registry
 
 START_TIMEOUT_S = 120.0
 BASELINE_TIMEOUT_S = 10.0

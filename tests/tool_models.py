@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from gateway.api_settings import ApiSettings
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer
 
 MARKERS = {
     "<tool_call>": False,

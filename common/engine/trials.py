@@ -1,4 +1,5 @@
-"""Suspects: requests that were on a worker when it crashed (`gateway.flow`). Each one's first steps are its own.
+"""Suspects: requests that were on a worker when it crashed (`gateway.serving.flow`). Each one's first steps are its
+own.
 
 Whoever is alone in a step has nobody to share the blame with: the gateways are told before that step begins, and after
 the last of them. So a suspect is cleared, or convicted, by what happens while it is alone, whoever else is here, and

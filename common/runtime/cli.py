@@ -14,7 +14,7 @@ _ROLES = {
     "decode": ("decode_worker.__main__", "one decode worker"),
     "bench": ("benchmarks.load.cli", "load on any OpenAI-compatible endpoint, and its figures"),
     "kv-size": ("common.runtime.kv_size", "the size of a model's KV, from its configuration"),
-    "api-key": ("gateway.api_keys", "a new API key for clients, and its entry in the gateway's file"),
+    "api-key": ("gateway.access.api_keys", "a new API key for clients, and its entry in the gateway's file"),
     "keys": ("common.runtime.curve", "a file of keys for the control channel"),
 }
 

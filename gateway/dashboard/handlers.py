@@ -18,16 +18,16 @@ from prometheus_client import Gauge
 
 from common.contract.errors import Cause
 from common.runtime.clock import Clock, monotonic
+from gateway.answer.chunk_encoder import encode
 from gateway.api_settings import ApiSettings
-from gateway.chunk_encoder import encode
 from gateway.dashboard import assets
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.pool_view import Names, pool_view
-from gateway.event_stream import EventStream
-from gateway.flow import Flow
-from gateway.http_errors import ApiError
-from gateway.metrics import GatewayMetrics
-from gateway.registry import WorkerView
+from gateway.observability.metrics import GatewayMetrics
+from gateway.serving.flow import Flow
+from gateway.web.event_stream import EventStream
+from gateway.web.http_errors import ApiError
+from gateway.workers.registry import WorkerView
 
 PERIOD_S: Final = 0.4
 """Seconds between two events."""

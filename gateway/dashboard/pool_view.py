@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import Final
 
 from common.contract.ids import RequestId
-from gateway.attempt import Attempt
-from gateway.flow import Flow
-from gateway.registry import WorkerView
+from gateway.serving.attempt import Attempt
+from gateway.serving.flow import Flow
+from gateway.workers.registry import WorkerView
 
 MAX_REQUESTS: Final = 64
 """Requests that are listed one by one; the others are counted."""

@@ -22,9 +22,9 @@ from chaos.net import why_not
 from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, theatre
 from common.contract.errors import Cause
 from common.contract.messages import Role
-from gateway.dispatcher import Dispatcher
-from gateway.generation import GenerationFailed
-from gateway.registry import Registry
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import GenerationFailed
+from gateway.workers.registry import Registry
 
 STATES = ("queued", "mid-chunk", "offered", "pulling", "settling", "running", "finishing")
 IN_SHORT = {"freeze": STATES, "kill": ("mid-chunk", "pulling", "settling", "running")}

@@ -15,7 +15,7 @@ from chaos.net import why_not
 from chaos.theatre import Theatre, theatre
 from common.contract.errors import Cause
 from common.contract.messages import Role
-from gateway.generation import GenerationFailed
+from gateway.serving.generation import GenerationFailed
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 

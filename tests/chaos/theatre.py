@@ -19,8 +19,8 @@ from stack import Process, Workers, until, wait_until
 
 from chaos.net import Host, hosts
 from common.contract.messages import Role
-from gateway.dispatcher import Dispatcher
-from gateway.registry import Registry
+from gateway.routing.dispatcher import Dispatcher
+from gateway.workers.registry import Registry
 
 PULSE = ("--heartbeat-interval-s", "0.25", "--heartbeat-timeout-s", "1.5")
 CHUNK = 64

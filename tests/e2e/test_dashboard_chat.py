@@ -14,7 +14,7 @@ from gateway_fixtures import STORY, ScriptedGenerator, byte_level, encode, keyri
 from playwright.async_api import Browser, Page
 
 from common.contract.errors import Cause
-from gateway.generation import GenerationFailed
+from gateway.serving.generation import GenerationFailed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

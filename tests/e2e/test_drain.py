@@ -16,9 +16,9 @@ from checkpoints import make_checkpoint
 from stack import BLOCK_BYTES, Answer, Process, Workers, answer, avoided, generation, prompt, until
 
 from common.contract.errors import Cause
-from gateway.dispatcher import Dispatcher
-from gateway.generation import GenerationFailed
-from gateway.registry import Registry
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import GenerationFailed
+from gateway.workers.registry import Registry
 
 LONG = {"max_tokens": 1000, "ignore_eos": True}
 """A stream that goes on for longer than anything here takes to be noticed."""

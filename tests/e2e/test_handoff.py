@@ -11,7 +11,7 @@ import pytest
 from stack import BLOCK_BYTES, Workers, answer, generation, prompt, until
 
 from common.contract.errors import Cause
-from gateway.generation import GenerationFailed
+from gateway.serving.generation import GenerationFailed
 
 Pool = Callable[..., Workers]
 SMALL_DECODE = {

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from stack import BLOCK_SIZE, Answer, Process, Workers, answer, generation, prompt
 
-from gateway.generation import Generation
+from gateway.serving.generation import Generation
 
 NUM_BLOCKS = 40
 """Of each of the small decode workers."""

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 from stack import Answer, Process, Workers, answer, generation, prompt, until
 
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Generation
-from gateway.router import LocalPrefill
+from gateway.routing.dispatcher import Dispatcher
+from gateway.routing.router import LocalPrefill
+from gateway.serving.generation import Generation
 
 CHUNK = 16
 TOKEN_BUDGET = 80

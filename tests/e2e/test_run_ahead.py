@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from stack import BLOCK_BYTES, Answer, Workers, answer, generation, prompt
 
-from gateway.generation import Generation
+from gateway.serving.generation import Generation
 
 Pool = Callable[..., Workers]
 

@@ -16,7 +16,7 @@ from stack import Workers, answer, generation
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.messages import Welcome
-from gateway.registry import Registry, WorkerView
+from gateway.workers.registry import Registry, WorkerView
 
 Checkpoint = Callable[[str], Path]
 

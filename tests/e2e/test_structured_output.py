@@ -13,9 +13,9 @@ import openai
 import pytest
 from stack import BLOCK_BYTES, Workers, generation, prompt
 
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Generation
-from gateway.structured_output import compile_grammar
+from gateway.intake.structured_output import compile_grammar
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import Generation
 
 Pool = Callable[..., Workers]
 

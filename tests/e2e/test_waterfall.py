@@ -25,7 +25,7 @@ from otlp_collector import Collector, running_collector
 from stack import BLOCK_BYTES, BLOCK_SIZE, Process, Workers, prompt, until
 
 from common.contract.messages import Role
-from gateway.answer_schemas import Timings
+from gateway.answer.answer_schemas import Timings
 
 DELAY_S = 0.75
 LONG_S = 4.0

@@ -27,9 +27,9 @@ from handoff_world import Bounds, Event, Parts, World, draw_id
 from common.contract import messages
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
-from gateway import flow
-from gateway.attempt import Place
-from gateway.generation import Generation
+from gateway.serving import flow
+from gateway.serving.attempt import Place
+from gateway.serving.generation import Generation
 from kv_transfer import source
 
 # --- states ------------------------------------------------------------------------------------------------------

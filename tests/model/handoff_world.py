@@ -29,10 +29,10 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
-from gateway import flow as flows
-from gateway.attempt import Deliver, Place, Send
-from gateway.flow import Flow, FlowState, Want
-from gateway.generation import Generation
+from gateway.serving import flow as flows
+from gateway.serving.attempt import Deliver, Place, Send
+from gateway.serving.flow import Flow, FlowState, Want
+from gateway.serving.generation import Generation
 from kv_transfer.sink import Pull
 from kv_transfer.source import LeaseTable
 
@@ -85,7 +85,7 @@ MOST = 99
 
 
 class Gateway:
-    """`gateway.dispatcher.Dispatcher` for one request."""
+    """`gateway.routing.dispatcher.Dispatcher` for one request."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -143,7 +143,7 @@ class Gateway:
                 self.place(want)
 
     def place(self, want: Want) -> None:
-        """As `gateway.router` and `gateway.placement` would, with no load anywhere."""
+        """As `gateway.routing.router` and `gateway.routing.placement` would, with no load anywhere."""
         decodes = self.usable(Role.DECODE)
         prefills = [place for place in self.usable(Role.PREFILL) if place not in want.avoid]
         if not decodes or not self.flow.running:

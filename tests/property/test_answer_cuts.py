@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.call_parser import CallParser, Event
-from gateway.json_scanner import JsonScanner, NotJson
-from gateway.reasoning import CLOSING, OPENING, Part, ReasoningSplitter
-from gateway.tool_parsers import HermesParser, Llama3Parser, MistralParser
+from gateway.text.call_parser import CallParser, Event
+from gateway.text.json_scanner import JsonScanner, NotJson
+from gateway.text.reasoning import CLOSING, OPENING, Part, ReasoningSplitter
+from gateway.text.tool_parsers import HermesParser, Llama3Parser, MistralParser
 
 NAMES = ("f", "get_weather")
 KINDS = (HermesParser, Llama3Parser, MistralParser)

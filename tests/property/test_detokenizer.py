@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.contract.messages import FinishReason
-from gateway.choice_text import ChoiceText
-from gateway.detokenizer import Detokenizer
-from gateway.generation import Delta
-from gateway.stop_strings import StopStrings
+from gateway.serving.generation import Delta
+from gateway.text.choice_text import ChoiceText
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.stop_strings import StopStrings
 
 BYTE_LEVEL = tokenizer()
 BYTE_FALLBACK = wrap(byte_fallback_backend())

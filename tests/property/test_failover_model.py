@@ -47,9 +47,9 @@ from common.contract.sampling import SamplingParams
 from common.engine.trials import TRIAL_TOKENS, Trials
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Pulse
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Delta, Generation, GenerationFailed
-from gateway.registry import Registry
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import Delta, Generation, GenerationFailed
+from gateway.workers.registry import Registry
 
 ADDRESSES = (P, P2, D, D2, D3)
 CAUSES = (Cause.CAPACITY, Cause.TRANSFER, Cause.LEASE_LOST, Cause.WORKER_LOST, Cause.INTERNAL, Cause.SUPERSEDED)

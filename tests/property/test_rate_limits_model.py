@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.rate_limits import KeyLimits, KeyMeter, Limit, TokenBucket
+from gateway.access.rate_limits import KeyLimits, KeyMeter, Limit, TokenBucket
 
 SLACK = 1e-6
 steps_s = st.one_of(st.just(0.0), st.floats(1e-6, 1.0), st.floats(1.0, 1e4))

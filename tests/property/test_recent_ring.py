@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.recent import NUM_SLOTS, SLOT_S, SUMMARY_SLOTS, Recent
+from gateway.observability.recent import NUM_SLOTS, SLOT_S, SUMMARY_SLOTS, Recent
 
 BUCKET = 2**0.25
 """Of a bucket, its upper edge divided by the lower one."""

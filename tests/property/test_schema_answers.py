@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from common.runtime.grammar_limits import grammar_limits
-from gateway.structured_output import compile_grammar
+from gateway.intake.structured_output import compile_grammar
 
 TOKENIZER = LLTokenizer("byte")
 END = TOKENIZER.eos_token

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.contract.ids import RequestId, RequestKey
 from common.contract.messages import DecodeTimes, PromptTimes, Role, Timings
-from gateway.waterfall import Segment, Stage, Waterfall
+from gateway.serving.waterfall import Segment, Stage, Waterfall
 
 REQUEST = RequestId("r")
 SECOND = 10**9

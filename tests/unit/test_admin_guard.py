@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 from gateway_fixtures import assert_error
 
-from gateway.admin import create_admin_app
-from gateway.admin_guard import is_own
-from gateway.connections import ConnectionBounds, Listener
+from gateway.access.connections import ConnectionBounds, Listener
+from gateway.operators.admin import create_admin_app
+from gateway.operators.admin_guard import is_own
 
 WORKER = "10.0.0.7:7001"
 

@@ -25,7 +25,7 @@ from gateway_fixtures import (
 )
 
 from common.contract.errors import OperatorError
-from gateway.api_keys import MAX_KEYS, Keyring, draw_key, main, read_keys
+from gateway.access.api_keys import MAX_KEYS, Keyring, draw_key, main, read_keys
 
 KEY = "baton-" + "k" * 43
 

@@ -39,8 +39,8 @@ from common.engine.cache_feed import CacheFeed
 from common.runtime import channel
 from common.runtime.channel import ControlClient, ControlServer, LinkState
 from common.runtime.clock import Clock, Pulse
-from gateway.attempt import Place
-from gateway.prefix_index import PrefixIndex
+from gateway.serving.attempt import Place
+from gateway.workers.prefix_index import PrefixIndex
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 FINGERPRINT = Fingerprint(config_hash="c", weights_hash="weights-a", layout=LAYOUT)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, Server, assert_error, serve, settings
 
-from gateway.connections import ConnectionBounds, allow_descriptors
+from gateway.access.connections import ConnectionBounds, allow_descriptors
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 TIMEOUT_S = 10.0

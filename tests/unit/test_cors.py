@@ -13,7 +13,7 @@ from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, as
 
 from common.contract.errors import OperatorError
 from common.runtime.config import GatewaySettings, load
-from gateway.api_keys import Keyring
+from gateway.access.api_keys import Keyring
 
 PAGE = "https://chat.example.org"
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}

@@ -21,7 +21,7 @@ from gateway.api_settings import Target
 from gateway.dashboard import assets
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.handlers import MAX_WATCHERS
-from gateway.generation import GenerationFailed
+from gateway.serving.generation import GenerationFailed
 
 
 @pytest.fixture

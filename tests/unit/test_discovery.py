@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from common.contract.messages import Role
 from common.runtime.clock import monotonic
-from gateway import discovery, endpoint_slices
-from gateway.discovery import Discovery, DiscoveryMetrics, DnsSource, Endpoint, SourceError
-from gateway.endpoint_slices import EndpointSliceSource
+from gateway.workers import discovery, endpoint_slices
+from gateway.workers.discovery import Discovery, DiscoveryMetrics, DnsSource, Endpoint, SourceError
+from gateway.workers.endpoint_slices import EndpointSliceSource
 
 WAIT_S = 30
 """After this a test hangs."""

@@ -14,9 +14,9 @@ from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.messages import Abort, Ack, Decode, HelloRefused, PrefixHint, Role, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from gateway import dispatcher
-from gateway.admission import Admission
-from gateway.generation import Admittance, Generation, GenerationFailed
+from gateway.routing import dispatcher
+from gateway.routing.admission import Admission
+from gateway.serving.generation import Admittance, Generation, GenerationFailed
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ async def test_a_worker_that_refuses_gets_no_work(bench: Bench) -> None:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="gateway.dispatcher")
+    caplog.set_level(logging.INFO, logger="gateway.routing.dispatcher")
     return caplog
 
 

@@ -15,10 +15,10 @@ from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import Role
 from common.contract.sampling import SamplingParams
 from common.runtime.clock import Pulse, monotonic
-from gateway.discovery import Endpoint
-from gateway.dispatcher import Dispatcher
-from gateway.generation import Delta, Generation
-from gateway.registry import Registry
+from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import Delta, Generation
+from gateway.workers.discovery import Endpoint
+from gateway.workers.registry import Registry
 
 WAIT_S = 30
 PULSE = Pulse(interval_s=0.03, timeout_s=20.0)

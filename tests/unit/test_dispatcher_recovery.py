@@ -25,8 +25,8 @@ from dispatcher_bench import (
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import Cut, Decode, Phase, Prefill, Role
-from gateway.flow import FIRST_DELAY_S
-from gateway.generation import GenerationFailed
+from gateway.serving.flow import FIRST_DELAY_S
+from gateway.serving.generation import GenerationFailed
 
 PATIENCE_S = 10.0
 

@@ -11,7 +11,7 @@ from dispatcher_bench import D2, P2, Bench, D, P, Time, heartbeat, settle
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import DecodeTimes, Phase, PromptTimes, Timings
-from gateway.waterfall import Stage, Waterfall
+from gateway.serving.waterfall import Stage, Waterfall
 
 
 @pytest.fixture

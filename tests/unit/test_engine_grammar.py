@@ -18,7 +18,7 @@ from common.engine import grammar as engine_grammar
 from common.engine.grammar import Grammars, GrammarState
 from common.engine.model_config import ModelConfig
 from common.runtime import grammar_limits
-from gateway.structured_output import compile_grammar
+from gateway.intake.structured_output import compile_grammar
 
 
 def grammar(kind: str, text: str) -> str:

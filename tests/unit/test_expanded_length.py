@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.expanded_length import MAX_EXPANDED, expanded_grammar_length, expanded_length
-from gateway.structured_output import compile_grammar
+from gateway.intake.expanded_length import MAX_EXPANDED, expanded_grammar_length, expanded_length
+from gateway.intake.structured_output import compile_grammar
 
 
 @pytest.mark.parametrize(

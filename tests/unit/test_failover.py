@@ -27,10 +27,10 @@ from flow_run import (
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import Abort, Ack, Alone, Decode, Prefill, Role
-from gateway import flow as rules
-from gateway.attempt import Deliver
-from gateway.flow import Fail, FlowState
-from gateway.generation import Delta
+from gateway.serving import flow as rules
+from gateway.serving.attempt import Deliver
+from gateway.serving.flow import Fail, FlowState
+from gateway.serving.generation import Delta
 
 FINAL = (Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE)
 PASSING = [cause for cause in Cause if cause not in (*FINAL, Cause.POISON, Cause.CANCELLED)]

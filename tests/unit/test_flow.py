@@ -54,9 +54,9 @@ from common.contract.messages import (
 )
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from gateway.attempt import Deliver
-from gateway.flow import Done, Fail, FlowState, Want
-from gateway.generation import Delta
+from gateway.serving.attempt import Deliver
+from gateway.serving.flow import Done, Fail, FlowState, Want
+from gateway.serving.generation import Delta
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from flow_run import (
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import Abort, Ack, Decode, Message, Prefill, Resend
-from gateway.flow import FlowState, Want
+from gateway.serving.flow import FlowState, Want
 
 ABORT_2 = Abort(request=REQUEST, attempt=2)
 ACK_2 = Ack(request=REQUEST, attempt=2)

@@ -12,10 +12,10 @@ from test_registry_router import LIFE, load, view, welcome
 
 from common.contract.messages import Heartbeat, Role
 from common.contract.tiers import Tier
-from gateway.admission import Admission
-from gateway.estimates import occupancy, prompt_s, queue_s, room_s
-from gateway.registry import Given, Registry
-from gateway.router import Expected
+from gateway.routing.admission import Admission
+from gateway.routing.estimates import occupancy, prompt_s, queue_s, room_s
+from gateway.routing.router import Expected
+from gateway.workers.registry import Given, Registry
 
 INTERACTIVE, STANDARD, BATCH = Tier
 P, D = "p:1", "d:1"

@@ -35,7 +35,7 @@ from gateway_fixtures import (
 from common.contract.errors import Cause
 from common.contract.sampling import MAX_SEED
 from common.contract.tiers import Tier
-from gateway.generation import Delta, Generation, GenerationFailed, Readiness
+from gateway.serving.generation import Delta, Generation, GenerationFailed, Readiness
 
 
 async def test_completion() -> None:

@@ -9,10 +9,10 @@ import pytest
 from gateway_fixtures import logprobs_of, tokenizer
 
 from common.contract.sampling import SamplingParams
-from gateway.choice_text import Piece, TokenReport
-from gateway.chunk_encoder import ChunkEncoder, encode
-from gateway.generation import Generation
-from gateway.responses import ChatFormat, CompletionFormat, Heading
+from gateway.answer.chunk_encoder import ChunkEncoder, encode
+from gateway.answer.responses import ChatFormat, CompletionFormat, Heading
+from gateway.serving.generation import Generation
+from gateway.text.choice_text import Piece, TokenReport
 
 TEXTS = ["a", " the", '"', "\\", "\n\n", "\u2028", "é", "日本", "😀", "\x00", "</script>", "0" * 32, '"text":"']
 

@@ -22,7 +22,7 @@ from gateway_fixtures import (
 )
 
 from common.contract.errors import Cause
-from gateway.generation import GenerationFailed
+from gateway.serving.generation import GenerationFailed
 
 STATUSES = {
     Cause.CANCELLED: 499,

@@ -14,10 +14,10 @@ from tool_models import tokens_of, tool_tokenizer
 
 from common.contract.errors import Cause
 from common.contract.messages import Tokens
-from gateway.answer_parts import AnswerParts, AnswerPlan
-from gateway.choice_text import ChoiceText, Piece
-from gateway.generation import Delta, Generation, GenerationFailed
-from gateway.tool_parsers import HermesParser
+from gateway.serving.generation import Delta, Generation, GenerationFailed
+from gateway.text.answer_parts import AnswerParts, AnswerPlan
+from gateway.text.choice_text import ChoiceText, Piece
+from gateway.text.tool_parsers import HermesParser
 
 HALF = encode("ж")[0]
 """A token that ends within a character, and so has no text."""

@@ -11,11 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.contract.errors import Cause
 from gateway.api_settings import SamplingDefaults
-from gateway.choice_text import Piece
-from gateway.generation import GenerationFailed
-from gateway.metrics import GatewayMetrics, RequestStopwatch
-from gateway.request_intake import Intake
-from gateway.schemas import CompletionRequest, parse
+from gateway.intake.request_intake import Intake
+from gateway.intake.schemas import CompletionRequest, parse
+from gateway.observability.metrics import GatewayMetrics, RequestStopwatch
+from gateway.serving.generation import GenerationFailed
+from gateway.text.choice_text import Piece
 
 NAMES = {
     "vllm:time_to_first_token_seconds": "histogram",

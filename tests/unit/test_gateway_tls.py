@@ -23,8 +23,8 @@ from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, se
 
 from common.contract.errors import OperatorError
 from common.runtime.config import GatewaySettings, load
-from gateway.connections import ConnectionBounds
-from gateway.tls import ServerTls
+from gateway.access.connections import ConnectionBounds
+from gateway.web.tls import ServerTls
 
 
 class Time:

@@ -14,14 +14,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.contract.errors import OperatorError
 from gateway.api_settings import SamplingDefaults
-from gateway.tokenizer import ChatTemplateError, ModelTokenizer
+from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer
 
 MESSAGES = [{"role": "user", "content": "hello 日本"}]
 
 WITHOUT_TORCH = """
 import asyncio, sys
 from pathlib import Path
-from gateway.tokenizer import ModelTokenizer, keep_torch_out
+from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
 import gateway.api
 assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "triton", "nixl", "transformers")]
 keep_torch_out()

@@ -94,7 +94,7 @@ for name in sorted(names):
 for name in ("torch", "triton", "nixl", "matplotlib", "pytest"):
     if importlib.util.find_spec(name) is not None:
         print(f"{name} is there")
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer
 ModelTokenizer.load(root / "common/demo_model")
 """
 """Imports all that a gateway ever does, wherever in its code, and loads a tokenizer: `transformers` is lazy too."""

@@ -33,10 +33,10 @@ from test_gateway_errors import CHAT_CASES, COMMON_CASES, COMPLETION_CASES
 
 from common.contract.errors import Cause
 from gateway.api import create_app
-from gateway.generation import GenerationFailed, Readiness
-from gateway.metrics import GatewayMetrics
+from gateway.intake.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from gateway.observability.metrics import GatewayMetrics
 from gateway.openapi import ROUTES, describe
-from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from gateway.serving.generation import GenerationFailed, Readiness
 
 DOCUMENT = describe()
 SCHEMAS = DOCUMENT["components"]["schemas"]

@@ -11,10 +11,10 @@ from flow_run import Run, place
 
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
-from gateway.flow import Want
-from gateway.placement import Placement, Rebind
-from gateway.registry import Given, Registry
-from gateway.router import Caution, Handoff, Local, LocalPrefill, Router
+from gateway.routing.placement import Placement, Rebind
+from gateway.routing.router import Caution, Handoff, Local, LocalPrefill, Router
+from gateway.serving.flow import Want
+from gateway.workers.registry import Given, Registry
 
 NEAR = [D, D2, D3]
 

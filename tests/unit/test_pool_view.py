@@ -16,7 +16,7 @@ from common.contract.messages import Cut, Phase
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.dashboard.pool_view import MAX_REQUESTS, Names, pool_view
-from gateway.generation import Generation
+from gateway.serving.generation import Generation
 
 NAMES = Names(b"secret")
 

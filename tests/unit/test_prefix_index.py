@@ -12,8 +12,8 @@ from common.contract.ids import Incarnation
 from common.contract.messages import MAX_CACHE_EVENTS, CacheEvents, Message
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
-from gateway.attempt import Place
-from gateway.prefix_index import PrefixIndex
+from gateway.serving.attempt import Place
+from gateway.workers.prefix_index import PrefixIndex
 
 A, B = Place("a:1", Incarnation("A")), Place("b:1", Incarnation("B"))
 GATEWAY, OTHER_GATEWAY = Incarnation("G"), Incarnation("H")

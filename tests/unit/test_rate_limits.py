@@ -27,8 +27,8 @@ from gateway_fixtures import (
 )
 
 from common.contract.errors import Cause
-from gateway.api_keys import Keyring
-from gateway.generation import GenerationFailed
+from gateway.access.api_keys import Keyring
+from gateway.serving.generation import GenerationFailed
 
 HELLO = 1 + len(encode("hello"))
 """Tokens of the prompt of `COMPLETION`."""

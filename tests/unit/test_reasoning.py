@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.reasoning import CLOSING, OPENING, ReasoningSplitter
+from gateway.text.reasoning import CLOSING, OPENING, ReasoningSplitter
 
 
 @pytest.mark.parametrize("before", ["", OPENING, OPENING + "hm", OPENING + "hm" + CLOSING])

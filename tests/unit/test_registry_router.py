@@ -12,9 +12,9 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
 from common.contract.messages import Heartbeat, Phase, PrefixHint, Role, Source, Welcome
 from common.contract.tiers import Tier
-from gateway.attempt import Place
-from gateway.registry import Given, Registry, WorkerView
-from gateway.router import Ask, Handoff, Local, LocalPrefill, Router, least_loaded_decode
+from gateway.routing.router import Ask, Handoff, Local, LocalPrefill, Router, least_loaded_decode
+from gateway.serving.attempt import Place
+from gateway.workers.registry import Given, Registry, WorkerView
 
 P1, P2, D1, D2 = "p1:1", "p2:1", "d1:1", "d2:1"
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")

@@ -22,8 +22,8 @@ from gateway_fixtures import (
     tokenizer,
 )
 
-from gateway import request_body
-from gateway.field_types import MAX_CALLS, MAX_PARTS
+from gateway.intake.field_types import MAX_CALLS, MAX_PARTS
+from gateway.web import request_body
 
 MANY = settings().limits.max_body_values + 1
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -22,8 +22,8 @@ from gateway_fixtures import (
 )
 
 from common.contract.errors import Cause
-from gateway.generation import GenerationFailed
-from gateway.request_ids import HEADER, MAX_CHARS
+from gateway.serving.generation import GenerationFailed
+from gateway.web.request_ids import HEADER, MAX_CHARS
 
 SECRET = "zanzibar"
 

@@ -14,10 +14,9 @@ from openai.types.shared_params import ResponseFormatJSONSchema
 from openai.types.shared_params.response_format_json_schema import JSONSchema
 from pydantic import ValidationError
 
-from gateway import schemas
-from gateway.http_errors import ApiError
-from gateway.ignored_fields import IGNORED, IgnoredFields
-from gateway.schemas import (
+from gateway.intake import schemas
+from gateway.intake.ignored_fields import IGNORED, IgnoredFields
+from gateway.intake.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -26,6 +25,7 @@ from gateway.schemas import (
     StreamOptions,
     parse,
 )
+from gateway.web.http_errors import ApiError
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"prompt": "hello"}
@@ -169,7 +169,7 @@ def test_ignored_fields_are_listed_once_and_without_values(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schemas, "_IGNORED_FIELDS", IgnoredFields())
-    caplog.set_level(logging.DEBUG, logger="gateway.ignored_fields")
+    caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
     parse(CompletionRequest, COMPLETION | {"store": "secret", "wizard": "secret", "n": 1, "best_of": 1})
     parse(CompletionRequest, COMPLETION | {"store": "secret", "wizard": "secret"})
     parse(ChatRequest, CHAT | {"wizard": "secret", "dragon\n": "secret"})
@@ -180,7 +180,7 @@ def test_ignored_fields_of_parts_are_listed_by_their_paths(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schemas, "_IGNORED_FIELDS", IgnoredFields())
-    caplog.set_level(logging.DEBUG, logger="gateway.ignored_fields")
+    caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
     function = {"name": "f", "wizard": "secret", "parameters": {"type": "object", "dragon": "secret"}}
     body = {
         "messages": [{"role": "user", "content": "hello", "wizard": "secret"}],
@@ -215,7 +215,7 @@ def test_ignored_fields_of_parts_are_listed_by_their_paths(
 
 
 def test_no_more_is_listed_than_a_client_should_be_able_to_write(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="gateway.ignored_fields")
+    caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
     fields = IgnoredFields()
     for first in range(0, 1000, 100):
         fields.note(f"{number:03}{'x' * 1000}" for number in range(first, first + 100))
@@ -228,10 +228,10 @@ def test_no_more_is_listed_than_a_client_should_be_able_to_write(caplog: pytest.
 
 def test_without_the_debug_level_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     fields = IgnoredFields()
-    caplog.set_level(logging.INFO, logger="gateway.ignored_fields")
+    caplog.set_level(logging.INFO, logger="gateway.intake.ignored_fields")
     fields.note(["wizard"])
     assert not listed(caplog)
-    caplog.set_level(logging.DEBUG, logger="gateway.ignored_fields")
+    caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
     fields.note(["wizard"])
     assert listed(caplog) == ["ignored fields: ['wizard']"]
 

@@ -13,10 +13,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from common.runtime.grammar_limits import grammar_limits
-from gateway import structured_output
-from gateway.http_errors import ApiError
-from gateway.schemas import CompletionRequest, parse
-from gateway.structured_output import checked, compile_grammar, grammar_of
+from gateway.intake import structured_output
+from gateway.intake.schemas import CompletionRequest, parse
+from gateway.intake.structured_output import checked, compile_grammar, grammar_of
+from gateway.web.http_errors import ApiError
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NAMES = {"type": "object", "additionalProperties": {"type": "integer"}}

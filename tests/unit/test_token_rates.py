@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.token_rates import WINDOW_S, TokenRates
+from gateway.workers.token_rates import WINDOW_S, TokenRates
 
 
 def test_two_readings_make_a_rate() -> None:

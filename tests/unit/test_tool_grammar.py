@@ -12,15 +12,15 @@ from llguidance import LLMatcher, LLTokenizer
 from tool_models import TEMPLATES, TOOLS, WEATHER, backend, follows_weather, tool_tokenizer
 
 from common.runtime.grammar_limits import grammar_limits
-from gateway.answer_parts import AnswerParts
-from gateway.choice_text import ChoiceText
-from gateway.dialect import Dialect, recognised
-from gateway.generation import Delta
-from gateway.http_errors import ApiError
-from gateway.schemas import ChatRequest, parse
-from gateway.structured_output import compile_grammar
-from gateway.tool_grammar import chat_grammar
-from gateway.tool_schemas import usable_tools
+from gateway.intake.schemas import ChatRequest, parse
+from gateway.intake.structured_output import compile_grammar
+from gateway.intake.tool_grammar import chat_grammar
+from gateway.intake.tool_schemas import usable_tools
+from gateway.serving.generation import Delta
+from gateway.text.answer_parts import AnswerParts
+from gateway.text.choice_text import ChoiceText
+from gateway.text.dialect import Dialect, recognised
+from gateway.web.http_errors import ApiError
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.call_parser import CallDelta, CallParser, Event
-from gateway.json_scanner import MAX_DEPTH, JsonScanner, NotJson
-from gateway.tool_parsers import HermesParser, Llama3Parser, MistralParser
+from gateway.text.call_parser import CallDelta, CallParser, Event
+from gateway.text.json_scanner import MAX_DEPTH, JsonScanner, NotJson
+from gateway.text.tool_parsers import HermesParser, Llama3Parser, MistralParser
 
 NAMES = {"get_weather", "is-noon"}
 WEATHER = '{"city": "Oslo", "days": [1, 2.5e3, {"x": "}\\"</tool_call>"}]}'

@@ -24,11 +24,11 @@ from otlp_collector import Collector, running_collector
 from common.contract.errors import Cause, OperatorError
 from common.runtime.config import GatewaySettings, load
 from gateway.__main__ import open_tracing
-from gateway.generation import GenerationFailed
-from gateway.metrics import GatewayMetrics
-from gateway.request_life import RequestLife
-from gateway.tracing import Tracing
-from gateway.waterfall import Stage
+from gateway.observability.metrics import GatewayMetrics
+from gateway.observability.request_life import RequestLife
+from gateway.observability.tracing import Tracing
+from gateway.serving.generation import GenerationFailed
+from gateway.serving.waterfall import Stage
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET = "zanzibar"
@@ -195,7 +195,7 @@ def test_nothing_is_imported_where_no_collector_is_named() -> None:
 
 def test_the_packages_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load(GatewaySettings, "baton gateway", ["--otlp-endpoint", "http://collector:4318"])
-    monkeypatch.setitem(sys.modules, "gateway.tracing", None)
+    monkeypatch.setitem(sys.modules, "gateway.observability.tracing", None)
     with pytest.raises(OperatorError, match=r"baton\[otel\]"):
         open_tracing(settings, GatewayMetrics(MODEL))
 
@@ -238,7 +238,7 @@ async def test_spans_reach_a_collector(collector: Collector, path: str, expected
 
 
 async def test_leaving_does_not_wait_for_a_collector_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.tracing._CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gateway.observability.tracing._CLOSE_TIMEOUT_S", 0.05)
     stuck = threading.Event()
 
     class Stuck(Broken):

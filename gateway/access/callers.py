@@ -1,0 +1,186 @@
+"""Who has sent a request: whose it is, what it may ask for, and what it is charged."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+from aiohttp import web
+
+from common.contract.tiers import Tier
+from gateway.access.api_keys import MAX_KEYS, MAX_TENANT_CHARS, ApiKey, Keyring
+from gateway.access.rate_limits import Allowance, KeyLimits, KeyMeter, Limit, Refusal
+from gateway.observability.metrics import GatewayMetrics
+from gateway.web.http_errors import ApiError, invalid
+
+_HEADERS: Final[Mapping[Limit, str]] = {Limit.REQUESTS: "requests", Limit.TOKENS: "tokens"}
+"""What OpenAI's headers call a rate."""
+_MAX_METERS: Final = 2 * MAX_KEYS
+
+
+class Caller:
+    """One request's sender."""
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """The request, from when it is let in to its end. Raises `ApiError`, a 429."""
+        yield
+
+    def check_tier(self, tier: Tier) -> None:
+        """Raise `ApiError`, a 403, for a tier that is not for this caller."""
+
+    def admit_prompt(self, num_tokens: int) -> None:
+        """Charge a prompt. Raises `ApiError`: a 429, or a 400 if waiting would not help."""
+
+    def give_back(self, num_tokens: int) -> None:
+        """A prompt that was charged was refused, and nothing of it computed."""
+
+    def charge(self, num_tokens: int) -> None:
+        """Charge tokens that have been generated."""
+
+    def headers(self) -> dict[str, str]:
+        """What an answer says about the caller's limits."""
+        return {}
+
+
+CALLER: Final = web.RequestKey("caller", Caller)
+"""Where a request has its caller, once it is let in."""
+
+
+class KeyCaller(Caller):
+    """The holder of an API key."""
+
+    def __init__(
+        self, tenant: str, key: ApiKey, meter: KeyMeter, metrics: GatewayMetrics, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(tenant)
+        self._key = key
+        self._meter = meter
+        self._metrics = metrics
+        self._clock = clock
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        self._raise(self._meter.begin(self._clock()))
+        try:
+            yield
+        finally:
+            self._meter.end()
+
+    def check_tier(self, tier: Tier) -> None:
+        if self._key.tiers is not None and tier not in self._key.tiers:
+            message = f"this API key may not use the tier {tier}, only {', '.join(self._key.tiers)}"
+            raise ApiError(403, message, param="service_tier", code="tier_not_allowed")
+
+    def admit_prompt(self, num_tokens: int) -> None:
+        most = self._meter.most_tokens
+        if most is not None and num_tokens > most:
+            message = f"a prompt of {num_tokens} tokens is more than the {most} tokens a minute of this API key"
+            raise invalid(None, message, code=Limit.TOKENS)
+        self._raise(self._meter.admit(num_tokens, self._clock()))
+
+    def give_back(self, num_tokens: int) -> None:
+        self._meter.give_back(num_tokens, self._clock())
+
+    def charge(self, num_tokens: int) -> None:
+        self._meter.charge(num_tokens, self._clock())
+
+    def headers(self) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        for limit, allowance in self._meter.allowances(self._clock()).items():
+            headers |= _rate_limit_headers(_HEADERS[limit], allowance)
+        return headers
+
+    def _raise(self, refusal: Refusal | None) -> None:
+        if refusal is None:
+            return
+        self._metrics.limited(self._key.name, refusal.limit)
+        message = f"this API key has reached its limit: {refusal.limit}"
+        if refusal.wait_s is not None:
+            message += f"; try again in {math.ceil(refusal.wait_s)} s"
+        raise ApiError(429, message, code=refusal.limit, retry_after_s=refusal.wait_s)
+
+
+class Callers:
+    """Finds out who has sent a request."""
+
+    def __init__(
+        self,
+        keyring: Keyring | None,
+        tenant_header: str | None,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Without a keyring everyone is let in."""
+        self._keyring = keyring
+        self._tenant_header = tenant_header
+        self._metrics = metrics
+        self._clock = clock
+        self._meters: dict[str, KeyMeter] = {}
+
+    def identify(self, request: web.Request) -> Caller:
+        """Who has sent it. Raises `ApiError`: a 401 without a valid key, a 400 for what names no tenant."""
+        if self._keyring is None:
+            return Caller(_named_tenant(request, self._tenant_header) or "")
+        key = self._keyring.find(_bearer_token(request) or "")
+        if key is None:
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")
+        tenant = _named_tenant(request, self._tenant_header) if key.tenant_from_header else None
+        return KeyCaller(tenant or key.own_tenant, key, self._meter(key), self._metrics, self._clock)
+
+    def _meter(self, key: ApiKey) -> KeyMeter:
+        """A key is known by its name: one that is exchanged for another goes on with what has been used."""
+        limits = KeyLimits(
+            requests_per_minute=key.requests_per_minute,
+            tokens_per_minute=key.tokens_per_minute,
+            max_concurrency=key.max_concurrency,
+        )
+        meter = self._meters.get(key.name)
+        if meter is None:
+            if len(self._meters) >= _MAX_METERS:  # of names that files had once
+                self._meters = {name: each for name, each in self._meters.items() if each.num_open}
+            meter = self._meters[key.name] = KeyMeter(limits, self._clock())
+        meter.set_limits(limits, self._clock())
+        return meter
+
+
+def _bearer_token(request: web.Request) -> str | None:
+    """What the request authenticates itself with; None also if it does so twice, as one that was added to does."""
+    headers = request.headers.getall("Authorization", [])
+    scheme, _, given = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
+    return given.strip() if scheme.lower() == "bearer" else None
+
+
+def _named_tenant(request: web.Request, header: str | None) -> str | None:
+    """The tenant that `header` names; None without one. Raises `ApiError`, a 400, for what is no name, or two of them:
+    then somebody has added to what another wrote."""
+    names = [] if header is None else request.headers.getall(header, [])
+    if len(names) > 1:
+        raise invalid(None, f"the header {header} must come once", code="invalid_tenant")
+    tenant = names[0] if names else None
+    if tenant is not None and (len(tenant) > MAX_TENANT_CHARS or not tenant.isprintable()):
+        message = f"the header {header} must hold at most {MAX_TENANT_CHARS} printable characters"
+        raise invalid(None, message, code="invalid_tenant")
+    return tenant
+
+
+def _rate_limit_headers(kind: str, allowance: Allowance) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{kind}": str(allowance.limit),
+        f"x-ratelimit-remaining-{kind}": str(allowance.remaining),
+        f"x-ratelimit-reset-{kind}": _duration(allowance.reset_s),
+    }
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: `17ms`, `1s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

@@ -1,0 +1,325 @@
+"""Clients' connections: how many, and how long each may take over what.
+
+aiohttp parses HTTP, bounds lines, fields and pipelined requests, and ends connections that idle. What it leaves open is
+closed here: a request's head must be complete in time, and within a size; an answer must be read; and there are only so
+many connections, those in the middle of a TLS handshake included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+import aiohttp
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from gateway.observability.metrics import GatewayMetrics
+from gateway.web.http_errors import ApiError, from_http, internal_error
+
+_BACKLOG: Final = 1024
+_ACCEPT_PAUSE_S: Final = 1.0
+"""After the process has run out of descriptors or memory."""
+_TLS_GOODBYE_S: Final = 5.0
+_SPARE_DESCRIPTORS: Final = 256
+"""For everything that is not a client's connection."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionBounds:
+    """What a client's connections may take."""
+
+    max_connections: int = 4096
+    header_timeout_s: float = 10.0
+    """For a TLS handshake; for the head of a request, from the connection's beginning or, later on, from the head's
+    first byte; and for the rest of a body that is answered already, and thrown away."""
+    idle_timeout_s: float = 75.0
+    """Between an answer and the next head; longer than proxies keep connections."""
+    stall_timeout_s: float = 60.0
+    """Without a byte of an answer being read."""
+    max_head_bytes: int = 64 * 2**10
+    """All lines of a head together."""
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's connection, with deadlines. Its own errors have the API's shape, and name nothing of what was sent."""
+
+    __slots__ = ("_body", "_bounds", "_head_bytes", "_head_timer", "_listener", "_num_answered", "_stall_timer")
+
+    def __init__(self, server: web.Server, bounds: ConnectionBounds, listener: Listener) -> None:
+        # Bodies are inflated where their size is bounded (`request_body`), and not where they are thrown away.
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=bounds.idle_timeout_s,
+            lingering_time=bounds.header_timeout_s,
+            access_log=cast(Any, None),
+            auto_decompress=False,
+        )
+        self._bounds = bounds
+        self._listener = listener
+        self._num_answered = 0
+        self._body: aiohttp.StreamReader | None = None
+        """Of the last request that was answered: it may still be coming."""
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._listener.opened(self)
+        self._expect_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._listener.closed(self)
+        for timer in (self._head_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        num_heads, busy = self._request_count, self._busy
+        super().data_received(data)
+        if self._request_count != num_heads:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+        elif data and not busy:
+            if self._head_timer is None:
+                self._expect_head()
+            self._head_bytes += len(data)
+            if self._head_bytes > self._bounds.max_head_bytes:
+                self._refuse("large_head", 431, f"a request's head has at most {self._bounds.max_head_bytes} bytes")
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Answer, and be ready for the next request; what aiohttp answers of its own accord gets the API's shape."""
+        if isinstance(resp, web.HTTPException):
+            resp = from_http(resp, request.path, 0).response(1)
+        end = await super().finish_response(request, resp, start_time)
+        self._body = request.content
+        self._num_answered += 1
+        return end
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP. aiohttp would log it, and send it back."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer is under way, and cannot become another one")
+        if status >= 500:
+            _LOG.error("unexpected error", exc_info=exc)
+            error = internal_error()
+        elif isinstance(exc, LineTooLong):
+            error = ApiError(431, f"a line of a request's head has at most {self.max_field_size} bytes")
+        else:
+            error = ApiError(400, "the request is not valid HTTP", code="invalid_http")
+        self._listener.refused("malformed")
+        response = error.response(1)
+        response.force_close()
+        return response
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        super().resume_writing()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether what comes now is, or may be, the body of a request, or waits behind one."""
+        return self._request_count != self._num_answered or not (self._body is None or self._body.is_eof())
+
+    def _expect_head(self) -> None:
+        self._head_bytes = 0
+        self._head_timer = self._loop.call_later(self._bounds.header_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self._head_bytes:
+            self._refuse("slow_head", 408, f"a request's head must come within {self._bounds.header_timeout_s:g} s")
+        else:
+            self._listener.refused("slow_head")
+            self.force_close()
+
+    def _refuse(self, reason: str, status: int, message: str) -> None:
+        """Answer before there is a request to answer, and close."""
+        self._listener.refused(reason)
+        if self.transport is not None:
+            self.transport.write(_raw_response(ApiError(status, message)))
+        self.force_close()
+
+    def _expect_reading(self) -> None:
+        """Look again later whether less is unread than now."""
+        transport = self.transport
+        if transport is None:
+            return
+        num_unread = transport.get_write_buffer_size()
+
+        def look() -> None:
+            if transport.get_write_buffer_size() < num_unread:
+                self._expect_reading()
+            else:
+                self._listener.refused("stalled")
+                transport.abort()
+
+        self._stall_timer = self._loop.call_later(self._bounds.stall_timeout_s, look)
+
+
+class Listener:
+    """Accepts connections for a runner's application, within bounds. To be closed before the runner is cleaned up."""
+
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        bounds: ConnectionBounds,
+        metrics: GatewayMetrics | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """The runner has been set up. `metrics` counts these connections."""
+        assert runner.server is not None
+        self._server = runner.server
+        self._bounds = bounds
+        self._metrics = metrics
+        self._tls = tls
+        self._sockets: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._connections: set[_Connection] = set()
+
+    @property
+    def port(self) -> int:
+        """The port bound first."""
+        port: int = self._sockets[0].getsockname()[1]
+        return port
+
+    async def bind(self, host: str, port: int) -> None:
+        """Listen on every address of `host`. Raises `OSError`."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((family, address[:2]) for family, _, _, _, address in found):
+            self.listen(socket.create_server(address, family=family, backlog=_BACKLOG))
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept what comes to this socket, which is bound, and is closed with the rest."""
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        self._sockets.append(listener)
+        self._accepting.append(asyncio.create_task(self._accept(listener)))
+
+    async def close(self) -> None:
+        """Accept nothing more. Connections are the runner's to end, but for those that are not made yet."""
+        tasks = [*self._accepting, *self._handshakes]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for listener in self._sockets:
+            listener.close()
+
+    def opened(self, connection: _Connection) -> None:
+        """A connection has been made."""
+        self._connections.add(connection)
+        self._count()
+
+    def closed(self, connection: _Connection) -> None:
+        """A connection is no more."""
+        self._connections.discard(connection)
+        self._count()
+
+    def refused(self, reason: str) -> None:
+        """A connection is not let in, or is ended."""
+        if self._metrics is not None:
+            self._metrics.connection_refused(reason)
+
+    @property
+    def _num_connections(self) -> int:
+        return len(self._connections) + len(self._handshakes)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                _LOG.error("cannot accept connections: %s", error.strerror)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if self._num_connections >= self._bounds.max_connections:
+                self._turn_away(connection)
+                continue
+            task = asyncio.create_task(self._connect(connection))
+            self._handshakes.add(task)
+            self._count()
+            task.add_done_callback(self._connected)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        """Until the connection is made, and TLS agreed on, where there is any."""
+        options: dict[str, Any] = {}
+        if self._tls is not None:
+            timeout_s = self._bounds.header_timeout_s
+            options = {"ssl": self._tls, "ssl_handshake_timeout": timeout_s, "ssl_shutdown_timeout": _TLS_GOODBYE_S}
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection, **options)
+        except OSError as error:  # an SSLError, too, is one
+            _LOG.debug("no connection with a client: %s", error)
+            self.refused("handshake")
+
+    def _connected(self, task: asyncio.Task[None]) -> None:
+        self._handshakes.discard(task)
+        self._count()
+
+    def _protocol(self) -> _Connection:
+        return _Connection(self._server, self._bounds, self)
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        self.refused("full")
+        with connection, suppress(OSError):  # the client may have gone already
+            if self._tls is None:
+                connection.setblocking(False)
+                connection.send(_raw_response(ApiError(503, "too many connections", code="connections")))
+
+    def _count(self) -> None:
+        if self._metrics is not None:
+            self._metrics.connections.set(self._num_connections)
+
+
+def allow_descriptors(max_connections: int) -> None:
+    """Raise the process's bound on open files to what so many connections need, as far as the system lets it."""
+    needed = max_connections + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed:
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
+    if hard < needed:
+        _LOG.warning("%d connections need %d open files, and the system allows %d", max_connections, needed, hard)
+
+
+def _raw_response(error: ApiError) -> bytes:
+    """An answer where there is no request that aiohttp could answer."""
+    body = json.dumps(error.body()).encode()
+    lines = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "Content-Type: application/json; charset=utf-8",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    ]
+    if error.status == 503:
+        lines.append("Retry-After: 1")
+    return "\r\n".join([*lines, "", ""]).encode() + body

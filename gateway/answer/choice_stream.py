@@ -1,0 +1,97 @@
+"""A request's generations as one stream of pieces, which may be closed at any moment and leaves nothing running."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from common.contract.errors import Cause
+from gateway.intake.request_intake import Job
+from gateway.serving.generation import Delta, Generation, GenerationFailed, Generator
+from gateway.text.answer_parts import AnswerParts
+from gateway.text.choice_text import ChoiceText, Piece
+from gateway.text.detokenizer import TokenDecoder
+
+_QUEUED_PIECES = 64
+"""Pieces of a request with several prompts that wait for the client; beyond, its generations are not read from."""
+
+
+class Choice(Protocol):
+    """One choice on its way to the client."""
+
+    ended: bool
+    """The last piece is out; further deltas are to be ignored."""
+
+    def pieces(self, delta: Delta) -> Sequence[Piece]:
+        """Take the choice's next delta."""
+        ...
+
+
+def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> AsyncGenerator[Piece, None]:
+    """Generate every prompt of `job`; yield the pieces of all choices, those of one choice in order.
+
+    Raises `GenerationFailed` as soon as one generation fails. A generation is closed once its choices have ended, and
+    all are closed when the stream is.
+    """
+    streams: list[AsyncGenerator[Piece, None]] = []
+    for generation, echo in zip(job.generations, job.echoes, strict=True):
+        first = len(streams) * generation.num_choices
+        decoder = tokenizer if job.plan is None else job.plan.decoder
+        texts = [
+            ChoiceText(first + index, decoder, job.stops, generation.sampling.min_tokens, echo)
+            for index in range(generation.num_choices)
+        ]
+        choices = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
+        streams.append(_one_generation(generator, generation, choices))
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _one_generation(
+    generator: Generator, generation: Generation, choices: Sequence[Choice]
+) -> AsyncGenerator[Piece, None]:
+    num_open = len(choices)
+    async with aclosing(generator.generate(generation)) as deltas:
+        async for delta in deltas:
+            choice = choices[delta.choice]
+            if choice.ended:
+                continue
+            pieces = choice.pieces(delta)
+            num_open -= choice.ended
+            for piece in pieces:
+                yield piece
+            if not num_open:
+                return
+    raise GenerationFailed(Cause.INTERNAL, f"a generation ended with {num_open} of its choices open")
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(_QUEUED_PIECES)
+    tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            match await queue.get():
+                case Piece() as piece:
+                    yield piece
+                case Exception() as error:
+                    raise error
+                case None:
+                    num_open -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(stream: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | Exception | None]) -> None:
+    """Move pieces into `queue`, and at the end None, or what was raised: the reader raises it again."""
+    try:
+        async with aclosing(stream) as pieces:
+            async for piece in pieces:
+                await queue.put(piece)
+    except Exception as error:  # noqa: BLE001
+        await queue.put(error)
+    else:
+        await queue.put(None)

@@ -1,0 +1,45 @@
+"""The chunks of a stream as JSON. Most of them differ in nothing but their text: what is around it is encoded once."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+
+from gateway.answer.responses import AnswerFormat, Usage
+from gateway.text.choice_text import Piece
+
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def encode(payload: Mapping[str, object]) -> bytes:
+    """JSON without spaces."""
+    return _JSON.encode(payload).encode()
+
+
+class ChunkEncoder:
+    """Of one request."""
+
+    def __init__(self, answer: AnswerFormat, *, usage_follows: bool) -> None:
+        """`usage_follows`: the stream ends with the usage, and a chunk without one says that it has none."""
+        self._answer = answer
+        self._rest: dict[str, object] = {"usage": None} if usage_follows else {}
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """Choice → what is before and after the text of its plain chunks."""
+
+    def encode(self, piece: Piece, first: bool, usage: Usage | None = None) -> bytes:
+        """A piece, the choice's `first` or a later one, as `AnswerFormat.chunk` words it; with the usage so far."""
+        if usage is not None:
+            return encode(self._answer.chunk(piece, first) | {"usage": usage.as_json()})
+        if first or not piece.plain:
+            return encode(self._answer.chunk(piece, first) | self._rest)
+        around = self._around.get(piece.choice)
+        if around is None:
+            around = self._around[piece.choice] = self._split(piece.choice)
+        return around[0] + _JSON.encode(piece.text).encode() + around[1]
+
+    def _split(self, choice: int) -> tuple[bytes, bytes]:
+        mark = secrets.token_hex(16)  # nothing else in the chunk is this
+        piece = Piece(choice=choice, text=mark, num_tokens=1, reports=(), finish_reason=None)
+        before, _, after = encode(self._answer.chunk(piece, False) | self._rest).partition(f'"{mark}"'.encode())
+        return before, after

@@ -1,0 +1,261 @@
+"""Answers in the OpenAI API's two formats, whole and in chunks.
+
+A choice's log probabilities have one entry for each token that the usage counts, the token that ends it included.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gateway.text.call_parser import CallDelta
+from gateway.text.choice_text import AnswerEnd, Piece, TokenReport
+
+Json = dict[str, Any]
+
+
+class TokenSpeller(Protocol):
+    """The part of the tokenizer that is needed here."""
+
+    def spelling(self, token_id: int) -> tuple[str, bytes]:
+        """A name for the token, and its bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a request."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    timings: Json | None = None
+    """What the request's time was spent on, where that was asked for."""
+
+    def as_json(self) -> Json:
+        """As the API has it."""
+        usage: Json = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+        }
+        return usage if self.timings is None else usage | {"timings": self.timings}
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """A choice, collected."""
+
+    texts: list[str] = field(default_factory=list)
+    reports: list[TokenReport] = field(default_factory=list)
+    finish_reason: AnswerEnd | None = None
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[list[CallDelta]] = field(default_factory=list)
+    """The deltas of each call of a function."""
+
+    def add(self, piece: Piece) -> None:
+        """Append the choice's next piece."""
+        self.texts.append(piece.text)
+        if piece.reasoning:
+            self.reasoning.append(piece.reasoning)
+        if piece.call is not None:
+            if piece.call.index == len(self.calls):
+                self.calls.append([])
+            self.calls[piece.call.index].append(piece.call)
+        self.reports.extend(piece.reports)
+        self.finish_reason = piece.finish_reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heading:
+    """What every answer and every chunk of one request says of it."""
+
+    id: str
+    created: int
+    """Unix time."""
+    model: str
+
+    @classmethod
+    def draw(cls, prefix: str, created: int, model: str) -> Heading:
+        """With a new id, which names the answer and nothing inside."""
+        return cls(id=f"{prefix}-{secrets.token_hex(16)}", created=created, model=model)
+
+    def as_json(self, kind: str) -> Json:
+        """The leading fields of an object of this kind."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+class AnswerFormat(Protocol):
+    """How one endpoint words its answers."""
+
+    operation: str
+    """What the endpoint does, as OpenTelemetry names it."""
+
+    @property
+    def heading(self) -> Heading:
+        """What is the same in all of them."""
+        ...
+
+    def chunk(self, piece: Piece, first: bool) -> Json:
+        """A piece, the choice's `first` or a later one, as a chunk of a stream."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """The last chunk of a stream that carries usage."""
+        ...
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
+        """The answer to a request that does not stream."""
+        ...
+
+
+class CompletionFormat:
+    """`/v1/completions`."""
+
+    operation = "text_completion"
+
+    def __init__(self, heading: Heading, speller: TokenSpeller, with_logprobs: bool) -> None:
+        self._heading = heading
+        self._speller = speller
+        self._with_logprobs = with_logprobs
+
+    @property
+    def heading(self) -> Heading:
+        """What every chunk begins with."""
+        return self._heading
+
+    def chunk(self, piece: Piece, first: bool) -> Json:
+        """The piece's text."""
+        choice = self._choice(piece.choice, piece.text, piece.reports, piece.finish_reason)
+        return self._heading.as_json("text_completion") | {"choices": [choice]}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """Usage, and no choices."""
+        return self._heading.as_json("text_completion") | {"choices": [], "usage": usage.as_json()}
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
+        """All choices, in order."""
+        return self._heading.as_json("text_completion") | {
+            "choices": [
+                self._choice(index, "".join(choice.texts), choice.reports, choice.finish_reason)
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage.as_json(),
+        }
+
+    def _choice(self, index: int, text: str, reports: Sequence[TokenReport], finish_reason: AnswerEnd | None) -> Json:
+        logprobs = self._logprobs(reports) if self._with_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, reports: Sequence[TokenReport]) -> Json:
+        return {
+            "tokens": [self._name(report.token_id) for report in reports],
+            "token_logprobs": [report.logprobs.logprob for report in reports],
+            "top_logprobs": [self._alternatives(report) for report in reports],
+            "text_offset": [report.text_offset for report in reports],
+        }
+
+    def _alternatives(self, report: TokenReport) -> Mapping[str, float]:
+        """The most likely tokens, and the one taken whether it is among them or not."""
+        alternatives = {self._name(token_id): logprob for token_id, logprob in report.logprobs.top}
+        return alternatives | {self._name(report.token_id): report.logprobs.logprob}
+
+    def _name(self, token_id: int) -> str:
+        return self._speller.spelling(token_id)[0]
+
+
+class ChatFormat:
+    """`/v1/chat/completions`."""
+
+    operation = "chat"
+
+    def __init__(self, heading: Heading, speller: TokenSpeller, with_logprobs: bool) -> None:
+        self._heading = heading
+        self._speller = speller
+        self._with_logprobs = with_logprobs
+
+    @property
+    def heading(self) -> Heading:
+        """What every chunk begins with."""
+        return self._heading
+
+    def chunk(self, piece: Piece, first: bool) -> Json:
+        """The piece's text; a choice's first chunk says whose turn it is."""
+        delta: Json = {"role": "assistant"} if first else {}
+        if piece.reasoning:
+            delta |= _reasoning(piece.reasoning)
+        if piece.call is not None:
+            delta["tool_calls"] = [_call_delta(piece.call)]
+        if piece.text:
+            delta["content"] = piece.text
+        elif first:
+            delta["content"] = None if len(delta) > 1 else ""
+        choice = {
+            "index": piece.choice,
+            "delta": delta,
+            "logprobs": self._logprobs(piece.reports),
+            "finish_reason": piece.finish_reason,
+        }
+        return self._heading.as_json("chat.completion.chunk") | {"choices": [choice]}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """Usage, and no choices."""
+        return self._heading.as_json("chat.completion.chunk") | {"choices": [], "usage": usage.as_json()}
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
+        """All choices, in order."""
+        return self._heading.as_json("chat.completion") | {
+            "choices": [
+                {
+                    "index": index,
+                    "message": _message(choice),
+                    "logprobs": self._logprobs(choice.reports),
+                    "finish_reason": choice.finish_reason,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage.as_json(),
+        }
+
+    def _logprobs(self, reports: Iterable[TokenReport]) -> Json | None:
+        if not self._with_logprobs:
+            return None
+        return {
+            "content": [
+                self._entry(report.token_id, report.logprobs.logprob)
+                | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in report.logprobs.top]}
+                for report in reports
+            ],
+            "refusal": None,
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        name, content = self._speller.spelling(token_id)
+        return {"token": name, "logprob": logprob, "bytes": list(content)}
+
+
+def _message(choice: WholeChoice) -> Json:
+    text = "".join(choice.texts)
+    message: Json = {"role": "assistant", "content": None if choice.calls and not text else text, "refusal": None}
+    if choice.reasoning:
+        message |= _reasoning("".join(choice.reasoning))
+    if choice.calls:
+        message["tool_calls"] = [_call(deltas) for deltas in choice.calls]
+    return message
+
+
+def _reasoning(text: str) -> Json:
+    """Under the name that DeepSeek has given it, which most clients read, and under vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(deltas: Sequence[CallDelta]) -> Json:
+    arguments = "".join(delta.arguments for delta in deltas)
+    return {"id": deltas[0].id, "type": "function", "function": {"name": deltas[0].name, "arguments": arguments}}
+
+
+def _call_delta(delta: CallDelta) -> Json:
+    if delta.id is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    return {"index": delta.index} | _call([delta])

@@ -1,0 +1,1 @@
+"""From a request's body to what is to be generated: its form, its meaning, and what its answer must follow."""

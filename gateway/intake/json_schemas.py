@@ -1,0 +1,118 @@
+"""What the library that follows JSON schemas accepts and does not keep, or pays for without a bound: refused here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+from gateway.intake.expanded_length import MAX_EXPANDED, expanded_length
+
+_MAX_MULTIPLE = 10_000
+"""The library counts through all remainders of a division at once."""
+_CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that JSON writes with their number, if at all: no string that follows a schema has one."""
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords with a schema for each of several names."""
+_LITERAL = frozenset({"enum", "const", "default", "examples"})
+"""Keywords with values that are no schemas."""
+_REGEX_PART = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}|([av])|.)", re.DOTALL
+)
+"""An escape; if it is one of a character by its number, that, or else its letter."""
+_SET = re.compile(r"\[(?!\S*--)(?:\^[^\[\]&~]+|[^\^\[\]&~][^\[\]&~]+)\]")
+"""In a regular expression without escapes: all characters but some, or one of several."""
+
+
+def refuse_unenforceable(schema: dict[str, Any]) -> None:
+    """Raise `ValueError` if an answer could have every token that the library allows and yet not follow `schema`."""
+    multiples = []
+    for part in _parts(schema):
+        least, required = part.get("minProperties"), part.get("required")
+        num_required = len({str(each) for each in required}) if isinstance(required, list) else 0
+        if isinstance(least, int) and least > num_required + 1:
+            raise ValueError(f"minProperties: {least}, at most one more than is required, as other names may repeat")
+        if part.get("type") != "integer" and _loses_bound(part):
+            raise ValueError("exclusiveMinimum, exclusiveMaximum: a whole number, and the other bound less than 1 away")
+        if "additionalItems" in part and "prefixItems" in part:
+            raise ValueError("additionalItems and prefixItems are of different versions of JSON Schema")
+        if _CONTROL.search("".join(_texts([part.get("enum"), part.get("const")]))):
+            raise ValueError("enum, const: a control character other than \\b, \\t, \\n, \\f and \\r cannot be written")
+        if isinstance(part.get("minLength"), int | float) and part["minLength"] > MAX_EXPANDED:
+            raise ValueError(f"minLength: more than {MAX_EXPANDED} characters")
+        patterns = part.get("patternProperties")
+        for pattern in [part.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
+            if isinstance(pattern, str) and expanded_length(pattern) > MAX_EXPANDED:
+                raise ValueError(f"pattern: written out it has more than {MAX_EXPANDED} characters")
+            if isinstance(pattern, str) and _needs_control(pattern):
+                raise ValueError("pattern: a control character other than \\t, \\n, \\f and \\r cannot be written")
+        multiples.append(part.get("multipleOf"))
+    if _common_multiple(multiples) > _MAX_MULTIPLE:
+        raise ValueError(f"multipleOf: all of them together have multiples of more than {_MAX_MULTIPLE}")
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schema, and all schemas in it, wherever a `$ref` could find them."""
+    left: list[Any] = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            yield part
+            for key, value in part.items():
+                if key in _NAMED and isinstance(value, dict):
+                    left += value.values()
+                elif key not in _LITERAL:
+                    left.append(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The strings in a value. Names of objects are none of them: those can always be written."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list | dict):
+            left += part if isinstance(part, list) else part.values()
+
+
+def _loses_bound(part: dict[str, Any]) -> bool:
+    """Whether the library would take an excluded bound of numbers for one of them."""
+
+    def bounds(*names: str) -> list[float]:
+        values = [part[name] for name in names if type(part.get(name)) in (int, float)]
+        return [value for value in values if abs(value) < 2**53]
+
+    low = bounds("minimum" if part.get("exclusiveMinimum") is True else "exclusiveMinimum")
+    high = bounds("maximum" if part.get("exclusiveMaximum") is True else "exclusiveMaximum")
+    pairs = [(bound, other - bound) for bound in low for other in bounds("maximum", "exclusiveMaximum")]
+    pairs += [(bound, bound - other) for bound in high for other in bounds("minimum", "exclusiveMinimum")]
+    return any(bound == int(bound) and 0 < distance < 1 for bound, distance in pairs)
+
+
+def _needs_control(pattern: str) -> bool:
+    """Whether a regular expression has a control character by itself, and not as one of several that would do."""
+
+    def plain(escape: re.Match[str]) -> str:
+        digits = next((group for group in escape.groups()[:4] if group is not None), None)
+        return "\0" if escape[5] or (digits and _is_control(int(digits, 16))) else "x"
+
+    return bool(_CONTROL.search(_SET.sub("", _REGEX_PART.sub(plain, pattern))))
+
+
+def _is_control(code: int) -> bool:
+    return code < 128 and _CONTROL.match(chr(code)) is not None
+
+
+def _common_multiple(values: list[Any]) -> int:
+    """The least common multiple of those that are numbers, in units of their last decimal place, without zeros."""
+    numbers = [Decimal(str(value)) for value in values if type(value) in (int, float) and 0 < value < math.inf]
+    places = max([0, *(-int(number.as_tuple().exponent) for number in numbers)])
+    common = math.lcm(*(int(number * 10**places) for number in numbers))
+    while common and common % 10 == 0:
+        common //= 10
+    return common

@@ -1,0 +1,304 @@
+"""From a request's form to what is to be generated: tokenise, fill in defaults, and hold it against the limits."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+
+from common.contract.sampling import SamplingParams
+from gateway.api_settings import ApiSettings
+from gateway.intake.field_types import Prompt
+from gateway.intake.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+)
+from gateway.intake.structured_output import grammar_of
+from gateway.intake.tool_grammar import chat_grammar
+from gateway.intake.tool_schemas import Tool, usable_tools
+from gateway.serving.generation import Generation
+from gateway.text.answer_parts import AnswerPlan
+from gateway.text.dialect import Dialect
+from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer
+from gateway.web.http_errors import ApiError, invalid
+
+COMPLETION_MAX_TOKENS = 16
+"""What the OpenAI API takes when a completions request leaves `max_tokens` out."""
+
+_SAMPLING = TypeAdapter(SamplingParams)
+_PASSED_ON = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "seed",
+)
+"""Fields that are sampling parameters under the same name."""
+
+
+_THREAD_MESSAGES: Final = 32
+"""Messages, calls and functions from which on a conversation is put into the template in a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request, ready to be generated."""
+
+    generations: tuple[Generation, ...]
+    """One for each prompt; choice `c` of prompt `p` is choice `p * n + c` of the request."""
+    stops: tuple[str, ...]
+    echoes: tuple[str, ...]
+    """What each prompt's texts begin with."""
+    stream: bool
+    include_usage: bool
+    """End the stream with a chunk that carries the usage."""
+    plan: AnswerPlan | None = None
+    """What to look for in the texts, if they can be more than text."""
+    continuous_usage: bool = False
+    """Let each chunk carry the usage so far."""
+    include_timings: bool = False
+    """Let the usage say what the time was spent on."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(generation.token_ids) for generation in self.generations)
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether log probabilities were asked for."""
+        return self.generations[0].sampling.logprobs is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LengthLimit:
+    """The most tokens that a client asked for, and what it called that."""
+
+    param: str
+    asked: int | None
+    default: int | None
+    """None for all that the context leaves."""
+
+
+class Intake:
+    """Turns validated forms into jobs. Raises `ApiError`, a 400 (or 404, for the model) naming the field at fault,
+    or a 429."""
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, settings: ApiSettings, workers_take: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """`workers_take` tells the most tokens of one sequence that every worker takes, which may be below the
+        context where a KV cache is small; None while that is not known."""
+        self._tokenizer = tokenizer
+        self._workers_take = workers_take
+        self._settings = settings
+        self._limits = settings.limits
+        self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
+
+    async def completion(self, form: CompletionRequest, tenant: str = "") -> Job:
+        """A job of one generation for each prompt."""
+        self._check_form(form)
+        length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS)
+        grammar = await grammar_of(form)
+        generations: list[Generation] = []
+        for prompt in form.prompt:
+            token_ids = await self._prompt_tokens(prompt)
+            generation = self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar)
+            generations.append(replace(generation, admittance=(generations or [generation])[0].admittance))
+        if not form.echo:
+            return self._job(form, generations)
+        if form.logprobs is not None:
+            raise invalid("echo", "echo with logprobs is not supported: the prompt has no log probabilities")
+        echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
+        return self._job(form, generations, echoes)
+
+    async def chat(self, form: ChatRequest, tenant: str = "") -> Job:
+        """A job of one generation."""
+        self._check_form(form)
+        if form.top_logprobs is not None and not form.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        length = (
+            _LengthLimit(param="max_tokens", asked=form.max_tokens, default=None)
+            if form.max_completion_tokens is None
+            else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None)
+        )
+        tools = usable_tools(form)
+        prompt = await self._render(form.messages, tools, form.chat_template_kwargs or {})
+        token_ids = await self._tokenizer.encode_rendered(prompt)
+        num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
+        grammar = await chat_grammar(form, self._dialect, prompt)
+        plan = self._dialect.plan(
+            prompt,
+            [tool.function.name for tool in tools],
+            one_call=form.parallel_tool_calls is False,
+            include_reasoning=form.include_reasoning is not False,
+        )
+        generation = self._generation(form, tenant, token_ids, "messages", length, num_logprobs, grammar)
+        return self._job(form, [generation], plan=plan)
+
+    async def tokenize(self, form: TokenizeRequest) -> list[int]:
+        """The tokens of a text or a conversation."""
+        self.check_model(form.model)
+        if (form.prompt is None) == (form.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if form.messages is not None:
+            prompt = await self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
+            return await self._tokenizer.encode_rendered(prompt)
+        assert form.prompt is not None
+        return await self._tokenizer.encode(form.prompt)
+
+    def detokenize(self, form: DetokenizeRequest) -> str:
+        """The text of tokens, special ones spelt out."""
+        self.check_model(form.model)
+        if len(form.tokens) > self._limits.max_sequence_tokens:
+            raise invalid("tokens", f"{len(form.tokens)} tokens, at most {self._limits.max_sequence_tokens}")
+        self._check_vocabulary(form.tokens, "tokens")
+        return self._tokenizer.decode_all(form.tokens)
+
+    def check_model(self, name: str | None) -> None:
+        """A request may leave the model out, there being one; it may not name another."""
+        if name is not None and name != self._settings.model_name:
+            raise ApiError(404, f"the model {name} is not served here", param="model", code="model_not_found")
+
+    def _check_form(self, form: SamplingFields) -> None:
+        self.check_model(form.model)
+        if form.stream_options is not None and not form.stream:
+            raise invalid("stream_options", "stream_options needs stream to be true")
+        self._check_vocabulary(form.stop_token_ids or [], "stop_token_ids")
+        self._check_vocabulary([token for token, _ in form.logit_bias], "logit_bias")
+
+    def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
+        size = self._settings.model_vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+            raise invalid(param, f"{param}: the model's token ids are 0 to {size - 1}")
+
+    async def _prompt_tokens(self, prompt: Prompt) -> list[int]:
+        return await self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    async def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> str:
+        """A conversation as the model reads it."""
+        for name in switches:
+            if not self._tokenizer.takes_switch(name):
+                raise invalid("chat_template_kwargs", f"chat_template_kwargs: {name[:64]!r} is not a request's to set")
+        if tools and not self._dialect.takes_tools:
+            raise invalid("tools", "tools: this model's chat template does not tell the model of functions")
+        if tools and self._dialect.tool_format is None:
+            raise invalid("tools", "tools: this gateway does not recognise this model's calls (--tool-parser)")
+
+        def render() -> str:
+            return self._tokenizer.render_chat(
+                [message.for_template() for message in messages], [tool.for_template() for tool in tools], switches
+            )
+
+        size = len(tools) + sum(1 + len(message.tool_calls or ()) for message in messages)
+        try:
+            return render() if size <= _THREAD_MESSAGES else await self._tokenizer.threads.run(render)
+        except ChatTemplateError as error:
+            raise invalid("messages", str(error)) from error
+
+    def _generation(
+        self,
+        form: SamplingFields,
+        tenant: str,
+        token_ids: list[int],
+        param: str,
+        length: _LengthLimit,
+        num_logprobs: int | None,
+        grammar: str | None,
+    ) -> Generation:
+        """`param` is the field that the prompt came from."""
+        context = min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
+        if not token_ids:
+            raise invalid(param, f"{param} must not be empty")
+        if len(token_ids) >= context:
+            message = f"{param} has {len(token_ids)} tokens; with at least one to generate, the context takes {context}"
+            raise invalid(param, message, code="context_length_exceeded")
+        self._check_vocabulary(token_ids, param)
+        rest = context - len(token_ids)
+        max_tokens = length.asked
+        if max_tokens is None:
+            max_tokens = rest if length.default is None else min(length.default, rest)
+        if max_tokens > rest:
+            message = f"{len(token_ids)} tokens of prompt and {length.param} {max_tokens} exceed the context, {context}"
+            raise invalid(length.param, message, code="context_length_exceeded")
+        return Generation(
+            token_ids=tuple(token_ids),
+            num_choices=form.n or 1,
+            sampling=self._sampling(form, max_tokens, num_logprobs, grammar),
+            budget_s=self._limits.default_budget_s,
+            tier=form.service_tier,
+            tenant=tenant,
+            cache_salt=_cache_salt(tenant, form.cache_salt),
+        )
+
+    def _sampling(
+        self,
+        form: SamplingFields,
+        max_tokens: int,
+        num_logprobs: int | None,
+        grammar: str | None,
+    ) -> SamplingParams:
+        defaults = self._settings.sampling_defaults
+        fields = {
+            "max_tokens": max_tokens,
+            "temperature": defaults.temperature,
+            "top_p": defaults.top_p,
+            "top_k": defaults.top_k,
+            "repetition_penalty": defaults.repetition_penalty,
+            "seed": secrets.randbits(63),
+            "stop_token_ids": tuple(form.stop_token_ids or ()),
+            "logit_bias": form.logit_bias,
+            "grammar": grammar,
+            "logprobs": num_logprobs,
+        }
+        fields |= {name: value for name in _PASSED_ON if (value := getattr(form, name)) is not None}
+        if fields["top_k"] == -1:
+            fields["top_k"] = 0
+        sampling = _SAMPLING.validate_python(fields)
+        if sampling.min_tokens > sampling.max_tokens:
+            raise invalid("min_tokens", f"min_tokens {sampling.min_tokens} is more than the {max_tokens} to generate")
+        return sampling
+
+    def _job(
+        self,
+        form: SamplingFields,
+        generations: Sequence[Generation],
+        echoes: Sequence[str] = (),
+        plan: AnswerPlan | None = None,
+    ) -> Job:
+        options = form.stream_options
+        include_timings = bool(form.include_timings or (options is not None and options.include_timings))
+        return Job(
+            generations=tuple(generations),
+            stops=form.stop,
+            echoes=tuple(echoes) or ("",) * len(generations),
+            stream=bool(form.stream),
+            include_usage=include_timings or (options is not None and bool(options.include_usage)),
+            continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
+            include_timings=include_timings,
+            plan=plan,
+        )
+
+
+def _cache_salt(tenant: str, cache_salt: str | None) -> str:
+    """What separates one request's cached prefixes from another's: the tenant and what the client asks for besides.
+
+    A tenant is printable and holds no line end, so two pairs are never written alike; the digest brings any of them
+    within the bounds of the wire. Where neither is given, everyone shares.
+    """
+    if not tenant and cache_salt is None:
+        return ""
+    return hashlib.sha256(f"{tenant}\n{cache_salt or ''}".encode()).hexdigest()

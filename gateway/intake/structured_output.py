@@ -1,0 +1,214 @@
+"""What an answer must follow: JSON schemas, regular expressions, choices and grammars, as one grammar for the workers.
+
+OpenAI's `response_format`, and vLLM's `guided_*` and `structured_outputs`, which say the same in other words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from collections.abc import Callable
+
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+
+from common.contract.errors import Cause
+from common.contract.sampling import MAX_GRAMMAR_CHARS
+from common.runtime.grammar_limits import grammar_limits
+from gateway.bounded_threads import DaemonThreads
+from gateway.intake.expanded_length import MAX_EXPANDED, expanded_grammar_length, expanded_length
+from gateway.intake.field_types import MAX_TEXT_CHARS
+from gateway.intake.json_schemas import refuse_unenforceable
+from gateway.intake.schemas import SamplingFields, StructuredOutputs
+from gateway.web.http_errors import ApiError, invalid
+
+COMPILE_TIMEOUT_S = 2.0
+"""What takes longer to check is refused; the library's own bounds end it soon after."""
+MAX_WAIT_S = 5.0
+"""For a thread. Who waits in vain may come back."""
+MAX_WAITING = 64
+"""Requests at once."""
+_WHITESPACE = r"( |\n {0,32})"
+"""Between the parts of a JSON text, or nothing: compact or indented, but not endless, as some models would have it."""
+_ESCAPES = 'nrbtf\\"'
+"""In JSON's strings. None by number: each name is written in one way, so those that are taken are told from others."""
+_MAX_ERROR_CHARS = 500
+_THREADS = DaemonThreads(2, "grammar")
+"""Its own, so that what takes long delays nobody's tokens."""
+_BYTES = LLTokenizer("byte")
+"""Enough to see whether a grammar can be followed."""
+_NAMES_TOKENS = re.compile("unknown special token|Token range")
+"""Errors of what the model's own tokenizer is needed for."""
+_INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
+_num_waiting = 0
+_ANY_OBJECT = '{"type": "object"}'
+
+
+async def grammar_of(form: SamplingFields) -> str | None:
+    """The grammar of an answer to `form`; None if it is free.
+
+    Raises `ApiError`: a 400 that names the field, or a 429.
+    """
+    wanted = _wanted(form)
+    if not wanted:
+        return None
+    (param, kind, text), *more = wanted
+    if more:
+        raise invalid(more[0][0], f"{param} and {more[0][0]}: an answer follows one of them")
+    if len(text) > MAX_TEXT_CHARS:
+        raise invalid(param, f"{param}: {len(text)} characters, at most {MAX_TEXT_CHARS}")
+    refuse_contradictions(form, param)
+    return await checked(param, functools.partial(compile_grammar, kind, text))
+
+
+def refuse_contradictions(form: SamplingFields, param: str) -> None:
+    """Refuse what else would say where an answer ends, beside the field that has a grammar."""
+    if form.min_tokens:
+        raise invalid("min_tokens", f"min_tokens does not go together with {param}, which says where an answer may end")
+    if form.ignore_eos:
+        raise invalid("ignore_eos", f"ignore_eos does not go together with {param}, which says where an answer ends")
+
+
+async def checked(param: str, compile_it: Callable[[], tuple[str, str]]) -> str:
+    """The grammar that comes of `compile_it`, which says what is wrong besides. Raises `ApiError`."""
+    compiled = await _begun(compile_it)
+    try:
+        async with asyncio.timeout(COMPILE_TIMEOUT_S):
+            grammar, error = await compiled
+    except TimeoutError:
+        error = f"it takes more than {COMPILE_TIMEOUT_S:g} s to check"
+    if error:
+        raise invalid(param, f"{param}: {error[:_MAX_ERROR_CHARS]}")
+    return grammar
+
+
+async def _begun(compile_it: Callable[[], tuple[str, str]]) -> asyncio.Future[tuple[str, str]]:
+    """What a thread of this module's will have made, from when it has begun. Raises `ApiError`, a 429."""
+    global _num_waiting
+    busy = ApiError(429, "too many grammars and schemas are being checked", code=Cause.CAPACITY)
+    if _num_waiting >= MAX_WAITING:
+        raise busy
+    loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
+
+    def work() -> tuple[str, str]:
+        loop.call_soon_threadsafe(has_begun.set)
+        return compile_it()
+
+    _num_waiting += 1
+    compiled = _THREADS.submit(work)
+    try:
+        async with asyncio.timeout(MAX_WAIT_S):
+            await has_begun.wait()
+    except BaseException as error:
+        compiled.cancel()
+        if isinstance(error, TimeoutError):
+            raise busy from None
+        raise
+    finally:
+        _num_waiting -= 1
+    return asyncio.wrap_future(compiled)
+
+
+def _wanted(form: SamplingFields) -> list[tuple[str, str, str]]:
+    """(field, kind of grammar, its text) of all that the form asks for."""
+    wanted = []
+    given = form.response_format
+    if given is not None and given.type == "json_object":
+        wanted.append(("response_format", "json_schema", _ANY_OBJECT))
+    if given is not None and given.type == "json_schema":
+        if given.json_schema is None or given.json_schema.schema_ is None:
+            raise invalid(
+                "response_format.json_schema", "response_format of type json_schema needs a json_schema.schema"
+            )
+        wanted.append(("response_format.json_schema", "json_schema", given.json_schema.schema_))
+    vllm = form.structured_outputs or StructuredOutputs()
+    if vllm.json_object:
+        wanted.append(("structured_outputs.json_object", "json_schema", _ANY_OBJECT))
+    for param, kind, value in (
+        ("guided_json", "json_schema", form.guided_json),
+        ("guided_regex", "regex", form.guided_regex),
+        ("guided_choice", "choice", form.guided_choice),
+        ("guided_grammar", "grammar", form.guided_grammar),
+        ("structured_outputs.json", "json_schema", vllm.json_schema),
+        ("structured_outputs.regex", "regex", vllm.regex),
+        ("structured_outputs.choice", "choice", vllm.choice),
+        ("structured_outputs.grammar", "grammar", vllm.grammar),
+    ):
+        if value is not None:
+            wanted.append((param, kind, value if isinstance(value, str) else json.dumps(value)))
+    return wanted
+
+
+@functools.lru_cache(maxsize=32)
+def compile_grammar(kind: str, text: str) -> tuple[str, str]:
+    """The grammar of a text ("json_schema", "regex", "choice" or "grammar"), and what is wrong with it, or nothing."""
+    return guarded(lambda: _compile(kind, text))
+
+
+def guarded(compile_it: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """A grammar and what is wrong with it, where the library may also raise that."""
+    try:
+        return compile_it()
+    except (ValueError, RecursionError) as error:
+        return "", str(error)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the library; it has no name that could be imported
+            raise
+        return "", "it cannot be checked"
+
+
+def _compile(kind: str, text: str) -> tuple[str, str]:
+    if kind == "choice":
+        # JSON leaves U+007F as it is, and the library does not take it so.
+        names = [json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f") for each in json.loads(text)]
+        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(names))
+    elif kind == "json_schema":
+        grammar = json_grammar(text)
+    else:
+        length = expanded_length(text) if kind == "regex" else expanded_grammar_length(text)
+        if length > MAX_EXPANDED:
+            raise ValueError(f"written out it has more than {MAX_EXPANDED} characters")
+        grammar = grammar_from(kind, text)  # type: ignore[arg-type]
+        for inline in _INLINE_SCHEMA.finditer(grammar):
+            refuse_unenforceable(json.JSONDecoder().raw_decode(grammar, inline.end())[0])
+    return validated(grammar)
+
+
+def json_grammar(schema: str) -> str:
+    """The grammar of a JSON schema, itself a JSON object. Raises `ValueError`."""
+    parsed = json.loads(schema)
+    if not isinstance(parsed, dict):
+        raise ValueError("a schema is a JSON object")
+    refuse_unenforceable(parsed)
+    return LLMatcher.grammar_from_json_schema(
+        schema,
+        overrides={  # of what a schema may say under `x-guidance`: all of it
+            "whitespace_pattern": _WHITESPACE,
+            "item_separator": ",",
+            "key_separator": ":",
+            "coerce_one_of": False,
+            "lenient": False,
+            "json_allowed_escapes": _ESCAPES,
+            "json_allow_general_unicode_escapes": False,
+        },
+    )
+
+
+def validated(grammar: str) -> tuple[str, str]:
+    """A grammar, and what is wrong with it, or nothing."""
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        return "", f"{len(grammar)} characters as a grammar, at most {MAX_GRAMMAR_CHARS}"
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=grammar_limits())
+    return grammar, messages[0] if is_error else _beginning_error(grammar)
+
+
+def _beginning_error(grammar: str) -> str:
+    """What keeps a text from following a grammar, at its beginning and after all that is given there; or nothing."""
+    matcher = LLMatcher(_BYTES, grammar, log_level=0, limits=grammar_limits())
+    if _NAMES_TOKENS.search(matcher.get_error()):
+        return ""  # workers know them
+    matcher.compute_bitmask()
+    matcher.consume_tokens(matcher.compute_ff_tokens())
+    matcher.compute_bitmask()
+    return f"nothing can follow it: {matcher.get_error().splitlines()[0]}" if matcher.is_error() else ""

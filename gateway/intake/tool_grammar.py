@@ -1,0 +1,189 @@
+"""What an answer must follow where the model has to call a function: a grammar that writes calls in its own format.
+
+    answer      [reasoning] (calls | what `response_format` or the like asks for)
+    reasoning   what the model thinks first, free text up to the tag that closes it
+    calls       each of one of the functions, with arguments that follow the schema of its parameters
+
+Tags that are tokens of their own are named by their ids: whether a tokenizer calls them special does not matter then.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.intake.schemas import ChatRequest
+from gateway.intake.structured_output import (
+    checked,
+    grammar_of,
+    guarded,
+    json_grammar,
+    refuse_contradictions,
+    validated,
+)
+from gateway.intake.tool_schemas import NamedToolChoice, Tool, forced_tools, usable_tools
+from gateway.text import reasoning
+from gateway.text.dialect import Dialect, ToolFormat
+from gateway.text.tool_parsers import HermesParser, MistralParser
+from gateway.web.http_errors import invalid
+
+_THOUGHT: Final = r"THOUGHT: /(?s:.*)/ & ~/(?s:.*)<\/think>(?s:.*)/"
+"""Anything that does not close the reasoning."""
+_GAP: Final = r"GAP: /\n{0,2}/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerGrammar:
+    """What the parts of an answer are. Equal ones have the same grammar."""
+
+    functions: tuple[tuple[str, str], ...] = ()
+    """Name, and the schema of the parameters as JSON, of each that may be called."""
+    tool_format: ToolFormat | None = None
+    several: bool = False
+    """Whether there may be more calls than one."""
+    answer: str | None = None
+    """A grammar to follow instead of calling anything."""
+    reasons: bool = False
+    """Whether the model may reason first."""
+    opened: bool = False
+    """The prompt has opened the reasoning: it must be closed."""
+    tags: tuple[tuple[str, int], ...] = ()
+    """Tags that are tokens."""
+    named_calls: bool = False
+    """Mistral's: each call is a name, and `[ARGS]` before its arguments."""
+    call_ids: bool = False
+    """Mistral's: and an id after the name."""
+
+
+async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str | None:
+    """The grammar of an answer to `form`, whose messages are `prompt`; None if it is free.
+
+    Raises `ApiError`: a 400 that names the field at fault, or a 429.
+    """
+    answer = await grammar_of(form)
+    forced = forced_tools(form)
+    if forced and answer is not None:
+        raise invalid("tool_choice", "tool_choice: the answer has a format, so it cannot have to be a call")
+    tools = forced or usable_tools(form)
+    if not forced and (answer is None or not (tools or dialect.may_reason(prompt))):
+        return answer
+    if forced:
+        refuse_contradictions(form, "tool_choice")
+    template = dialect.tokenizer.chat_template(with_tools=True)
+    spec = AnswerGrammar(
+        functions=tuple((tool.function.name, json.dumps(_schema(tool), ensure_ascii=False)) for tool in tools),
+        tool_format=dialect.tool_format if tools else None,
+        several=form.parallel_tool_calls is not False and not isinstance(form.tool_choice, NamedToolChoice),
+        answer=answer,
+        reasons=dialect.may_reason(prompt),
+        opened=dialect.opens_reasoning(prompt),
+        tags=dialect.tags(),
+        named_calls="[ARGS]" in template,
+        call_ids="[CALL_ID]" in template,
+    )
+    return await checked("tools" if tools else "response_format", functools.partial(compile_answer, spec))
+
+
+@functools.lru_cache(maxsize=32)
+def compile_answer(spec: AnswerGrammar) -> tuple[str, str]:
+    """The grammar of an answer, and what is wrong with it, or nothing."""
+    return guarded(lambda: validated(_compose(spec)))
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """What the arguments of a call must follow: without a schema there are none."""
+    parameters = tool.function.parameters
+    if parameters is None:
+        return {"type": "object", "additionalProperties": False}
+    return {"type": "object"} | parameters
+
+
+def _compose(spec: AnswerGrammar) -> str:
+    parts: list[dict[str, Any]] = []
+    bodies = []
+    rules = []
+    if spec.tool_format is not None:
+        bodies.append("calls")
+        rules += _RULES[spec.tool_format](spec)
+        parts += [_named(f"args_{i}", _arguments(schema)) for i, (_, schema) in enumerate(spec.functions)]
+    if spec.answer is not None:
+        bodies.append("@answer")
+        parts.append(_named("answer", spec.answer))
+    rules.append("body: " + " | ".join(bodies))
+    if spec.reasons:
+        rules += _reasoning_rules(spec)
+    starts = ["reasoning body"] if spec.reasons else []
+    if not spec.opened:
+        starts.append("body")
+    rules.append("start: " + " | ".join(starts))
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *parts]}, ensure_ascii=False)
+
+
+def _arguments(schema: str) -> str:
+    """Their grammar, which is checked by itself too: no call has to begin with it."""
+    grammar, error = validated(json_grammar(schema))
+    if error:
+        raise ValueError(error)
+    return grammar
+
+
+def _named(name: str, grammar: str) -> dict[str, Any]:
+    """One grammar as a part of another, which refers to it by this name."""
+    part = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    return part | {"name": name}
+
+
+def _reasoning_rules(spec: AnswerGrammar) -> list[str]:
+    opening = "" if spec.opened else _tag(spec, reasoning.OPENING) + " "
+    if reasoning.CLOSING in dict(spec.tags):
+        thought = ["thought: THOUGHT " + _tag(spec, reasoning.CLOSING), _THOUGHT]
+    else:
+        thought = [f'thought[suffix="{reasoning.CLOSING}"]: /(?s:.*)/']
+    return [f"reasoning: {opening}thought GAP", _GAP, *thought]
+
+
+def _hermes(spec: AnswerGrammar) -> list[str]:
+    opening, closing = (_tag(spec, tag) for tag in HermesParser.markers)
+    more = ' ("\\n" call)*' if spec.several else ""
+    return [f"calls: call{more}", f'call: {opening} "\\n" object "\\n" {closing}', _objects(spec, "arguments")]
+
+
+def _llama3(spec: AnswerGrammar) -> list[str]:
+    """One call: these models' templates take no more in one message."""
+    return ["calls: object", _objects(spec, "parameters")]
+
+
+def _mistral(spec: AnswerGrammar) -> list[str]:
+    opening, arguments, call_id = (_tag(spec, tag) for tag in MistralParser.markers)
+    if not spec.named_calls:
+        more = ' (", " object)*' if spec.several else ""
+        return [f'calls: {opening} " [" object{more} "]"', _objects(spec, "arguments")]
+    between = f"{call_id} CALL_ID {arguments}" if spec.call_ids else arguments
+    calls = [f"{opening} {json.dumps(name)} {between} @args_{i}" for i, (name, _) in enumerate(spec.functions)]
+    rules = ["calls: call" + ("+" if spec.several else ""), "call: " + " | ".join(calls)]
+    return [*rules, "CALL_ID: /[a-zA-Z0-9]{9}/"] if spec.call_ids else rules
+
+
+def _objects(spec: AnswerGrammar, arguments: str) -> str:
+    """The rule of a call as an object."""
+    calls = []
+    for i, (name, _) in enumerate(spec.functions):
+        head = json.dumps(f'{{"name": "{name}", "{arguments}": ')
+        calls.append(f'{head} @args_{i} "}}"')
+    return "object: " + " | ".join(calls)
+
+
+def _tag(spec: AnswerGrammar, tag: str) -> str:
+    token = dict(spec.tags).get(tag)
+    return json.dumps(tag) if token is None else f"<[{token}]>"
+
+
+_RULES: Final[Mapping[ToolFormat, Callable[[AnswerGrammar], list[str]]]] = {
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "mistral": _mistral,
+}
+"""What writes the rule `calls`, and those that it needs."""

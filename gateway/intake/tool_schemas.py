@@ -1,0 +1,194 @@
+"""Functions that a model may call, as clients send them, checked for form; and calls that it has made before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from gateway.web.http_errors import invalid
+
+MAX_TOOLS: Final = 128
+"""Most functions of one request, and most calls of one message."""
+MAX_PARAMETERS_CHARS: Final = 2**16
+"""Longest JSON schema of one function's parameters."""
+MAX_TOOLS_CHARS: Final = 2**18
+"""Longest JSON of all functions of one request."""
+MAX_SWITCHES: Final = 32
+MAX_SWITCHES_CHARS: Final = 2**14
+"""Longest JSON of `chat_template_kwargs`."""
+
+
+def _json_chars(value: object) -> int:
+    """Length of a value as JSON; whoever writes it again later can do so."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except RecursionError:
+        raise PydanticCustomError("json", "is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise PydanticCustomError("json", "holds a lone surrogate, which is not text") from None
+    return len(text)
+
+
+def _parameters(value: dict[str, Any]) -> dict[str, Any]:
+    if _json_chars(value) > MAX_PARAMETERS_CHARS:
+        most = {"most": MAX_PARAMETERS_CHARS}
+        raise PydanticCustomError("parameters", "must be a JSON schema of at most {most} characters", most)
+    if value.get("type", "object") != "object":
+        raise PydanticCustomError("parameters", 'must be a JSON schema of type "object"')
+    return value
+
+
+def _switches(value: dict[str, Any]) -> dict[str, Any]:
+    if len(value) > MAX_SWITCHES or _json_chars(value) > MAX_SWITCHES_CHARS:
+        most = {"most": MAX_SWITCHES, "chars": MAX_SWITCHES_CHARS}
+        raise PydanticCustomError("switches", "must be an object of at most {most} keys, {chars} characters", most)
+    return value
+
+
+def _arguments(value: object) -> dict[str, Any] | str:
+    """What chat templates expect: an object, where the text is the JSON of one."""
+    if not isinstance(value, str):
+        raise PydanticCustomError("arguments", "must be a string, the JSON of an object")
+    try:
+        parsed = json.loads(value) if value else {}
+    except (ValueError, RecursionError):
+        parsed = None
+    arguments = parsed if isinstance(parsed, dict) else value
+    _json_chars(arguments)
+    return arguments
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(_Schema):
+    """What a function is called, does and takes."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = None
+    strict: bool | None = None
+    """Accepted: arguments follow the schema wherever a call is enforced, and nowhere else."""
+
+
+class Tool(_Schema):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+def _tools(tools: list[Tool]) -> list[Tool]:
+    if _json_chars([tool.for_template() for tool in tools]) > MAX_TOOLS_CHARS:
+        raise PydanticCustomError("tools", "must be at most {most} characters of JSON", {"most": MAX_TOOLS_CHARS})
+    if len({tool.function.name for tool in tools}) < len(tools):
+        raise PydanticCustomError("tools", "two functions have the same name")
+    return tools
+
+
+class NamedFunction(_Schema):
+    """A function, named."""
+
+    name: FunctionName
+
+
+class NamedToolChoice(_Schema):
+    """The one function that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _tool_choice(value: object) -> str | NamedToolChoice | None:
+    match value:
+        case None | "none" | "auto" | "required":
+            return value
+        case {"type": "function", "function": {"name": str(name)}}:
+            return NamedToolChoice.model_construct(type="function", function=NamedFunction.model_construct(name=name))
+        case _:
+            raise PydanticCustomError(
+                "tool_choice", 'must be "none", "auto", "required" or {shape}', {"shape": _NAMED_SHAPE}
+            )
+
+
+_NAMED_SHAPE: Final = '{"type": "function", "function": {"name": …}}'
+
+Tools: TypeAlias = Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_tools)]
+ToolChoice: TypeAlias = Annotated[
+    Literal["none", "auto", "required"] | NamedToolChoice | None,
+    PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedToolChoice | None),
+]
+TemplateSwitches: TypeAlias = Annotated[dict[str, Any], AfterValidator(_switches)]
+
+
+class FunctionCall(_Schema):
+    """What was called, and with what."""
+
+    name: FunctionName
+    arguments: Annotated[dict[str, Any] | str, PlainValidator(_arguments, json_schema_input_type=str)]
+
+
+class ToolCall(_Schema):
+    """A call that the model has made."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[ -~]*$")]
+    type: Literal["function"]
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+ToolCalls: TypeAlias = Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)]
+
+
+class WithTools(Protocol):
+    """The fields of a request that say which functions may, or must, be called."""
+
+    @property
+    def tools(self) -> Sequence[Tool] | None: ...
+
+    @property
+    def tool_choice(self) -> str | NamedToolChoice | None: ...
+
+
+def usable_tools(form: WithTools) -> Sequence[Tool]:
+    """The functions that the model is told of: none where it may call none.
+
+    Raises `ApiError`, a 400, where a call is wanted and there is nothing to choose from.
+    """
+    tools = form.tools or ()
+    if form.tool_choice in (None, "auto"):
+        return tools
+    if form.tool_choice == "none":
+        return ()
+    if not tools:
+        raise invalid("tool_choice", "tool_choice needs tools")
+    if isinstance(form.tool_choice, NamedToolChoice):
+        name = form.tool_choice.function.name
+        if name not in {tool.function.name for tool in tools}:
+            raise invalid("tool_choice", f"tool_choice: no function of tools is called {name[:64]!r}")
+    return tools
+
+
+def forced_tools(form: WithTools) -> Sequence[Tool]:
+    """The functions of which the model must call one; none where it need not call any."""
+    if isinstance(form.tool_choice, NamedToolChoice):
+        name = form.tool_choice.function.name
+        return [tool for tool in form.tools or () if tool.function.name == name]
+    return (form.tools or ()) if form.tool_choice == "required" else ()

@@ -1,0 +1,221 @@
+"""The gateway's own metrics: the `vllm:*` names that dashboards know, and `baton_gateway_*`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from common.contract.errors import Cause
+from gateway.api_settings import Target
+from gateway.observability.counting import TokenCounter, TokenHistogram
+from gateway.observability.recent import Recent
+from gateway.observability.request_life import RequestLife
+from gateway.observability.stage_metrics import REQUEST_BUCKETS_S, StageMetrics
+from gateway.text.choice_text import CallTally, Piece
+
+_TTFT_BUCKETS_S: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+)  # fmt: skip
+_TOKEN_BUCKETS_S: Final = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 10.0, 20.0,
+)  # fmt: skip
+
+
+class GatewayMetrics:
+    """Counts and latencies of one gateway. `registry` is its own and takes other parts' metrics too."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry: Final = CollectorRegistry()
+        self.recent: Final = Recent()
+        self._model_name = model_name
+        self.time_to_first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "Arrival of a request to its first token.", _TTFT_BUCKETS_S
+        )
+        label = ("model_name", model_name)
+        self.inter_token_latency = TokenHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Gap between two arrivals of tokens of one choice.",
+            label,
+            _TOKEN_BUCKETS_S,
+        )
+        self.time_per_output_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time for each token of a choice after its first.",
+            _TOKEN_BUCKETS_S,
+        )
+        self.request_latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival of a request to its last token.", REQUEST_BUCKETS_S
+        )
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self.generation_tokens = TokenCounter("vllm:generation_tokens", "Tokens generated.", label)
+        self.registry.register(self.inter_token_latency)
+        self.registry.register(self.generation_tokens)
+        self._success = Counter(
+            "vllm:request_success",
+            "Choices that finished, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        for reason in ("stop", "length", "tool_calls"):
+            self._success.labels(model_name, reason)
+        self._tool_calls = Counter(
+            "baton_gateway_tool_calls",
+            "Calls of functions in answers: complete; cut; or malformed, which are in the text.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        for outcome in ("complete", "cut", "malformed"):
+            self._tool_calls.labels(outcome)
+        self._requests = Counter(
+            "baton_gateway_requests", "HTTP requests, by answer.", ["endpoint", "code"], registry=self.registry
+        )
+        self._failed = Counter(
+            "baton_gateway_requests_failed",
+            "Valid requests that did not finish; those of the cause capacity were refused.",
+            ["cause"],
+            registry=self.registry,
+        )
+        self.stages = StageMetrics(self.registry, model_name)
+        self.requests_in_flight = Gauge(
+            "baton_gateway_requests_in_flight", "POST requests being served.", registry=self.registry
+        )
+        self._limited = Counter(
+            "baton_gateway_requests_limited",
+            "Requests refused by a limit of their API key.",
+            ["key", "reason"],
+            registry=self.registry,
+        )
+        self.connections = Gauge("baton_gateway_connections", "Connections of clients.", registry=self.registry)
+        self._connections_refused = Counter(
+            "baton_gateway_connections_refused",
+            "Connections ended because of what the client did, or for want of room.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._files_reloaded = Counter(
+            "baton_gateway_files_reloaded",
+            "Times that a changed file of keys or certificates was read again.",
+            ["file", "outcome"],
+            registry=self.registry,
+        )
+
+    def answered(self, endpoint: str, code: int) -> None:
+        """Count an HTTP request and its status."""
+        self._requests.labels(endpoint, str(code)).inc()
+
+    def failed(self, cause: str) -> None:
+        """Count a valid request that did not finish."""
+        self._failed.labels(cause).inc()
+
+    def limited(self, key: str, reason: str) -> None:
+        """Count a request that a limit of an API key refused; `key` is its name, which the operator has chosen."""
+        self._limited.labels(key, reason).inc()
+
+    def connection_refused(self, reason: str) -> None:
+        """Count a connection that was not let in, or was ended."""
+        self._connections_refused.labels(reason).inc()
+
+    def reloaded(self, file: str, good: bool) -> None:
+        """Count a reading of a file that has changed, and whether what it holds is in force now."""
+        self._files_reloaded.labels(file, "ok" if good else "refused").inc()
+
+    def finished(self, reason: str) -> None:
+        """Count a choice that finished."""
+        self._success.labels(self._model_name, reason).inc()
+
+    def called(self, tally: CallTally) -> None:
+        """Count a choice's calls of functions."""
+        self._tool_calls.labels("complete").inc(tally.complete)
+        self._tool_calls.labels("cut").inc(tally.cut)
+        self._tool_calls.labels("malformed").inc(tally.malformed)
+
+    def exposition(self) -> bytes:
+        """All metrics of `registry`, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return metric.labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+
+class RequestStopwatch:
+    """Derives one request's latencies from the arrival of its pieces."""
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        arrived_s: float,
+        num_prompt_tokens: int,
+        target: Target = Target(),  # noqa: B008 (frozen)
+        life: RequestLife | None = None,
+    ) -> None:
+        """`arrived_s` is a reading of the clock that `observe` gets; a request that meets `target` is goodput.
+        `life` is told of the same events."""
+        self.life = life
+        self._metrics = metrics
+        self._arrived_s = arrived_s
+        self._num_prompt_tokens = num_prompt_tokens
+        self._target = target
+        self._met = True
+        self._first_s: dict[int, float] = {}
+        self._last_s: dict[int, float] = {}
+        self._num_tokens: dict[int, int] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far, over all choices."""
+        return sum(self._num_tokens.values())
+
+    def observe(self, piece: Piece, now_s: float) -> None:
+        """Take note of a piece that has just arrived."""
+        if piece.num_tokens:
+            self._observe_tokens(piece, now_s)
+        if piece.tally is not None:
+            self._metrics.called(piece.tally)
+        if self.life is not None and piece.finish_reason is not None:
+            self.life.finish_reasons.append(piece.finish_reason)
+        if piece.finish_reason is not None:
+            self._metrics.finished(piece.finish_reason)
+            num_gaps = self._num_tokens.get(piece.choice, 0) - 1
+            if num_gaps > 0:
+                elapsed_s = self._last_s[piece.choice] - self._first_s[piece.choice]
+                self._metrics.time_per_output_token.observe(elapsed_s / num_gaps)
+                self._met = self._met and elapsed_s / num_gaps <= self._target.itl_s
+
+    def finish(self, now_s: float) -> None:
+        """Every choice has ended."""
+        self._metrics.request_latency.observe(now_s - self._arrived_s)
+        self._metrics.recent.finished(now_s, met=self._met)
+        if self.life is not None:
+            self.life.finished(self.num_tokens, now_s)
+
+    def fail(self, cause: Cause, message: str, now_s: float) -> None:
+        """The request ends otherwise."""
+        self._metrics.failed(cause)
+        if self.life is not None:
+            self.life.failed(cause, message, self.num_tokens, now_s)
+
+    def _observe_tokens(self, piece: Piece, now_s: float) -> None:
+        choice = piece.choice
+        if not self._first_s:
+            ttft_s = now_s - self._arrived_s
+            self._met = ttft_s <= self._target.ttft_s
+            self._metrics.time_to_first_token.observe(ttft_s)
+            self._metrics.recent.first_token(ttft_s, now_s)
+            if self.life is not None:
+                self.life.first_token(now_s)
+            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        gap_s = now_s - self._last_s[choice] if choice in self._last_s else None
+        if gap_s is not None:
+            self._metrics.inter_token_latency.observe(gap_s)
+        self._metrics.recent.tokens(piece.num_tokens, gap_s, now_s)
+        self._first_s.setdefault(choice, now_s)
+        self._last_s[choice] = now_s
+        self._num_tokens[choice] = self._num_tokens.get(choice, 0) + piece.num_tokens
+        self._metrics.generation_tokens.inc(piece.num_tokens)

@@ -1,0 +1,172 @@
+"""One generating HTTP request as its operator sees it: a line of the log for each event, and at the end an account of
+its time, for metrics, traces, the log and, on request, the client. Counts and durations: never text."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+from aiohttp import web
+
+from common.contract.errors import Cause
+from common.runtime.logs import about
+from gateway.answer.responses import AnswerFormat
+from gateway.intake.request_intake import Job
+from gateway.observability.stage_metrics import StageMetrics
+from gateway.serving.waterfall import Waterfall
+from gateway.web.request_ids import ACCEPTED, REQUEST_ID
+
+TRACE_HEADERS: Final = ("traceparent", "tracestate")
+"""W3C Trace Context: of which trace a request is a part."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class Traces(Protocol):
+    """Where requests that have ended are told as spans."""
+
+    def record(self, life: RequestLife) -> None:
+        """Never raises."""
+
+
+class RequestLife:
+    """From when it is known to be valid, to its end. `now` is the gateway's monotonic clock."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        job: Job,
+        answer: AnswerFormat,
+        arrived_at: float,
+        now: float,
+        *,
+        metrics: StageMetrics,
+        traces: Traces | None = None,
+    ) -> None:
+        """It will be generated; `arrived_at` is when it had arrived."""
+        request[ACCEPTED] = True
+        self._metrics = metrics
+        self._traces = traces
+        self._arrived_at = arrived_at
+        self._first_token_at: float | None = None
+        self._over = False
+        self.job = job
+        self.operation = answer.operation
+        self.heading = answer.heading
+        self.request_id = request.get(REQUEST_ID, "")
+        self.arrived_unix_ns = time.time_ns() - round(1e9 * (now - arrived_at))
+        self.trace_headers: Mapping[str, str] = {
+            name: request.headers[name] for name in TRACE_HEADERS if name in request.headers
+        }
+        self.num_tokens = 0
+        """Generated, over all choices."""
+        self.finish_reasons: list[str] = []
+        self.cause: Cause | None = None
+        """Why it did not finish."""
+        self.waterfall = Waterfall()
+        """Of the generation that ended last, once all have."""
+        for generation in job.generations:
+            generation.waterfall.arrived(self.heading.id, arrived_at)
+        self._accepted()
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to first token."""
+        return None if self._first_token_at is None else self._first_token_at - self._arrived_at
+
+    def _accepted(self) -> None:
+        job, first = self.job, self.job.generations[0]
+        self._log(
+            logging.INFO,
+            "accepted",
+            f"{job.num_prompt_tokens} tokens, {first.tier} tier",
+            operation=self.operation,
+            prompt_tokens=job.num_prompt_tokens,
+            prompts=len(job.generations),
+            n=first.num_choices,
+            max_tokens=first.sampling.max_tokens,
+            tier=first.tier.value,
+            tenant=first.tenant,
+            stream=job.stream,
+        )
+
+    def first_token(self, now: float) -> None:
+        """The first of its tokens is about to go to the client."""
+        self._first_token_at = now
+        ttft_ms = _ms(1e9 * (now - self._arrived_at))
+        self._log(logging.INFO, "first_token", f"after {ttft_ms:.1f} ms", ttft_ms=ttft_ms)
+
+    def finished(self, num_tokens: int, now: float) -> None:
+        """The client has all of it."""
+        self._end(num_tokens, now, finished=True)
+        self._metrics.observe(self.waterfall)
+        spent = ", ".join(f"{stage} {duration / 1e6:.1f}" for stage, duration in self.waterfall.stages_ns().items())
+        self._log(
+            logging.INFO,
+            "finished",
+            f"{self.num_tokens} tokens in {self.waterfall.e2e_ns / 1e6:.1f} ms: {spent}",
+            completion_tokens=self.num_tokens,
+            finish_reasons=self.finish_reasons,
+            **self.timings(),
+        )
+
+    def failed(self, cause: Cause, message: str, num_tokens: int, now: float) -> None:
+        """It ends without that; inert after an end."""
+        if self._over:
+            return
+        self.cause = cause
+        self._end(num_tokens, now, finished=False)
+        event = "failed"
+        if cause is Cause.CANCELLED:
+            event = "cancelled"
+        elif cause is Cause.CAPACITY and not num_tokens:
+            event = "refused"
+        self._log(
+            logging.WARNING if event == "failed" else logging.INFO,
+            event,
+            f"{cause}: {message}",
+            cause=cause.value,
+            why=message,
+            completion_tokens=self.num_tokens,
+            **self.timings(),
+        )
+
+    def timings(self) -> dict[str, Any]:
+        """The account of its time, in milliseconds; the stages add up to `e2e_ms`. To be asked for after the end."""
+        waterfall, pulls = self.waterfall, self.waterfall.pulls
+        timings: dict[str, Any] = {
+            "e2e_ms": _ms(waterfall.e2e_ns),
+            "ttft_ms": None if self.ttft_s is None else _ms(self.ttft_s * 1e9),
+            "stages_ms": {stage.value: _ms(spent) for stage, spent in waterfall.stages_ns().items()},
+            "attempts": len(waterfall.legs),
+        }
+        if pulls:
+            timings["pull_bytes"] = sum(each.pull_bytes for each in pulls)
+            timings["pull_ms"] = _ms(1e9 * sum(each.read_s for each in pulls))
+            timings["hidden_pull_ms"] = _ms(1e9 * sum(each.hidden_read_s for each in pulls))
+        return timings
+
+    def _end(self, num_tokens: int, now: float, *, finished: bool) -> None:
+        self._over = True
+        self.num_tokens = num_tokens
+        self.waterfall = max(
+            (generation.waterfall for generation in self.job.generations), key=lambda each: each.last_token_at
+        )
+        self.waterfall.ended(now, finished=finished)
+        if self.waterfall.excess_ns:
+            excess_ms = self.waterfall.excess_ns / 1e6
+            _LOG.debug("request %s: workers claim %.3f ms too much", self.heading.id, excess_ms)
+        if self._traces is not None:
+            self._traces.record(self)
+
+    def _log(self, level: int, event: str, message: str, **fields: object) -> None:
+        if not _LOG.isEnabledFor(level):
+            return
+        extra = about(event, id=self.heading.id, x_request_id=self.request_id, **fields)
+        _LOG.log(level, "request %s %s: %s", self.heading.id, event.replace("_", " "), message, extra=extra)
+
+
+def _ms(duration_ns: float) -> float:
+    return round(duration_ns / 1e6, 3)

@@ -1,0 +1,56 @@
+"""What operators do with the workers, on a port of its own: look at them, drain one, let it serve again.
+
+It must not be reachable by clients: whoever reaches it can stop the deployment. Browsers are looked at more closely
+(`admin_guard`).
+"""
+
+from __future__ import annotations
+
+import json
+
+from aiohttp import web
+
+from gateway.operators.admin_guard import MAX_BODY_BYTES, admin_guard
+from gateway.routing.dispatcher import Dispatcher
+
+
+def create_admin_app(dispatcher: Dispatcher) -> web.Application:
+    """`GET /workers`, `POST /workers/{id}/drain`, `POST /workers/{id}/resume`; a worker's id is its address."""
+    admin = _Admin(dispatcher)
+    app = web.Application(middlewares=[admin_guard], client_max_size=MAX_BODY_BYTES)
+    app.router.add_get("/workers", admin.workers)
+    app.router.add_post("/workers/{id}/drain", admin.drain)
+    app.router.add_post("/workers/{id}/resume", admin.resume)
+    return app
+
+
+class _Admin:
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def workers(self, _: web.Request) -> web.Response:
+        return _json(200, {"workers": self._dispatcher.workers()})
+
+    async def drain(self, request: web.Request) -> web.Response:
+        return self._tell(request, drain=True)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        return self._tell(request, drain=False)
+
+    def _tell(self, request: web.Request, *, drain: bool) -> web.Response:
+        worker = request.match_info["id"]
+        known = {each["id"]: each for each in self._dispatcher.workers()}
+        if worker not in known:
+            return _error(404, f"no such worker: {worker}; there are {', '.join(map(str, known))}")
+        if not self._dispatcher.tell(worker, drain=drain):
+            return _error(503, f"{worker} cannot be reached now")
+        return _json(202, {"id": worker, "told": "drain" if drain else "resume"})
+
+
+def _error(status: int, message: str) -> web.Response:
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return _json(status, {"error": body})
+
+
+def _json(status: int, body: object) -> web.Response:
+    return web.Response(status=status, text=json.dumps(body), content_type="application/json")

@@ -1,0 +1,653 @@
+"""The shell around flows: links to the workers, a queue for each request's client, time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import zmq.asyncio
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from common.contract.block_hashes import BlockChain, BlockHash
+from common.contract.errors import Cause, FingerprintMismatchError
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages import (
+    MAX_OPEN_REQUESTS,
+    Abort,
+    Alone,
+    CacheEvents,
+    Decode,
+    Drain,
+    Failed,
+    Heartbeat,
+    Hello,
+    HelloRefused,
+    Message,
+    Phase,
+    Prefill,
+    RequestMessage,
+    Resume,
+    Role,
+    Timings,
+    Tokens,
+    Welcome,
+)
+from common.contract.tiers import Tier
+from common.runtime.channel import RECONNECT_S, ControlClient
+from common.runtime.clock import Clock, Pulse
+from common.runtime.curve import CurveKeys
+from common.runtime.logs import about
+from gateway.routing.admission import Admission
+from gateway.routing.mailbox import Mailbox
+from gateway.routing.placement import Placement, Rebind, Route
+from gateway.routing.recovery_metrics import RecoveryMetrics
+from gateway.routing.router import Cached, Expected, Handoff, Local, LocalPrefill, Router, Routing
+from gateway.serving.attempt import Attempt, Deliver, Part, Place, Send
+from gateway.serving.flow import Action, Done, Fail, Flow, Left, Want
+from gateway.serving.generation import Delta, Generation, GenerationFailed, Readiness, Refusal
+from gateway.workers.discovery import Endpoint
+from gateway.workers.prefix_index import PrefixIndex
+from gateway.workers.registry import Given, Registry, WorkerView
+
+log = logging.getLogger(__name__)
+
+_BUDGET_GRACE_S = 1.0
+"""The workers' own deadlines come first, since they can name the state; after this the gateway gives up by itself."""
+_DEGRADED = "degraded: no prefill worker is usable, and decode workers compute the prompts"
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A flow and the client that waits for it."""
+
+    flow: Flow
+    deadline: float
+    """Monotonic seconds at which its budget ends."""
+    block_size: int
+    block_hashes: Sequence[BlockHash]
+    """Names of the prompt's full blocks, as far as a worker's cache can spare computing them."""
+    fingerprint: Fingerprint | None = None
+    """Of the workers that it began on: it goes on only with the same model."""
+    cached: Cached = field(default_factory=dict)
+    """Leading tokens of the prompt that workers had when it was last placed."""
+    given: dict[Part, Given] = field(default_factory=dict)
+    """What workers were given for it, while they have something to do for it."""
+    failed_at: dict[int, float] = field(default_factory=dict)
+    """Choice → since when it has waited for its next token because an attempt failed."""
+    delivered_at: dict[int, float] = field(default_factory=dict)
+    """Choice → when it got its last token."""
+    expected: Expected | None = None
+    """What it was let in for, until its first token."""
+    retry_after_s: int | None = None
+    """When it might be let in, should it not be."""
+    mailbox: Mailbox[Delta | Done | Fail] = field(default_factory=Mailbox)
+    """Bounded by the request: at most one delta for each token, and one end."""
+
+    def about(self, event: str, key: RequestKey, **fields: object) -> dict[str, Any]:
+        """What a line of the log about an attempt says besides: `id` is what the client knows the request by."""
+        request_id = self.flow.generation.waterfall.request_id
+        return about(event, id=request_id, request=key.request, attempt=key.attempt, **fields)
+
+
+class Dispatcher(Collector):
+    """Serves generations with the workers of the registry (`gateway.serving.generation.Generator`)."""
+
+    def __init__(
+        self,
+        me: Incarnation,
+        registry: Registry,
+        clock: Clock,
+        pulse: Pulse,
+        *,
+        local_prefill_tokens: int = 0,
+        routing: Routing = "expected",
+        admission: Admission | None = None,
+        patience_s: float = 10.0,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        """A prompt of which a decode worker has at most `local_prefill_tokens` to compute is computed there; 0 has no
+        such prompt, since the last token is never cached. Without `admission`, nothing is refused for what is expected
+        of it. A request that has lost its worker waits up to `patience_s` for another one to be usable."""
+        self._me = me
+        self._registry = registry
+        self._clock = clock
+        self._pulse = pulse
+        self._patience_s = patience_s
+        self._keys = keys
+        self._placement = Placement(
+            registry, Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing)
+        )
+        self._admission = admission
+        self._index = PrefixIndex()
+        self._context = zmq.asyncio.Context()
+        self._links: dict[str, ControlClient] = {}
+        self._open_clients: dict[_Client, None] = {}
+        self._clients: dict[RequestId, _Client] = {}
+        """By each name under which workers know the request."""
+        self._waiting: dict[Want, _Client] = {}
+        """Choices that wait for workers."""
+        self._listed: dict[str, frozenset[RequestKey]] = {}
+        """What the last Hello to each worker listed: its answer judges these alone."""
+        self._usable = asyncio.Event()
+        self._linking: dict[asyncio.Task[None], ControlClient] = {}
+        self._follows = False
+        """Whether workers are discovered: then they may be of another version for a while, and are refused."""
+        self._broken: asyncio.Future[None] | None = None
+        """While running. Fails, and `run` with it, with a link that ends of a bug, and when workers do not fit together
+        from the start."""
+        self.num_stale_messages = 0
+        """Messages about requests that had ended here."""
+        self.num_duplicates = 0
+        self.num_gaps = 0
+        self.num_prefix_hints = 0
+        self.num_local_prefills: Counter[LocalPrefill] = Counter()
+        self.num_refused: Counter[tuple[Role, Tier]] = Counter()
+        """Requests that were not let in."""
+        self.handoffs: Counter[tuple[str, str]] = Counter()
+        """Sequences that a decode worker went on with, by the addresses of who computed the prompt and its own."""
+        self.recovery = RecoveryMetrics()
+        self._degraded = False
+        """Whether a request has met the present lack of prefill workers."""
+
+    # --- the loops -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep links to every worker until cancelled.
+
+        Raises `FingerprintMismatchError` when, before each role had a usable worker, workers turn out not to fit
+        together; a misfit that is discovered, or comes later, or while requests are served, is refused, and logged.
+        """
+        self._broken = asyncio.get_running_loop().create_future()
+        for address in self._registry.workers:
+            self._link(address)
+        try:
+            await self._broken
+        finally:
+            self._broken = None
+            tasks = list(self._linking)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._context.destroy(linger=100)
+
+    def follow(self, role: Role, endpoints: Collection[Endpoint]) -> None:
+        """These are all workers of a role (`gateway.workers.discovery.Tell`). One that is not listed any more gets no
+        new work, and is forgotten once its session is over: what it has it may finish."""
+        self._follows = True
+        listed = {each.address: each for each in endpoints}
+        for address, endpoint in listed.items():
+            worker = self._registry.workers.get(address)
+            if worker is not None and (worker.role, worker.identity) != (role, endpoint.identity):
+                self._forget(address, "its address is another worker's now")
+                worker = None
+            if worker is None:
+                self._registry.add(role, endpoint)
+                if self._broken is not None:
+                    self._link(address)
+            else:
+                worker.listed, worker.serving = True, endpoint.serving
+        for worker in list(self._registry.workers.values()):
+            if worker.role is role and worker.address not in listed:
+                worker.listed = False
+                if worker.incarnation is None:
+                    self._forget(worker.address, "it is not listed any more")
+        self._look_again()
+
+    def _link(self, address: str) -> None:
+        link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse, self._keys)
+        self._links[address] = link
+        task = asyncio.create_task(link.run())
+        self._linking[task] = link
+        task.add_done_callback(self._on_link_end)
+
+    def _on_link_end(self, task: asyncio.Task[None]) -> None:
+        link = self._linking.pop(task)
+        if self._broken is not None and not self._broken.done() and not task.cancelled():
+            self._broken.set_exception(task.exception() or AssertionError(f"the link to {link.address} has ended"))
+
+    def _forget(self, address: str, why: str) -> None:
+        """There is no such worker any more."""
+        link = self._links.pop(address, None)
+        if link is not None:
+            if self._registry.workers[address].incarnation is not None:
+                self._session_over(link, why, crashed=False)
+            next(task for task, of in self._linking.items() if of is link).cancel()
+        self._registry.remove(address)
+
+    async def wait_usable(self) -> None:
+        """Wait until a worker of each role is usable."""
+        await self._usable.wait()
+
+    # --- the Generator -------------------------------------------------------------------------------------------
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        """Run one generation; see `gateway.serving.generation.Generator`."""
+        client = self._open(generation)
+        flow = client.flow
+        timer = asyncio.get_running_loop().call_later(generation.budget_s + _BUDGET_GRACE_S, self._time_out, client)
+        try:
+            while True:
+                match await client.mailbox.get():
+                    case Delta() as delta:
+                        more = generation.num_choices == 1 and len(client.mailbox) > 0
+                        yield replace(delta, more=True) if more else delta
+                    case Done():
+                        return
+                    case Fail(cause, message):
+                        raise GenerationFailed(cause, message, retry_after_s=client.retry_after_s)
+        finally:
+            timer.cancel()
+            self._do(client, flow.cancel())
+            self._close(client)
+
+    def ready(self) -> Readiness:
+        """Whether a request that arrives now could be served."""
+        missing = self._registry.missing()
+        details = {"workers": self.workers(), "in_flight": len(self._open_clients)}
+        usable = [worker for worker in self._registry.workers.values() if worker.usable]
+        takes = [worker.welcome.max_sequence_tokens for worker in usable if worker.welcome is not None]
+        reason = "ready"
+        if missing:
+            reason = f"no {' and no '.join(missing)} worker is usable" if Role.DECODE in missing else _DEGRADED
+        return Readiness(
+            ready=Role.DECODE not in missing,
+            reason=reason,
+            details=details,
+            max_sequence_tokens=min(takes, default=None),
+        )
+
+    def workers(self) -> list[dict[str, object]]:
+        """What operators want to know of each worker; JSON values only."""
+        return [
+            {
+                "id": worker.address,
+                "role": worker.role.value,
+                "phase": worker.load.phase.value if worker.load else None,
+                "safe_to_delete": worker.load is not None and worker.load.phase is Phase.DRAINED,
+                "usable": worker.usable,
+                "transport": worker.welcome.transport if worker.welcome else None,
+                "refused": worker.refused,
+                "in_flight": worker.in_flight,
+                "blocks_used": worker.load.blocks_used if worker.load else None,
+                "blocks_total": worker.load.blocks_total if worker.load else None,
+            }
+            for worker in self._registry.workers.values()
+        ]
+
+    def worker_views(self) -> Collection[WorkerView]:
+        """Every worker that this gateway was told of."""
+        return self._registry.workers.values()
+
+    def open_flows(self) -> list[tuple[Flow, float]]:
+        """The requests under way, the oldest first, and when each came."""
+        return [(client.flow, client.deadline - client.flow.generation.budget_s) for client in self._open_clients]
+
+    def tell(self, address: str, *, drain: bool) -> bool:
+        """Let a worker drain, or serve again; whether it can be reached."""
+        if self._registry.workers[address].incarnation is None:
+            return False
+        self._links[address].send(Drain() if drain else Resume())
+        return True
+
+    def collect(self) -> Iterable[Metric]:
+        """Prometheus metrics of this moment (`prometheus_client.registry.Collector`)."""
+        usable = GaugeMetricFamily("baton_gateway_workers_usable", "Workers that may be given work.", labels=["role"])
+        for role in (Role.PREFILL, Role.DECODE):
+            usable.add_metric([role], len(self._registry.usable(role)))
+        yield usable
+        yield GaugeMetricFamily(
+            "baton_gateway_prefix_blocks", "Cached blocks that workers have told of.", self._index.num_blocks
+        )
+        yield GaugeMetricFamily("baton_gateway_flows", "Requests between workers and clients.", len(self._open_clients))
+        for name, text, value in (
+            ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),
+            ("duplicates", "Token frames that repeated what was known.", self.num_duplicates),
+            ("gaps", "Token frames that came before an earlier one.", self.num_gaps),
+            ("prefix_hints", "Prefills told of a worker that has the prompt's beginning.", self.num_prefix_hints),
+            ("handoffs", "Sequences that a decode worker took over from a prefill worker.", self.handoffs.total()),
+        ):
+            yield CounterMetricFamily(f"baton_gateway_{name}", text, value)
+        local = CounterMetricFamily(
+            "baton_gateway_local_prefills", "Requests whose prompt a decode worker computes.", labels=["reason"]
+        )
+        for reason in LocalPrefill:
+            local.add_metric([reason], self.num_local_prefills[reason])
+        yield local
+        refused = CounterMetricFamily(
+            "baton_gateway_refused",
+            "Requests refused for what they would have had to wait, by what there was too little of.",
+            labels=["role", "tier"],
+        )
+        for role, tier in itertools.product((Role.PREFILL, Role.DECODE), Tier):
+            refused.add_metric([role, tier], self.num_refused[role, tier])
+        yield refused
+        yield from self.recovery.collect()
+
+    # --- a request's life ----------------------------------------------------------------------------------------
+
+    def _open(self, generation: Generation) -> _Client:
+        readiness = self.ready()
+        if not readiness.ready:
+            raise GenerationFailed(Cause.WORKER_LOST, readiness.reason)
+        if len(self._open_clients) >= MAX_OPEN_REQUESTS:
+            raise GenerationFailed(Cause.CAPACITY, f"{MAX_OPEN_REQUESTS} generations in flight already")
+        block_size = self._registry.block_size
+        chain = BlockChain(block_size, generation.cache_salt)
+        # The last token, whose logits are asked for, is computed in any case.
+        chain.extend(generation.token_ids, len(generation.token_ids) - 1)
+        now = self._clock()
+        generation.waterfall.opened(now)
+        client = _Client(Flow(generation), now + generation.budget_s, block_size, chain.hashes)
+        self._open_clients[client] = None
+        self._do(client, client.flow.begin())
+        return client
+
+    def _time_out(self, client: _Client) -> None:
+        message = f"the request's time ran out at the gateway; last: {client.flow.story[-1:]}"
+        self._do(client, client.flow.fail(Cause.DEADLINE, message))
+
+    def _close(self, client: _Client) -> None:
+        flow = client.flow
+        del self._open_clients[client]
+        for request in flow.requests:
+            self._clients.pop(request, None)
+        self._waiting = {want: waiting for want, waiting in self._waiting.items() if waiting is not client}
+        self.num_duplicates += flow.num_duplicates
+        self.num_gaps += flow.num_gaps
+        for cause, number in flow.failures.items():
+            self.recovery.failovers[cause] += number
+        log.debug("request %s: %s", next(iter(flow.requests)), flow.story[-1])
+
+    def _do(self, client: _Client, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(part, message):
+                    if (link := self._links.get(part.place.address)) is None:
+                        continue  # the worker is forgotten: its parts are over, and what ends them need not be told
+                    link.send(message)
+                    if isinstance(message, Prefill | Decode):
+                        given = client.given[part] = self._given(client, part, message)
+                        self._registry.took(part.place.address, given)
+                case Deliver():
+                    self._deliver(client, action)
+                case Want():
+                    self._want(client, action)
+                case Left(part):
+                    self._registry.left(part.place.address, part.place.incarnation, client.given.pop(part, None))
+                case Done() | Fail():
+                    client.mailbox.put(action)
+
+    def _given(self, client: _Client, part: Part, work: Prefill | Decode) -> Given:
+        """What a worker has to do for a message that has just been sent."""
+        computes = isinstance(work, Prefill) or work.source is None
+        decodes = isinstance(work, Decode)
+        return Given(
+            number=self._links[part.place.address].num_sent,
+            tier=work.tier,
+            num_tokens=len(work.token_ids) - client.cached.get(part.place, 0) if computes else 0,
+            num_sequences=len(work.choices) if decodes else 0,
+            num_blocks=-(-len(work.token_ids) // client.block_size) if decodes else 0,
+            at=self._clock(),
+        )
+
+    def _deliver(self, client: _Client, deliver: Deliver) -> None:
+        delta = deliver.delta
+        now = self._clock()
+        if client.expected is not None and self._admission is not None:
+            generation = client.flow.generation
+            opened_at = generation.waterfall.opened_at
+            assert opened_at is not None
+            self._admission.observe(generation.tier, client.expected, now - opened_at)
+            client.expected = None
+        if delta.choice in client.failed_at:
+            self.recovery.resume.observe(now - client.failed_at.pop(delta.choice))
+        client.delivered_at[delta.choice] = now
+        client.flow.generation.waterfall.tokens(deliver.attempt, delta.choice, deliver.role, now)
+        client.mailbox.put(delta)
+
+    # --- workers for it ------------------------------------------------------------------------------------------
+
+    def _want(self, client: _Client, want: Want) -> None:
+        """Choices want workers: now, or in a moment."""
+        if want.key.attempt > 1 or any(choice.num_failures for choice in want.choices):
+            choices = [choice.index for choice in want.choices]
+            why = client.flow.story[-1]
+            client.expected = None
+            fields = client.about("failed_over", want.key, choices=choices, why=why)
+            log.warning("request %s goes on elsewhere: %s", want.key.request, why, extra=fields)
+            now = self._clock()
+            client.flow.generation.waterfall.failed(choices, now)
+            for choice in choices:
+                client.failed_at.setdefault(choice, now)
+        if want.delay_s > 0:
+            asyncio.get_running_loop().call_later(want.delay_s, self._wait, client, want)
+        else:
+            self._wait(client, want)
+
+    def _wait(self, client: _Client, want: Want) -> None:
+        """Choices go on now, or once there are workers."""
+        self._waiting[want] = client
+        self._place(want)
+        if want in self._waiting:
+            asyncio.get_running_loop().call_later(self._patience_s, self._out_of_patience, want)
+
+    def _place(self, want: Want) -> None:
+        """Begin an attempt if there are workers for it; inert when nobody waits any more."""
+        client = self._waiting.get(want)
+        if client is None:
+            return
+        if not client.flow.running:
+            del self._waiting[want]
+            return
+        if want.offer is not None and not self._placement.stands(want):
+            del self._waiting[want]
+            self._do(client, client.flow.without_offer(want))
+            return
+        num_blocks = self._index.longest(client.block_hashes)
+        client.cached = {place: num * client.block_size for place, num in num_blocks.items()}
+        generation = client.flow.generation
+        route = self._placement.choose(want, generation.tier, client.cached, self._clock(), client.fingerprint)
+        if route is None:
+            return
+        del self._waiting[want]
+        if not generation.waterfall.route and not isinstance(route, Rebind):
+            generation.waterfall.route = route.explain()
+        refusal = self._refusal(client, route)
+        if refusal is None:
+            self._go(client, want, route)
+        else:
+            client.retry_after_s = refusal.retry_after_s
+            self._do(client, client.flow.fail(Cause.CAPACITY, refusal.message))
+
+    def _refusal(self, client: _Client, route: Route) -> Refusal | None:
+        """Why a request is not let in, if it is not. It asks once: its other prompts, and what fails over, are in."""
+        generation = client.flow.generation
+        admittance = generation.admittance
+        if self._admission is not None and not admittance.decided and not isinstance(route, Rebind):
+            admittance.refusal = self._admission.refusal(generation.tier, route.expected)
+            if admittance.refusal is None:
+                client.expected = route.expected
+            else:
+                turn = isinstance(route, Handoff) and route.expected.waits_for_turn
+                self.num_refused[Role.PREFILL if turn else Role.DECODE, generation.tier] += 1
+        admittance.decided = True
+        return admittance.refusal
+
+    def _out_of_patience(self, want: Want) -> None:
+        """Choices have waited long for a decode worker."""
+        client = self._waiting.get(want)
+        if client is not None:
+            why = f"no decode worker has been usable for {self._patience_s:.1f} s; before: {client.flow.story[-1]}"
+            self._do(client, client.flow.fail(Cause.WORKER_LOST, why))
+
+    def _go(self, client: _Client, want: Want, route: Route) -> None:
+        flow = client.flow
+        self._clients[want.key.request] = client
+        prefill = route.prefill.place if isinstance(route, Handoff) else None
+        prefix = route.prefix if isinstance(route, Handoff) else None
+        if isinstance(route, Local):
+            self.num_local_prefills[route.reason] += 1
+        elif prefix is not None:
+            self.num_prefix_hints += 1
+        self._note_degradation()
+        if client.fingerprint is None and route.decode.welcome is not None:
+            client.fingerprint = route.decode.welcome.fingerprint
+        now = self._clock()
+        budget_s = max(0.001, client.deadline - now)
+        source = prefill if want.offer is None else want.offer.place
+        at, source_at = route.decode.place.address, None if source is None else source.address
+        choices = [choice.index for choice in want.choices]
+        flow.generation.waterfall.began(
+            want.key, choices, now, decode=at, prefill=source_at, takes_over=want.offer is not None
+        )
+        self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix, now=now))
+        fields = client.about("routed", want.key, prefill=source_at, decode=at, why=flow.generation.waterfall.route)
+        log.info("request %s: %s", want.key.request, flow.story[-1], extra=fields)
+
+    def _look_again(self) -> None:
+        """Something has changed: whoever waits may find workers now."""
+        for want in list(self._waiting):
+            self._place(want)
+
+    def _note_degradation(self) -> None:
+        degraded = Role.PREFILL in self._registry.missing()
+        if degraded and not self._degraded:
+            log.warning("%s", _DEGRADED)
+        elif self._degraded and not degraded:
+            log.info("a prefill worker is usable again")
+        self._degraded = degraded
+
+    def _move_away(self, address: str) -> None:
+        """A decode worker drains: let others pull its running sequences, as far as they have room."""
+        for client in list(self._open_clients):
+            for attempt, choice in client.flow.movable(address):
+                refuge = self._placement.refuge(address, choice.next_position, client.fingerprint)
+                if refuge is None:
+                    continue  # there may be room for a shorter one
+                now = self._clock()
+                budget_s = max(0.001, client.deadline - now)
+                self._do(client, client.flow.move(attempt, choice, refuge.place, budget_s, now=now))
+                moving = client.flow.attempts[-1].key
+                client.flow.generation.waterfall.began(moving, [choice.index], now, decode=refuge.address, moving=True)
+                for request in client.flow.requests:
+                    self._clients[request] = client
+
+    # --- events from workers (`common.runtime.channel.ClientHandler`) ----------------------------------------------
+
+    def hello(self, link: ControlClient) -> Hello:
+        """This gateway and the requests that this worker holds for it."""
+        listed = frozenset(key for client in self._open_clients for key in client.flow.keys_at(link.address))
+        self._listed[link.address] = listed
+        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=tuple(listed))
+
+    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
+        """A worker's session opens."""
+        assert link.worker is not None
+        try:
+            self._registry.opened(link.address, link.worker, welcome)
+        except FingerprintMismatchError as error:
+            if self._follows or self._usable.is_set() or self._clients:
+                log.error("worker refused: %s", error)
+            elif self._broken is not None and not self._broken.done():  # the first of several says it all
+                self._broken.set_exception(error)
+            return
+        log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
+        held = {key for client in self._open_clients for key in client.flow.keys_at(link.address)}
+        for request, attempt in set(welcome.open_requests) - held:  # it has ended here since the Hello
+            link.send(Abort(request=request, attempt=attempt))
+        if not self._registry.missing():
+            self._usable.set()
+        self._look_again()
+
+    def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
+        """Messages to or from a worker were lost."""
+        self._registry.resynced(link.address)
+        open_requests = frozenset(welcome.open_requests)
+        for client in list(self._open_clients):
+            for attempt, part in client.flow.parts_at(link.address):
+                if part.key in self._listed[link.address]:
+                    self._do(client, client.flow.on_resync(attempt, part, known=part.key in open_requests))
+
+    def on_message(self, link: ControlClient, message: Message) -> None:
+        """A message from a worker."""
+        if isinstance(message, Heartbeat):
+            if self._registry.heartbeat(link.address, message, self._clock()):
+                log.error("the engine of %s makes no progress: what it has goes elsewhere", link.address)
+                self._lose(link.address, "its engine makes no progress", crashed=False)
+            if message.phase is not Phase.SERVING:
+                self._move_away(link.address)
+            elif self._waiting:
+                self._look_again()
+        elif isinstance(message, RequestMessage):
+            self._on_request(link.address, message)
+        elif isinstance(message, CacheEvents) and link.worker is not None:
+            self._index.apply(Place(link.address, link.worker), message)
+
+    def _on_request(self, address: str, message: RequestMessage) -> None:
+        client = self._clients.get(message.request)
+        found = None if client is None else client.flow.find(message.key, address)
+        if client is None or found is None:
+            self.num_stale_messages += 1
+            return
+        if isinstance(message, Timings):
+            client.flow.generation.waterfall.measured(found[0].key, message)
+        else:
+            self._on_part(client, *found, message)
+
+    def _is_early(self, attempt: Attempt, message: RequestMessage) -> bool:
+        """Whether a decode worker reports its source lost before this gateway is sure of it."""
+        if not isinstance(message, Failed) or message.cause is not Cause.WORKER_LOST:
+            return False
+        source = attempt.moving or attempt.prefill
+        link = None if source is None else self._links.get(source.place.address)
+        return link is not None and link.broken
+
+    def _on_part(self, client: _Client, attempt: Attempt, part: Part, message: RequestMessage) -> None:
+        if self._is_early(attempt, message):
+            # The gateway's own verdict on that worker comes first: it may have crashed, and then there are suspects.
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._on_request, part.place.address, message)
+            return
+        if isinstance(message, Tokens) and part.role is Role.DECODE:
+            if attempt.prefill is not None and not attempt.decode_has_spoken:
+                self.handoffs[attempt.prefill.place.address, part.place.address] += 1
+            if attempt.moving is not None and not attempt.decode_has_spoken:
+                self.recovery.moves["moved"] += 1
+                fields = client.about("moved", part.key, choice=message.choice, decode=part.place.address)
+                log.info("request %s: choice %d has moved", part.key.request, message.choice, extra=fields)
+                self.recovery.pause.observe(self._clock() - client.delivered_at.get(message.choice, self._clock()))
+        elif isinstance(message, Alone):
+            self.recovery.num_trials += message.alone
+        elif isinstance(message, Failed) and attempt.moving is not None and not attempt.decode_has_spoken:
+            self.recovery.moves["stayed"] += 1
+        self._do(client, client.flow.on_message(attempt, part, message))
+
+    def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
+        """A worker's session is over."""
+        self._session_over(link, why, crashed=crashed)
+        if not self._registry.workers[link.address].listed:
+            self._forget(link.address, why)
+
+    def _session_over(self, link: ControlClient, why: str, *, crashed: bool) -> None:
+        self._registry.lost(link.address)
+        if link.worker is not None:
+            self._index.forget(Place(link.address, link.worker))
+        self._lose(link.address, why, crashed=crashed)
+
+    def _lose(self, address: str, why: str, *, crashed: bool) -> None:
+        # The channel was not sure of it before now: what the worker was sent meanwhile has never been there.
+        crashed_at = self._clock() - RECONNECT_S if crashed else None
+        for client in list(self._open_clients):
+            self._do(client, client.flow.worker_lost(address, why, crashed_at=crashed_at))
+
+    def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
+        """A worker refuses this gateway."""
+        log.error("%s refuses this gateway: %s", link.address, refused.message)
+        self._registry.workers[link.address].refused = refused.message

@@ -1,0 +1,270 @@
+"""Which workers a request goes to. Pure functions of the registry's state and of what the prefix index knows.
+
+no prefill workers exist          one decode worker, which computes the prompt too          colocated
+little of it is left to compute   the same: a handoff would cost more than it saves         short
+no prefill worker is usable       the same, since the request is served all the same        no_prefill_worker
+otherwise                         a prefill and a decode worker                             handoff
+
+The prefill worker is the one from which the first token is expected first (`gateway.routing.estimates`), the decode
+worker the one where the fewest blocks will be in use. Workers that have just failed the request are avoided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final, Literal, TypeAlias
+
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages import PrefixHint, Role
+from common.contract.tiers import Tier
+from gateway.routing.estimates import occupancy, prompt_s, queue_s, room_s
+from gateway.serving.attempt import Place
+from gateway.workers.registry import Registry, WorkerView
+
+_CROWDED_FACTOR: Final = 2
+_CROWDED_REQUESTS: Final = 4
+"""A worker is passed over for what it has cached once it has twice as many requests as the least loaded one, and these
+many more: a few requests may always follow their prefix, and a popular one does not gather everything at one worker."""
+_OCCUPANCY_STEP: Final = 1 / 16
+"""Decode workers whose occupancies differ by less are equally occupied."""
+_CLOSE_FACTOR: Final = 1.1
+_CLOSE_S: Final = 0.005
+"""Expected times that differ by less are equal: what they are made of is measured."""
+_HANDOFF_S: Final = 0.02
+"""What a handoff must promise to save on a short prompt, which costs a decode worker's batch little."""
+
+
+class LocalPrefill(StrEnum):
+    """Why a decode worker computes a prompt."""
+
+    SHORT = "short"
+    """Few of its tokens are not in that worker's cache."""
+    COLOCATED = "colocated"
+    """The deployment has no prefill workers."""
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    """It has some, and none is usable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is to be placed, and when."""
+
+    num_tokens: int
+    """Of the sequence whose KV is wanted."""
+    tier: Tier = Tier.STANDARD
+    num_choices: int = 1
+    now: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What is expected of a route, in seconds."""
+
+    queue_s: float
+    """Until the prompt's turn."""
+    prompt_s: float
+    """Its turn, up to the first token."""
+    room_s: float
+    """Until the decode worker has room, from now on."""
+
+    @property
+    def wait_s(self) -> float:
+        """Until there are both a turn and room."""
+        return max(self.queue_s, self.room_s)
+
+    @property
+    def waits_for_turn(self) -> bool:
+        """Whether it is the prompt's turn that is waited for, and not room."""
+        return self.queue_s >= self.room_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Until the first token."""
+        return self.queue_s + self.prompt_s
+
+    @property
+    def decode_s(self) -> float:
+        """Until the second one may follow."""
+        return self.wait_s + self.prompt_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handoff:
+    """One worker computes the prompt, another goes on from it."""
+
+    prefill: WorkerView
+    decode: WorkerView
+    prefix: PrefixHint | None
+    """Where the prefill worker may pull the prompt's beginning from."""
+    num_cached: int
+    """Leading tokens of the prompt that the prefill worker probably has."""
+    expected: Expected
+
+    def explain(self) -> dict[str, str]:
+        """The decision, for whoever wants to understand it."""
+        told = {"route": "handoff", "prefill": self.prefill.address, "decode": self.decode.address}
+        told |= {"cached-tokens": str(self.num_cached), "expected-ttft-ms": _milliseconds(self.expected.ttft_s)}
+        if self.prefix is not None:
+            told |= {"prefix-from": self.prefix.source.address, "prefix-tokens": str(self.prefix.num_tokens)}
+        return told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """A decode worker does everything."""
+
+    decode: WorkerView
+    num_cached: int
+    expected: Expected
+    reason: LocalPrefill
+
+    def explain(self) -> dict[str, str]:
+        """The decision, for whoever wants to understand it."""
+        told = {"route": self.reason.value, "decode": self.decode.address}
+        return told | {
+            "cached-tokens": str(self.num_cached),
+            "expected-ttft-ms": _milliseconds(self.expected.ttft_s),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caution:
+    """Workers that are better left alone."""
+
+    avoid: frozenset[Place] = frozenset()
+    """Those that have just failed the request."""
+    fits: Fingerprint | None = None
+    """What the request has begun with: it goes on only with the same."""
+
+    def decode(self, workers: list[WorkerView]) -> list[WorkerView]:
+        """Decode workers to choose from: if all of them have failed, any."""
+        workers = self._fitting(workers)
+        return [worker for worker in workers if worker.place not in self.avoid] or workers
+
+    def prefill(self, workers: list[WorkerView]) -> list[WorkerView]:
+        """Prefill workers to choose from; decode workers can do without, so those that have failed are not asked."""
+        return [worker for worker in self._fitting(workers) if worker.place not in self.avoid]
+
+    def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
+        return [w for w in workers if self.fits is None or (w.welcome and w.welcome.fingerprint == self.fits)]
+
+
+NO_CAUTION: Final = Caution()
+Cached: TypeAlias = Mapping[Place, int]
+"""How many leading tokens of the prompt, always fewer than all, a worker's cache probably holds."""
+Routing = Literal["expected", "round_robin"]
+"""By what is expected of each worker; or all in turn, whatever they hold: to compare with."""
+
+
+class Router:
+    """Chooses workers for prompts."""
+
+    def __init__(self, registry: Registry, *, local_prefill_tokens: int = 0, routing: Routing = "expected") -> None:
+        """A prompt of which a decode worker would compute at most `local_prefill_tokens` is short."""
+        self._registry = registry
+        self._local_prefill_tokens = local_prefill_tokens
+        self._in_turn = routing == "round_robin"
+        self._turn = 0
+
+    def choose(self, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Handoff | Local | None:
+        """Workers for a prompt; None if there are none now."""
+        registry = self._registry
+        prefill, decode = caution.prefill(registry.usable(Role.PREFILL)), caution.decode(registry.usable(Role.DECODE))
+        if not decode:
+            return None
+        if self._in_turn:
+            self._turn += 1
+            prefill, decode, cached = self._next(prefill), self._next(decode), {}
+        free = _uncrowded(decode)
+        near = [w for w in free if ask.num_tokens - cached.get(w.place, 0) <= self._local_prefill_tokens]
+        if registry.colocated:
+            return _local(ask, free, cached, LocalPrefill.COLOCATED)
+        if not prefill:
+            route = _local(ask, free, cached, LocalPrefill.NO_PREFILL_WORKER)
+            return replace(route, reason=LocalPrefill.SHORT) if route.decode in near else route
+        handoff = _handoff(ask, prefill, decode, cached)
+        if near:
+            short = _local(ask, near, cached, LocalPrefill.SHORT)
+            if short.expected.decode_s <= _CLOSE_FACTOR * handoff.expected.decode_s + _HANDOFF_S:
+                return short
+        return handoff
+
+    def _next(self, workers: list[WorkerView]) -> list[WorkerView]:
+        return workers and [workers[self._turn % len(workers)]]
+
+
+def least_loaded_decode(workers: list[WorkerView], ask: Ask, cached: Cached) -> WorkerView:
+    """Where there is room soonest; then where the fewest blocks will be in use, roughly; then, of those that are not
+    crowded, the one with the most of the prompt; then the one with the fewest requests from here."""
+    uncrowded = _uncrowded(workers)
+
+    def key(worker: WorkerView) -> tuple[object, ...]:
+        return (
+            room_s(worker, ask.tier, ask.num_choices),
+            int(occupancy(worker) / _OCCUPANCY_STEP),
+            -cached.get(worker.place, 0) if worker in uncrowded else 0,
+            worker.in_flight,
+            worker.address,
+        )
+
+    return min(workers, key=key)
+
+
+def _handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cached: Cached) -> Handoff:
+    holder = _least([*prefill, *decode], lambda w: -cached.get(w.place, 0))
+    most = cached.get(holder.place, 0)
+
+    def own_s(worker: WorkerView) -> float:
+        return prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0), most)
+
+    chosen = _least(
+        _soonest(prefill, lambda w: queue_s(w, ask.tier, ask.now) + own_s(w)), lambda w: -cached.get(w.place, 0)
+    )
+    here = cached.get(chosen.place, 0)
+    taker = least_loaded_decode(decode, ask, cached)
+    return Handoff(
+        prefill=chosen,
+        decode=taker,
+        prefix=PrefixHint(source=holder.place.source, num_tokens=most) if most > here else None,
+        num_cached=here,
+        expected=Expected(
+            queue_s=queue_s(chosen, ask.tier, ask.now),
+            prompt_s=own_s(chosen),
+            room_s=room_s(taker, ask.tier, ask.num_choices),
+        ),
+    )
+
+
+def _local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPrefill) -> Local:
+    def expected(worker: WorkerView) -> Expected:
+        return Expected(
+            queue_s=queue_s(worker, ask.tier, ask.now),
+            prompt_s=prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0)),
+            room_s=room_s(worker, ask.tier, ask.num_choices),
+        )
+
+    chosen = least_loaded_decode(_soonest(decode, lambda w: expected(w).decode_s), ask, cached)
+    return Local(decode=chosen, num_cached=cached.get(chosen.place, 0), expected=expected(chosen), reason=reason)
+
+
+def _uncrowded(decode: list[WorkerView]) -> list[WorkerView]:
+    fewest = min(worker.in_flight for worker in decode)
+    return [worker for worker in decode if worker.in_flight <= _CROWDED_FACTOR * fewest + _CROWDED_REQUESTS]
+
+
+def _soonest(workers: list[WorkerView], seconds: Callable[[WorkerView], float]) -> list[WorkerView]:
+    """Those of which about the least is expected."""
+    expected = [seconds(worker) for worker in workers]
+    most = min(expected) * _CLOSE_FACTOR + _CLOSE_S
+    return [worker for worker, each in zip(workers, expected, strict=True) if each <= most]
+
+
+def _least(workers: list[WorkerView], key: Callable[[WorkerView], float]) -> WorkerView:
+    """By `key`, then the one with the fewest requests from here."""
+    return min(workers, key=lambda worker: (key(worker), worker.in_flight, worker.address))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}"

@@ -1,0 +1,444 @@
+"""One request, from the client's ask to its one end: attempts at its choices, and what follows when one fails.
+
+Life cycle of a request in the gateway:
+
+    1. Its choices want workers (`Want`); once these are chosen, an attempt begins (`gateway.serving.attempt`).
+    2. Tokens are accepted by position, whichever attempt they come from, and go to the client.
+    3. A worker fails, refuses or is lost: the choices that have not ended want workers again, with the tokens that the
+       client has as a forced prefix. Choices that have tokens of their own go on each by itself. If it was the decode
+       worker, and had not begun, the prefill worker's offer still stands: only a decode worker is wanted.
+    4. A decode worker drains: a second attempt pulls the running sequence from it (`move`), and takes over at the cut.
+    5. Every choice has its finish reason: done. Or an attempt fails for good, or too often, or the time runs out:
+       failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
+
+A request that was on a worker when that crashed is a suspect until it has got past the place where it was. The next
+worker computes its first steps apart from everything else (`common.engine.trials`), and says so (`Alone`): if it
+crashes then, the request is refused. The requests that wait there meanwhile go on.
+
+Pure state: events in, actions out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.contract.errors import Cause
+from common.contract.ids import RequestId, RequestKey, new_request_id
+from common.contract.messages import Alone, Cut, Message, Moved, PrefixHint, Role
+from gateway.serving.attempt import Action as AttemptAction
+from gateway.serving.attempt import Attempt, Broken, Choice, Deliver, Part, Place, Send, abort
+from gateway.serving.generation import Generation
+
+MAX_FAILURES = 6
+"""Attempts at a choice that may fail without a new token between them; one more fails the request."""
+MAX_BUGS = 2
+"""Of those, what a worker calls its own fault."""
+TRIAL_TOKENS = 4
+"""Tokens beyond the place of a crash with which a suspect is above suspicion."""
+MAX_CRASHES = 8
+"""Workers that may crash with a choice in all, for one that kills later than in its first steps; one more fails it."""
+FIRST_DELAY_S = 0.05
+"""Of the second attempt in a row that follows a failure; each further one waits twice as long."""
+_FINAL = frozenset({Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE})
+"""What would be the same at another worker."""
+
+
+class FlowState(StrEnum):
+    """Where a request is."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Want:
+    """Choices that want workers: `Flow.go` is to be called when these are chosen."""
+
+    key: RequestKey
+    choices: tuple[Choice, ...]
+    avoid: frozenset[Place] = frozenset()
+    """Workers that have just failed them."""
+    offer: Part | None = None
+    """A prefill worker's part, whose offer still stands."""
+    delay_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the sequence whose KV is wanted."""
+        return self.choices[0].next_position if self.offer is None else self.offer.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A worker has nothing (more) to do for this part."""
+
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Terminal: every choice is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Terminal: the request failed."""
+
+    cause: Cause
+    message: str
+
+
+Action = Send | Deliver | Want | Left | Done | Fail
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One request and its attempts."""
+
+    generation: Generation
+    state: FlowState = FlowState.RUNNING
+    story: list[str] = field(default_factory=list)
+    num_duplicates: int = 0
+    num_gaps: int = 0
+    failures: dict[Cause, int] = field(default_factory=dict)
+    """Attempts that failed and were followed by another, by cause."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """Those under way."""
+    wants: list[Want] = field(default_factory=list)
+    """What waits for workers."""
+    choices: tuple[Choice, ...] = ()
+    _newest: dict[RequestId, int] = field(default_factory=dict)
+    """Every name under which workers know it → the newest attempt."""
+
+    def __post_init__(self) -> None:
+        prompt = self.generation.token_ids
+        self.choices = tuple(Choice(index, list(prompt)) for index in range(self.generation.num_choices))
+
+    @property
+    def running(self) -> bool:
+        """Whether the end has not come yet."""
+        return self.state is FlowState.RUNNING
+
+    @property
+    def requests(self) -> Collection[RequestId]:
+        """Every name under which workers know it."""
+        return self._newest.keys()
+
+    def find(self, key: RequestKey, address: str) -> tuple[Attempt, Part] | None:
+        """The attempt, of those under way, and its part at this address, that messages under `key` are about."""
+        for attempt in self.attempts:
+            for part in attempt.parts:
+                if part.key == key and part.place.address == address:
+                    return attempt, part
+        return None
+
+    def parts_at(self, address: str) -> list[tuple[Attempt, Part]]:
+        """The parts of a worker in the attempts under way."""
+        return [(a, part) for a in self.attempts for part in a.parts if part.place.address == address]
+
+    def keys_at(self, address: str) -> list[RequestKey]:
+        """What a worker holds of it: parts of attempts, and offers that stand while a decode worker is wanted."""
+        offers = [want.offer for want in self.wants if want.offer is not None]
+        parts = [part for _, part in self.parts_at(address)]
+        return [part.key for part in (*parts, *offers) if part.place.address == address]
+
+    # --- events --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> list[Action]:
+        """The first thing that it wants."""
+        request = new_request_id()
+        self._newest[request] = 1
+        return [self._want(self.choices, RequestKey(request, 1))]
+
+    def go(
+        self,
+        want: Want,
+        decode: Place,
+        prefill: Place | None,
+        budget_s: float,
+        prefix: PrefixHint | None = None,
+        *,
+        now: float,
+    ) -> list[Action]:
+        """Workers are chosen: an attempt begins. With neither `prefill` nor an offer, `decode` computes the prompt."""
+        self.wants.remove(want)
+        attempt = Attempt(want.key, self.generation, want.choices, decode, prefill=prefill, offer=want.offer, now=now)
+        if prefill is not None:
+            where = f"prefill at {prefill.address}, decode at {decode.address}"
+        elif want.offer is not None:
+            where = f"decode at {decode.address}, from {want.offer.place.address}"
+        else:
+            where = f"prefill and decode at {decode.address}"
+        hint = f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}" if prefix else ""
+        return self._begin(attempt, where + hint, budget_s, prefix)
+
+    def without_offer(self, want: Want) -> list[Action]:
+        """The worker whose offer still stood is gone: what is wanted instead."""
+        self.wants.remove(want)
+        choices = [choice for choice in want.choices if not choice.ended]
+        return [*self._let_go(want), *self._want_all(want.key.request, choices)]
+
+    def move(self, attempt: Attempt, choice: Choice, decode: Place, budget_s: float, *, now: float) -> list[Action]:
+        """Let `decode` pull the running sequence of a choice from its draining worker, and go on with it."""
+        key = self._next_key(attempt.key.request, alone=attempt.unfinished == [choice])
+        moving = Attempt(key, self.generation, [choice], decode, moving=attempt.decode, now=now)
+        where = f"choice {choice.index} moves from {attempt.decode.place.address} to {decode.address}"
+        return self._begin(moving, where, budget_s, None)
+
+    def movable(self, address: str) -> list[tuple[Attempt, Choice]]:
+        """Running sequences of the decode worker at `address`, of which the client has something, and that nobody pulls
+        yet."""
+        prompt_len = len(self.generation.token_ids)
+        return [
+            (attempt, choice)
+            for attempt, part in self.parts_at(address)
+            if part is attempt.decode and attempt.decode_has_spoken
+            for choice in attempt.unfinished
+            if choice.next_position > prompt_len
+            and self._source(attempt, choice) is None
+            and not self._is_moving(choice, attempt)
+        ]
+
+    def on_message(self, attempt: Attempt, part: Part, message: Message) -> list[Action]:
+        """A message about the part of an attempt under way."""
+        if not self.running:
+            return []
+        actions: list[Action] = []
+        if part.role is Role.PREFILL and not part.over and not isinstance(message, Alone):
+            part.over = True  # whatever it says, its prompt is computed, or never will be
+            part.alone = False
+            actions.append(Left(part))
+        actions += self._do(attempt, attempt.on_message(part, message))
+        if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
+            actions += self._cut(attempt, self.choices[message.choice])
+        return actions
+
+    def on_resync(self, attempt: Attempt, part: Part, *, known: bool) -> list[Action]:
+        """Messages to or from a part's worker were lost; whether it still knows its part."""
+        return self._do(attempt, attempt.on_resync(part, known=known)) if self.running else []
+
+    def worker_lost(self, address: str, why: str, *, crashed_at: float | None) -> list[Action]:
+        """The session with this worker is over; its process died at `crashed_at`, if it did. What began later was on
+        its way to a dead worker, and is not suspected of anything."""
+        actions: list[Action] = []
+        for attempt, part in self.parts_at(address):
+            if self.running and attempt in self.attempts:
+                crashed = crashed_at is not None and attempt.begun_at <= crashed_at
+                actions += self._do(attempt, attempt.lost(part, why), crashed=crashed)
+        return actions
+
+    def fail(self, cause: Cause, message: str) -> list[Action]:
+        """End with an error; inert after the end."""
+        return [*self._end(FlowState.FAILED, f"{cause}: {message}"), Fail(cause, message)] if self.running else []
+
+    def cancel(self) -> list[Action]:
+        """The client has left; inert after the end."""
+        return self._end(FlowState.CANCELLED, "cancelled") if self.running else []
+
+    # --- the steps between ---------------------------------------------------------------------------------------
+
+    def _do(self, attempt: Attempt, actions: Sequence[AttemptAction], *, crashed: bool = False) -> list[Action]:
+        """Carry out what an attempt decided."""
+        done: list[Action] = []
+        for action in actions:
+            match action:
+                case Send():
+                    done.append(action)
+                case Deliver():
+                    done += [action, *self._progress(attempt, self.choices[action.delta.choice])]
+                case Broken():
+                    done += self._broken(attempt, action, crashed=crashed)
+        return done
+
+    def _begin(self, attempt: Attempt, where: str, budget_s: float, prefix: PrefixHint | None) -> list[Action]:
+        self.attempts.append(attempt)
+        self.story.append(where if attempt.key.attempt == 1 else f"attempt {attempt.key.attempt}: {where}")
+        return self._do(attempt, attempt.start(budget_s, prefix))
+
+    def _progress(self, attempt: Attempt, choice: Choice) -> list[Action]:
+        """A choice has got tokens."""
+        choice.num_failures = choice.num_bugs = 0
+        choice.avoid.clear()
+        if choice.ended or choice.next_position >= choice.innocent_at:
+            choice.num_crashes = 0
+        actions: list[Action] = []
+        if not choice.ended and attempt.moving is None:
+            return actions  # as most tokens find it: every attempt goes on as before
+        if all(each.ended for each in self.choices):
+            return [*self._end(FlowState.DONE, "done"), Done()]
+        for other in self.attempts:
+            if attempt.moving is other.decode:
+                other.moved.add(choice.index)
+        for each in [each for each in self.attempts if not each.unfinished]:
+            actions += [each.acknowledge(), *self._close(each)]
+        return actions
+
+    def _broken(self, attempt: Attempt, broken: Broken, *, crashed: bool) -> list[Action]:
+        """An attempt has failed: what it was to bring is wanted from others."""
+        self.story.append(f"{broken.cause}: {broken.message}")
+        wanting = [choice for choice in attempt.unfinished if self._is_missing(choice, attempt)]
+        end = self._last_straw(attempt, wanting, broken, crashed=crashed)
+        offer = self._standing_offer(attempt, broken) if wanting and end is None else None
+        actions: list[Action] = [abort(part) for part in attempt.parts if part is not offer]
+        actions += self._close(attempt, keep=offer)
+        for choice in wanting:
+            source = self._source(attempt, choice)
+            actions += [] if source is None else self._leave(source, choice)
+        if not wanting:
+            return actions
+        if end is not None:
+            return [*actions, *self.fail(end.cause, end.message)]
+        self.failures[broken.cause] = self.failures.get(broken.cause, 0) + 1
+        return [*actions, *self._again(attempt, wanting, offer)]
+
+    def _last_straw(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, *, crashed: bool) -> Fail | None:
+        """Count the failure for the choices that it concerns; whether it is one too many."""
+        proven = crashed and broken.part.alone and any(choice.num_crashes for choice in wanting)
+        for choice in wanting:
+            choice.num_failures += 1
+            choice.num_bugs += broken.cause is Cause.INTERNAL
+            if broken.blame is not None:
+                choice.avoid.add(broken.blame.place)
+        for choice in attempt.unfinished if crashed else ():
+            if choice in wanting or self._source(attempt, choice) is None:  # it was there, though another may have it
+                choice.num_crashes += 1
+                choice.num_crashes_in_all += 1
+                choice.innocent_at = choice.next_position + TRIAL_TOKENS
+        if proven:
+            message = "two workers have crashed with this request, the second one while it computed nothing else"
+            return Fail(Cause.POISON, f"{message}: {broken.message}")
+        if any(choice.num_crashes_in_all > MAX_CRASHES for choice in wanting):
+            return Fail(Cause.POISON, f"{MAX_CRASHES + 1} workers have crashed with this request: {broken.message}")
+        exhausted = any(choice.num_failures > MAX_FAILURES or choice.num_bugs > MAX_BUGS for choice in wanting)
+        return Fail(broken.cause, broken.message) if exhausted or broken.cause in _FINAL else None
+
+    def _again(self, attempt: Attempt, choices: Sequence[Choice], offer: Part | None) -> list[Action]:
+        """Choices of an attempt that is over want workers."""
+        if offer is not None:
+            return [self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
+        return self._want_all(attempt.key.request, choices)
+
+    def _want_all(self, request: RequestId, choices: Sequence[Choice]) -> list[Action]:
+        """Together as long as they are all the bare prompt."""
+        prompt_len = len(self.generation.token_ids)
+        if all(choice.next_position == prompt_len for choice in choices):
+            return [self._want(choices, self._next_key(request))]
+        return [self._want([choice], self._next_key(request, alone=len(choices) == 1)) for choice in choices]
+
+    def _want(self, choices: Sequence[Choice], key: RequestKey, offer: Part | None = None) -> Want:
+        num_failures = max(choice.num_failures for choice in choices)
+        want = Want(
+            key,
+            tuple(choices),
+            frozenset(place for choice in choices for place in choice.avoid),
+            offer,
+            delay_s=FIRST_DELAY_S * 2 ** (num_failures - 2) if num_failures >= 2 else 0.0,
+        )
+        self.wants.append(want)
+        return want
+
+    def _standing_offer(self, attempt: Attempt, broken: Broken) -> Part | None:
+        """What the prefill worker has computed, or is computing, for a decode worker that has not begun."""
+        if broken.part is not attempt.decode or attempt.decode_has_spoken or attempt.prefill is None:
+            return None
+        if broken.blame is attempt.prefill or broken.cause is Cause.LEASE_LOST:
+            return None
+        return attempt.prefill
+
+    def _is_moving(self, choice: Choice, old: Attempt) -> bool:
+        """Whether another attempt is about to take the choice over from this one."""
+        return any(each.moving is old.decode and choice in each.unfinished for each in self.attempts)
+
+    def _source(self, moving: Attempt, choice: Choice) -> Attempt | None:
+        """The attempt from which this one is about to take the choice over, if that is still under way."""
+        return next(
+            (each for each in self.attempts if each.decode is moving.moving and choice in each.unfinished), None
+        )
+
+    def _is_missing(self, choice: Choice, broken: Attempt) -> bool:
+        """Whether nobody generates the choice any more without this attempt."""
+        if self._is_moving(choice, broken):
+            return False
+        source = self._source(broken, choice)
+        return source is None or broken.decode_has_spoken or choice.index in source.cut
+
+    def _cut(self, attempt: Attempt, choice: Choice) -> list[Action]:
+        """The decode worker goes on no more with a choice. Whoever pulls it will, or it is wanted again."""
+        if choice.ended or choice not in attempt.unfinished or self._is_moving(choice, attempt):
+            return []
+        self.story.append(f"choice {choice.index} was cut for nobody")
+        actions = self._leave(attempt, choice)
+        return [*actions, self._want([choice], self._next_key(attempt.key.request, alone=not attempt.unfinished))]
+
+    def _leave(self, attempt: Attempt, choice: Choice) -> list[Action]:
+        """Expect nothing more of a choice from an attempt whose decode worker has cut it."""
+        attempt.moved.add(choice.index)
+        return [] if attempt.unfinished else [abort(attempt.decode), *self._close(attempt)]
+
+    def _let_go(self, want: Want) -> list[Action]:
+        """Nobody will take over what was offered."""
+        if want.offer is None:
+            return []
+        actions: list[Action] = [abort(want.offer)]
+        if not want.offer.over:
+            want.offer.over = True
+            actions.append(Left(want.offer))
+        return actions
+
+    def _next_key(self, request: RequestId, *, alone: bool = True) -> RequestKey:
+        """The next attempt at the same request; a request of its own for a choice that parts from others."""
+        request = request if alone else new_request_id()
+        number = self._newest[request] = self._newest.get(request, 0) + 1
+        return RequestKey(request, number)
+
+    def _close(self, attempt: Attempt, keep: Part | None = None) -> list[Action]:
+        """Take an attempt off the books; the part `keep` goes on."""
+        self.attempts.remove(attempt)
+        self.num_duplicates += attempt.num_duplicates
+        self.num_gaps += attempt.num_gaps
+        actions: list[Action] = []
+        for part in attempt.parts:
+            if part is not keep and not part.over:
+                part.over = True
+                actions.append(Left(part))
+        return actions
+
+    def _end(self, state: FlowState, why: str) -> list[Action]:
+        self.state = state
+        self.story.append(why)
+        actions: list[Action] = []
+        for attempt in list(self.attempts):
+            if state is FlowState.DONE:
+                actions.append(attempt.acknowledge())
+            else:
+                actions += [abort(part) for part in attempt.parts]
+            actions += self._close(attempt)
+        for want in self.wants:
+            actions += self._let_go(want)
+        self.wants.clear()
+        return actions
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        prompt = list(self.generation.token_ids)
+        assert all(choice.token_ids[: len(prompt)] == prompt for choice in self.choices), self.story
+        if self.state is FlowState.DONE:
+            assert all(choice.ended for choice in self.choices), self.story
+        if not self.running:
+            assert not self.attempts, self.story
+            assert not self.wants, self.story
+        parts = [part for attempt in self.attempts for part in attempt.parts]
+        parts += [want.offer for want in self.wants if want.offer is not None]
+        assert len({(part.place, part.key) for part in parts}) == len(parts), self.story
+        for attempt in self.attempts:
+            assert attempt.unfinished, self.story
+        for choice in self.choices if self.running else ():
+            under_way = [each for each in self.attempts if choice in each.unfinished]
+            going_on = [each for each in under_way if self._source(each, choice) is None]
+            wanted = [want for want in self.wants if choice in want.choices]
+            assert len(under_way) <= 2, self.story
+            assert choice.ended or len(going_on) + len(wanted) == 1, self.story

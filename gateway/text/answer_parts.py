@@ -1,0 +1,98 @@
+"""An answer's parts: the text of a choice becomes reasoning, text and calls of functions.
+
+This stage stands between `choice_text`, which makes tokens text, and `responses`, which words it; only answers that
+can have such parts pass through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from gateway.serving.generation import Delta
+from gateway.text.call_parser import CallParser, Event
+from gateway.text.choice_text import AnswerEnd, CallTally, ChoiceText, Piece
+from gateway.text.detokenizer import TokenDecoder
+from gateway.text.reasoning import Part, ReasoningSplitter
+
+_Field: TypeAlias = dict[str, Any]
+"""One field of a piece, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPlan:
+    """What to look for in the choices of one request."""
+
+    decoder: TokenDecoder
+    """Gives the text of what the parts are recognised by, even of special tokens."""
+    calls: type[CallParser] | None
+    names: frozenset[str]
+    """Functions that may be called."""
+    most_calls: int | None
+    reasons: bool
+    opened: bool
+    """The prompt has opened the reasoning."""
+    include_reasoning: bool
+
+
+class AnswerParts:
+    """One choice. Like a `ChoiceText`, whose pieces it takes apart: each that comes out has one part at most."""
+
+    def __init__(self, text: ChoiceText, plan: AnswerPlan) -> None:
+        self.ended = False
+        """The last piece is out; further deltas are to be ignored."""
+        self._text: Final = text
+        self._include_reasoning = plan.include_reasoning
+        self._splitter = ReasoningSplitter(plan.opened) if plan.reasons else None
+        self._calls = plan.calls(plan.names, plan.most_calls) if plan.calls is not None else None
+
+    def pieces(self, delta: Delta) -> Sequence[Piece]:
+        """Take the choice's next delta."""
+        whole = self._text.push(delta)
+        fields = self._fields(
+            [(Part.ANSWER, whole.text)] if self._splitter is None else self._splitter.push(whole.text)
+        )
+        if whole.finish_reason is not None:
+            if self._splitter is not None:
+                fields += self._fields(self._splitter.finish())
+            if self._calls is not None:
+                fields += map(_of_event, self._calls.finish())
+        finish_reason = self._end(whole.finish_reason)
+        self.ended = finish_reason is not None
+        blank = replace(whole, text="", num_tokens=0, reports=(), finish_reason=None)
+        pieces = [replace(blank, **field) for field in fields] or [blank]
+        pieces[0] = replace(pieces[0], num_tokens=whole.num_tokens, reports=whole.reports)
+        if self.ended:
+            pieces[-1] = replace(pieces[-1], finish_reason=finish_reason, tally=self._tally(), more=False)
+        return pieces
+
+    def _fields(self, parts: Sequence[tuple[Part, str]]) -> list[_Field]:
+        fields: list[_Field] = []
+        for part, text in parts:
+            if part is Part.REASONING:
+                fields += [{"reasoning": text}] if self._include_reasoning else []
+            elif self._calls is not None:
+                fields += map(_of_event, self._calls.push(text))
+            elif text:
+                fields.append({"text": text})
+        return fields
+
+    def _end(self, finish_reason: AnswerEnd | None) -> AnswerEnd | None:
+        """A choice ends with its calls where that was its own end, or where there may be no more; none may be cut."""
+        calls = self._calls
+        if calls is None or not calls.num_complete or calls.num_complete < calls.num_begun:
+            return finish_reason
+        return "tool_calls" if calls.full or finish_reason == "stop" else finish_reason
+
+    def _tally(self) -> CallTally | None:
+        calls = self._calls
+        if calls is None:
+            return None
+        return CallTally(
+            complete=calls.num_complete, cut=calls.num_begun - calls.num_complete, malformed=calls.num_malformed
+        )
+
+
+def _of_event(event: Event) -> _Field:
+    return {"text": event} if isinstance(event, str) else {"call": event}

@@ -1,0 +1,138 @@
+"""One choice on its way to the client: tokens become text, and a stop string ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from common.contract.messages import FinishReason, TokenLogprobs
+from gateway.serving.generation import Delta
+from gateway.text.call_parser import CallDelta
+from gateway.text.detokenizer import Detokenizer, TokenDecoder
+from gateway.text.stop_strings import StopStrings
+
+AnswerEnd: TypeAlias = FinishReason | Literal["tool_calls"]
+"""Why a choice ended, as the client is told it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenReport:
+    """A generated token with its log probabilities."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+    text_offset: int
+    """Characters of the choice's text before the token's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTally:
+    """Calls of functions in one choice."""
+
+    complete: int
+    cut: int
+    """Begun, but its arguments are not whole."""
+    malformed: int
+    """What looked like a call; it, or the rest of it, is in the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What came of one delta. The text may lag behind the tokens: the end of a text can need holding back."""
+
+    choice: int
+    """Index within the request."""
+    text: str
+    num_tokens: int
+    reports: tuple[TokenReport, ...]
+    """One for each token where log probabilities were asked for."""
+    finish_reason: AnswerEnd | None
+    """Set on the choice's last piece."""
+    reasoning: str = ""
+    """What the model thinks before it answers, instead of text."""
+    call: CallDelta | None = None
+    """Part of a call, instead of text."""
+    tally: CallTally | None = None
+    """On the choice's last piece, where calls were looked for."""
+    more: bool = False
+    """Whether the next one is there already, so that its chunk may travel with this one's."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is text, and nothing to be told besides."""
+        told = self.reports or self.reasoning or self.call is not None or self.finish_reason is not None
+        return bool(self.text) and not told
+
+
+class ChoiceText:
+    """The text of one choice. Tokens count, and are reported, up to the one that completes a stop string."""
+
+    def __init__(
+        self, choice: int, tokenizer: TokenDecoder, stops: tuple[str, ...], min_tokens: int, echo: str = ""
+    ) -> None:
+        """The text begins with `echo`; no stop string is looked for there, or in that of the first `min_tokens`."""
+        self.choice: Final = choice
+        self.ended = False
+        """The last piece is out; further deltas are to be ignored."""
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
+        self._echo = echo
+        self._num_tokens = 0
+        self._num_chars = 0
+        """Characters of all settled text, held back or not."""
+        self._num_passed = 0
+        """Characters passed on."""
+
+    def pieces(self, delta: Delta) -> Sequence[Piece]:
+        """Take the choice's next delta; the one piece that comes of it."""
+        return (self.push(delta),)
+
+    def push(self, delta: Delta) -> Piece:
+        """Take the choice's next delta."""
+        assert not self.ended
+        texts, self._echo = [self._echo], ""
+        offsets: list[int] = []
+        stopped = False
+        for token_id in delta.token_ids:
+            offsets.append(self._num_chars)
+            self._num_tokens += 1
+            stopped = self._pass_on(self._detokenizer.push(token_id), texts)
+            if stopped:
+                break
+        if delta.finish_reason is not None and not stopped:
+            stopped = self._pass_on(self._detokenizer.flush(), texts)
+            if not stopped:
+                texts.append(self._stops.flush())
+        text = "".join(texts)
+        self._num_passed += len(text)
+        finish_reason: FinishReason | None = "stop" if stopped else delta.finish_reason
+        self.ended = finish_reason is not None
+        if self.ended:
+            offsets = [min(offset, self._num_passed) for offset in offsets]
+        return Piece(
+            choice=self.choice,
+            text=text,
+            num_tokens=len(offsets),
+            reports=_reports(delta, offsets) if delta.logprobs else (),
+            finish_reason=finish_reason,
+            more=delta.more and not self.ended,
+        )
+
+    def _pass_on(self, text: str, texts: list[str]) -> bool:
+        """Add what may go out to `texts`; whether a stop string ended it."""
+        self._num_chars += len(text)
+        if self._num_tokens <= self._min_tokens:
+            texts.append(text)
+            return False
+        passed, stopped = self._stops.push(text)
+        texts.append(passed)
+        return stopped
+
+
+def _reports(delta: Delta, offsets: Sequence[int]) -> tuple[TokenReport, ...]:
+    return tuple(
+        TokenReport(token_id=token_id, logprobs=logprobs, text_offset=offset)
+        for token_id, logprobs, offset in zip(delta.token_ids, delta.logprobs or (), offsets, strict=False)
+    )

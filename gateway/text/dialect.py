@@ -1,0 +1,105 @@
+"""How the model that is served writes calls of functions, and its reasoning: its dialect.
+
+The operator names both, or leaves it to the model's chat template, which says how the model was taught to write. What
+an answer is made of then is worked out by `answer_parts`, and what it must follow by `tool_grammar`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from gateway.text import reasoning
+from gateway.text.answer_parts import AnswerPlan
+from gateway.text.call_parser import CallParser
+from gateway.text.tokenizer import ModelTokenizer
+from gateway.text.tool_parsers import HermesParser, Llama3Parser, MistralParser
+
+log = logging.getLogger(__name__)
+
+ToolFormat: TypeAlias = Literal["hermes", "llama3", "mistral"]
+
+PARSERS: Final[Mapping[ToolFormat, type[CallParser]]] = {
+    "hermes": HermesParser,
+    "llama3": Llama3Parser,
+    "mistral": MistralParser,
+}
+_OTHERS_WITH_HERMES_TAGS: Final = ("<function=", "<arg_key>")
+"""Of formats that have the tags of Hermes, but no JSON within them: Qwen 3 Coder's and GLM's."""
+_THINKING = (reasoning.OPENING, reasoning.CLOSING)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What is known of the model."""
+
+    tokenizer: ModelTokenizer
+    tool_format: ToolFormat | None
+    """None: its calls are not recognised."""
+    reasons: bool
+    """Whether it writes its reasoning between tags."""
+
+    @classmethod
+    def of(cls, tokenizer: ModelTokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
+        """As the operator says: a name, `none`, or `auto` for what the chat template tells."""
+        template = tokenizer.chat_template(with_tools=True)
+        tool_format: ToolFormat | None = next((name for name in PARSERS if name == tool_parser), None)
+        if tool_parser == "auto":
+            tool_format = recognised(template)
+        reasons = reasoning_parser == "think"
+        if reasoning_parser == "auto":
+            reasons = reasoning.OPENING in tokenizer.chat_template(with_tools=False)
+        log.info("tool calls: %s; reasoning: %s", tool_format or "none", "think" if reasons else "none")
+        return cls(tokenizer, tool_format, reasons)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells the model of functions."""
+        return re.search(r"\btools\b", self.tokenizer.chat_template(with_tools=True)) is not None
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Whether an answer to this prompt begins within the reasoning."""
+        return self.reasons and prompt.rstrip().endswith(reasoning.OPENING)
+
+    def may_reason(self, prompt: str) -> bool:
+        """Whether the model is to reason before it answers this prompt: not where the prompt says that it has."""
+        return self.reasons and not prompt.rstrip().endswith(reasoning.CLOSING)
+
+    def tags(self) -> tuple[tuple[str, int], ...]:
+        """The tags of calls and reasoning that are tokens of their own."""
+        tags = [*_THINKING, *(PARSERS[self.tool_format].markers if self.tool_format is not None else ())]
+        return tuple((tag, token) for tag in tags if (token := self.tokenizer.added_token(tag)) is not None)
+
+    def plan(
+        self, prompt: str, names: Collection[str], one_call: bool = False, include_reasoning: bool = True
+    ) -> AnswerPlan | None:
+        """What to look for in answers to `prompt` that may call functions of these names; None for nothing."""
+        new_calls = PARSERS[self.tool_format] if names and self.tool_format is not None else None
+        if new_calls is None and not self.reasons:
+            return None
+        markers = (*(_THINKING if self.reasons else ()), *(new_calls.markers if new_calls else ()))
+        return AnswerPlan(
+            decoder=self.tokenizer.spelling_out(markers),
+            calls=new_calls,
+            names=frozenset(names),
+            most_calls=1 if one_call else None,
+            reasons=self.reasons,
+            opened=self.opens_reasoning(prompt),
+            include_reasoning=include_reasoning,
+        )
+
+
+def recognised(template: str) -> ToolFormat | None:
+    """The format of calls that a chat template teaches."""
+    if re.search(r"\btools\b", template) is None:
+        return None
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<|python_tag|>" in template or "<|start_header_id|>ipython" in template:
+        return "llama3"
+    if "<tool_call>" in template and not any(tag in template for tag in _OTHERS_WITH_HERMES_TAGS):
+        return "hermes"
+    return None

@@ -1,0 +1,143 @@
+"""Workers as Kubernetes lists them: the EndpointSlices of a headless Service, listed and watched.
+
+A watch is a hint, and the list is the truth: a watch that is cut, or that has missed an event, is made good by the
+list that follows each one, and none lasts longer than `resync_s`. So an event that was lost costs that long, and not
+for ever.
+Imported only where Kubernetes is asked: the client is that of the extra `kubernetes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+from kubernetes_asyncio import client, config, watch
+from kubernetes_asyncio.client.exceptions import ApiException
+
+from common.contract.errors import OperatorError
+from gateway.workers.discovery import Endpoint, SourceError
+
+_REQUEST_TIMEOUT_S: Final = 10.0
+"""For a list, and for a watch to begin."""
+_WATCH_GRACE_S: Final = 10.0
+"""Beyond the end that the server was asked for, after which a silent watch is given up."""
+_SERVICE: Final = "kubernetes.io/service-name"
+_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_EXPIRED: Final = 410
+"""The version that a watch should begin at is no longer there."""
+
+
+async def open_api(namespace: str | None) -> tuple[client.ApiClient, str]:
+    """A client of the API server, in a pod with its service account, elsewhere as `kubectl` would (`KUBECONFIG`); and
+    the namespace, by default the pod's own. Raises `OperatorError`."""
+    settings = client.Configuration()
+    own = "default"
+    try:
+        if "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config(client_configuration=settings)
+            own = _NAMESPACE_FILE.read_text().strip()
+        else:
+            await config.load_kube_config(client_configuration=settings)
+    except (config.ConfigException, OSError) as error:
+        raise OperatorError(f"cannot find the Kubernetes API server: {error}") from error
+    return client.ApiClient(settings), namespace or own
+
+
+class EndpointSliceSource:
+    """The endpoints of one Service."""
+
+    def __init__(
+        self, api: client.ApiClient, namespace: str, service: str, *, port_name: str = "control", resync_s: float = 60.0
+    ) -> None:
+        self._api = client.DiscoveryV1Api(api)
+        self._namespace = namespace
+        self._service = service
+        self._port_name = port_name
+        self._resync_s = resync_s
+        self._slices: dict[str, Any] = {}
+        self._version = ""
+
+    async def list_once(self) -> Collection[Endpoint]:
+        try:
+            found = await self._api.list_namespaced_endpoint_slice(
+                self._namespace, label_selector=f"{_SERVICE}={self._service}", _request_timeout=_REQUEST_TIMEOUT_S
+            )
+        except (ApiException, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise SourceError(_worded(error)) from error
+        self._slices = {each.metadata.name: each for each in found.items}
+        self._version = found.metadata.resource_version
+        return self._endpoints()
+
+    async def changes(self, tell: Callable[[Collection[Endpoint]], None]) -> None:
+        events = watch.Watch("V1EndpointSlice").stream(
+            self._api.list_namespaced_endpoint_slice,
+            self._namespace,
+            label_selector=f"{_SERVICE}={self._service}",
+            resource_version=self._version,
+            allow_watch_bookmarks=True,
+            timeout_seconds=max(1, round(self._resync_s)),
+            _request_timeout=aiohttp.ClientTimeout(
+                total=self._resync_s + _WATCH_GRACE_S, sock_connect=_REQUEST_TIMEOUT_S
+            ),
+        )
+        try:
+            async for event in events:
+                if self._apply(event):
+                    tell(self._endpoints())
+        except ApiException as error:
+            if error.status != _EXPIRED:
+                raise SourceError(_worded(error)) from error
+        except TimeoutError:
+            pass  # what has come of it shows in the list that follows
+        except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
+            raise SourceError(_worded(error)) from error
+        finally:
+            await asyncio.shield(events.close())
+
+    def _apply(self, event: Any) -> bool:
+        """Whether it says something of a slice."""
+        if not isinstance(event, dict):
+            raise SourceError("a watch sent what is no event")
+        kind, slice_ = event["type"], event["object"]
+        match kind:
+            case "ADDED" | "MODIFIED":
+                self._slices[slice_.metadata.name] = slice_
+            case "DELETED":
+                self._slices.pop(slice_.metadata.name, None)
+            case _:
+                return False
+        return True
+
+    def _endpoints(self) -> Collection[Endpoint]:
+        """Of all slices: an endpoint may for a moment stand in two, and is serving if one of them says so."""
+        found: dict[tuple[str, str], Endpoint] = {}
+        for slice_ in self._slices.values():
+            for endpoint in _endpoints(slice_, self._port_name):
+                known = found.get((endpoint.address, endpoint.identity))
+                if known is None or endpoint.serving:
+                    found[endpoint.address, endpoint.identity] = endpoint
+        # An address that is given to the next pod at once may be listed for both.
+        best = sorted(found.values(), key=lambda each: (each.serving, each.identity))
+        return list({each.address: each for each in best}.values())
+
+
+def _endpoints(slice_: Any, port_name: str) -> Iterable[Endpoint]:
+    port = next((each.port for each in slice_.ports or () if each.name == port_name and each.port), None)
+    if port is None or slice_.address_type != "IPv4":  # where there are both families, a slice of each has all
+        return
+    for each in slice_.endpoints or ():
+        conditions, host = each.conditions, each.addresses[0]
+        ready = conditions is None or conditions.ready is not False
+        ends = conditions is not None and bool(conditions.terminating)
+        identity = each.target_ref.uid if each.target_ref is not None and each.target_ref.uid else ""
+        yield Endpoint(address=f"{host}:{port}", identity=identity, serving=ready and not ends)
+
+
+def _worded(error: Exception) -> str:
+    if isinstance(error, ApiException):
+        return f"the API server answers {error.status} {error.reason or ''}".rstrip()
+    return str(error) or type(error).__name__

@@ -1,0 +1,243 @@
+"""What the gateway knows of each worker: whether it may be given work, and how loaded it is. Pure state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from dataclasses import dataclass, field
+
+from common.contract.errors import FingerprintMismatchError
+from common.contract.ids import Incarnation
+from common.contract.kv_layout import PROTOCOL_VERSION
+from common.contract.messages import Heartbeat, Phase, Role, Welcome
+from common.contract.tiers import Tier
+from gateway.serving.attempt import Place
+from gateway.workers.discovery import Endpoint
+from gateway.workers.token_rates import TokenRates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a worker has been given to do, by a message of which no heartbeat has said yet that it has arrived."""
+
+    number: int
+    """Of the message, in its session."""
+    tier: Tier
+    num_tokens: int = 0
+    """Prompt tokens that it probably has to compute."""
+    num_sequences: int = 0
+    num_blocks: int = 0
+    at: float = 0.0
+    """When."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """One worker, as seen from here."""
+
+    address: str
+    role: Role
+    incarnation: Incarnation | None = None
+    """Set while its session is open."""
+    life: Incarnation | None = None
+    """The last one whose session was open: requests are counted for each."""
+    welcome: Welcome | None = None
+    load: Heartbeat | None = None
+    """The last heartbeat of this session."""
+    load_at: float = 0.0
+    """When that came."""
+    in_flight: int = 0
+    """Requests that this gateway has given it and whose part there is not over."""
+    unseen: deque[Given] = field(default_factory=deque)
+    """Given to it since its last heartbeat."""
+    gone: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    """Sequences that have left it since its last heartbeat, by tier."""
+    refused: str | None = None
+    """Why it is not used although it answers."""
+    idle_or_stepped_at: float = 0.0
+    """When its engine last had nothing to do, or had done a step."""
+    stalled: bool = False
+    """Whether its engine has work and makes no progress."""
+    rates: TokenRates = field(default_factory=TokenRates)
+    """Of this session."""
+    identity: str = ""
+    """Whose address it is, where discovery knows."""
+    listed: bool = True
+    """Whether discovery says that there is such a worker."""
+    serving: bool = True
+    """Whether discovery says that it may be given new work."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be given new work."""
+        said = self.load or self.welcome
+        leaving = said is not None and said.phase is not Phase.SERVING
+        wanted = self.listed and self.serving
+        return self.incarnation is not None and wanted and self.refused is None and not leaving and not self.stalled
+
+    @property
+    def sequences(self) -> list[int]:
+        """Sequences that it has, by tier, the most urgent first."""
+        said = self.load.sequences if self.load else (0,) * len(Tier)
+        sequences = [max(0, num - gone) for num, gone in zip(said, self.gone, strict=True)]
+        for given in self.unseen:
+            sequences[given.tier.rank] += given.num_sequences
+        return sequences
+
+    @property
+    def blocks_expected(self) -> int:
+        """The most blocks that it will use, as far as is known."""
+        return (self.load.blocks_used if self.load else 0) + sum(given.num_blocks for given in self.unseen)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` probably finds room there at once."""
+        if self.load is None or self.welcome is None:
+            return False
+        num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
+        return self.blocks_expected + num_blocks <= self.load.blocks_total
+
+    def forget_given(self) -> None:
+        """What it was given is counted anew."""
+        self.unseen.clear()
+        self.gone = [0] * len(Tier)
+
+    @property
+    def place(self) -> Place:
+        """This life of it; only while its session is open."""
+        assert self.incarnation is not None
+        return Place(self.address, self.incarnation)
+
+
+class Registry:
+    """Every worker that this gateway was told of, by address."""
+
+    def __init__(
+        self,
+        prefill: tuple[str, ...],
+        decode: tuple[str, ...],
+        config_hash: str,
+        *,
+        colocated: bool | None = None,
+        stall_s: float = 30.0,
+    ) -> None:
+        """Begins with these workers; `colocated` if there will be no prefill workers, by default if there are none now.
+        A worker whose engine has work and does no step for `stall_s` is not used until it does."""
+        self._config_hash = config_hash
+        self._stall_s = stall_s
+        self.workers = {address: WorkerView(address, Role.PREFILL) for address in prefill} | {
+            address: WorkerView(address, Role.DECODE) for address in decode
+        }
+        self.colocated = not prefill if colocated is None else colocated
+        """Whether decode workers are there to compute every prompt."""
+
+    def add(self, role: Role, endpoint: Endpoint) -> None:
+        """There is a worker at an address where none was known."""
+        assert endpoint.address not in self.workers, endpoint
+        self.workers[endpoint.address] = WorkerView(
+            endpoint.address, role, identity=endpoint.identity, serving=endpoint.serving
+        )
+
+    def remove(self, address: str) -> None:
+        """There is none any more, and nobody has a session with it."""
+        self.lost(address)
+        del self.workers[address]
+
+    def opened(self, address: str, incarnation: Incarnation, welcome: Welcome) -> None:
+        """A session is open. Raises `FingerprintMismatchError` when the worker must not be used."""
+        worker = self.workers[address]
+        worker.incarnation, worker.welcome, worker.load = incarnation, welcome, None
+        worker.forget_given()
+        if worker.life != incarnation:
+            worker.life = incarnation
+            worker.in_flight = 0
+        worker.refused, worker.stalled = None, False
+        worker.rates.forget()
+        try:
+            self._require_fit(worker, welcome)
+        except FingerprintMismatchError as error:
+            worker.refused = str(error)
+            raise
+
+    def lost(self, address: str) -> None:
+        """Its session is over."""
+        worker = self.workers[address]
+        worker.incarnation = worker.welcome = worker.load = None
+        worker.forget_given()
+        worker.refused = None
+        worker.rates.forget()
+        for other in self.workers.values():  # one that did not fit beside the lost one may fit now
+            if other.refused is not None and other.welcome is not None:
+                with contextlib.suppress(FingerprintMismatchError):
+                    self._require_fit(other, other.welcome)
+                    other.refused = None
+
+    def resynced(self, address: str) -> None:
+        """Its session counts anew."""
+        self.workers[address].forget_given()
+
+    def heartbeat(self, address: str, load: Heartbeat, now: float) -> bool:
+        """Its state of this moment; whether it shows, for the first time, that the engine hangs."""
+        worker = self.workers[address]
+        before, worker.load, worker.load_at = worker.load, load, now
+        worker.gone = [0] * len(Tier)
+        worker.rates.read(now, load.prompt_tokens, load.output_tokens)
+        while worker.unseen and worker.unseen[0].number <= load.received:
+            worker.unseen.popleft()
+        if before is None or load.running == 0 or load.steps != before.steps:
+            worker.idle_or_stepped_at, worker.stalled = now, False
+        stalls = now - worker.idle_or_stepped_at > self._stall_s and not worker.stalled
+        worker.stalled = worker.stalled or stalls
+        return stalls
+
+    def took(self, address: str, given: Given) -> None:
+        """A request was given to it."""
+        worker = self.workers[address]
+        worker.in_flight += 1
+        worker.unseen.append(given)
+
+    def left(self, address: str, incarnation: Incarnation, given: Given | None = None) -> None:
+        """A request's part there is over, and what was given for it need not be seen any more; inert if that life of
+        the worker is over, too."""
+        worker = self.workers.get(address)
+        if worker is not None and worker.life == incarnation:
+            worker.in_flight -= 1
+            if given is None:
+                return
+            if given in worker.unseen:
+                worker.unseen.remove(given)
+            else:
+                worker.gone[given.tier.rank] += given.num_sequences
+
+    @property
+    def block_size(self) -> int:
+        """Of every worker that is connected, and fits."""
+        welcomes = (worker.welcome for worker in self.workers.values() if worker.usable)
+        return next(welcome.fingerprint.layout.block_size for welcome in welcomes if welcome is not None)
+
+    def usable(self, role: Role) -> list[WorkerView]:
+        """Workers of a role that may be given work."""
+        return [worker for worker in self.workers.values() if worker.role is role and worker.usable]
+
+    def missing(self) -> list[Role]:
+        """Roles of which there should be a usable worker, and is none."""
+        roles = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
+        return [role for role in roles if not self.usable(role)]
+
+    def _require_fit(self, worker: WorkerView, welcome: Welcome) -> None:
+        if welcome.role is not worker.role:
+            raise FingerprintMismatchError(
+                f"the worker at {worker.address} was given as {worker.role} but is {welcome.role}"
+            )
+        if welcome.fingerprint.protocol_version != PROTOCOL_VERSION:
+            raise FingerprintMismatchError(
+                f"fingerprint mismatch: protocol_version: {PROTOCOL_VERSION} at this gateway, "
+                f"{welcome.fingerprint.protocol_version} at {worker.address}"
+            )
+        if welcome.fingerprint.config_hash != self._config_hash:
+            raise FingerprintMismatchError(
+                f"fingerprint mismatch: config_hash: {self._config_hash} at this gateway, "
+                f"{welcome.fingerprint.config_hash} at {worker.address}"
+            )
+        for other in self.workers.values():
+            if other is not worker and other.usable and other.welcome is not None:
+                other.welcome.fingerprint.require_equal(welcome.fingerprint, other.address, worker.address)
