@@ -132,7 +132,7 @@ def test_a_gateway_needs_nothing_that_its_lock_lacks(tmp_path: Path) -> None:
 
 def test_what_a_lock_lacks_is_missed(tmp_path: Path) -> None:
     said = run_with_only([*(pins(LOCKS["gateway"]).keys() - {"llguidance", "regex"}), "pytest"], tmp_path)
-    assert "gateway.structured_output: No module named 'llguidance'" in said
+    assert "gateway.intake.structured_output: No module named 'llguidance'" in said
     assert "No module named 'regex'" in said  # by the tokenizer
     assert "pytest is there" in said
 
