@@ -41,6 +41,7 @@ NAMES = {
     "baton_gateway_connections": "gauge",
     "baton_gateway_connections_refused": "counter",
     "baton_gateway_files_reloaded": "counter",
+    "baton_gateway_file_refused": "gauge",
 }
 
 
