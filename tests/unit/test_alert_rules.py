@@ -1,4 +1,4 @@
-"""The rules of the component `monitoring`, by Prometheus' own checker: tests/alert_cases.yaml says what follows when."""
+"""The rules of the component `monitoring`, by Prometheus' own checker: tests/alert_cases.yaml says what follows."""
 
 from __future__ import annotations
 
@@ -185,7 +185,9 @@ def test_recorded_rules(tmp_path: Path, number: int) -> None:
 
 
 def test_a_namespace_does_not_see_the_other(tmp_path: Path) -> None:
-    samples = [{"labels": f'{{namespace="{namespace}"}}', "value": value} for namespace, value in (("a", 3.2), ("b", 0.8))]
+    samples = [
+        {"labels": f'{{namespace="{namespace}"}}', "value": value} for namespace, value in (("a", 3.2), ("b", 0.8))
+    ]
     test = {"expr": "round(baton:prefill_workers:wanted, 0.001)", "eval_time": "30m", "exp_samples": samples}
     case = {"set": {"baton_engine_busy_seconds_total": "0+18x160"}}
     run(tmp_path, case, {"promql_expr_test": [test]})

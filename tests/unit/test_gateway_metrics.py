@@ -65,6 +65,20 @@ def test_names_and_kinds() -> None:
     assert {family.name: family.type for family in families if not family.name.endswith("_created")} == NAMES
 
 
+def test_causes_are_counted_from_zero() -> None:
+    values = samples(GatewayMetrics("m").exposition().decode())
+    assert {cause: values["baton_gateway_requests_failed_total", (cause,)] for cause in Cause} == dict.fromkeys(
+        Cause, 0
+    )
+
+
+def test_a_file_is_refused_until_it_can_be_used() -> None:
+    metrics = GatewayMetrics("m")
+    for good, refused in ((True, 0), (False, 1), (False, 1), (True, 0)):
+        metrics.reloaded("tls", good)
+        assert samples(metrics.exposition().decode())["baton_gateway_file_refused", ("tls",)] == refused
+
+
 def test_two_gateways_do_not_share_metrics() -> None:
     one, two = GatewayMetrics("m"), GatewayMetrics("m")
     one.finished("stop")
