@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from metric_names import (
+    TARGET_LABELS,
     Document,
     Family,
     Selector,
@@ -36,6 +37,18 @@ def test_the_queries_are_found() -> None:
     askers = {who for who, _ in queries(DOCUMENTS)}
     assert {"BatonPoison", "baton:prefill_workers:wanted", "baton_prefill_workers_wanted"} <= askers
     assert {"ScaledObject/baton-decode", "panel 'Requests'", "variable 'namespace'"} <= askers
+
+
+def test_no_metric_has_a_label_that_its_target_would_take() -> None:
+    """The operator of Prometheus names the scraped port `endpoint`, unless that is dropped."""
+    monitors = [each for each in DOCUMENTS if each.get("kind") == "PodMonitor"]
+    relabelings = [port["relabelings"] for each in monitors for port in each["spec"]["podMetricsEndpoints"]]
+    dropped = [{each["regex"] for each in steps if each["action"] == "labeldrop"} for steps in relabelings]
+    assert len(dropped) == 2
+    taken = TARGET_LABELS | ({"endpoint"} - set.intersection(*dropped))
+    own = {label for families in FAMILIES.values() for family in families.values() for label in family.labels or ()}
+    assert "endpoint" in own
+    assert taken & own == set()
 
 
 def test_a_panel_names_the_datasource_and_the_namespace() -> None:
