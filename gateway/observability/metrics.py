@@ -78,6 +78,8 @@ class GatewayMetrics:
             ["cause"],
             registry=self.registry,
         )
+        for cause in Cause:  # what starts at one has not risen, as Prometheus sees it
+            self._failed.labels(cause)
         self.stages = StageMetrics(self.registry, model_name)
         self.requests_in_flight = Gauge(
             "baton_gateway_requests_in_flight", "POST requests being served.", registry=self.registry
@@ -101,6 +103,12 @@ class GatewayMetrics:
             ["file", "outcome"],
             registry=self.registry,
         )
+        self._file_refused = Gauge(
+            "baton_gateway_file_refused",
+            "1 while a file of keys or certificates cannot be used, and what was before is in force.",
+            ["file"],
+            registry=self.registry,
+        )
 
     def answered(self, endpoint: str, code: int) -> None:
         """Count an HTTP request and its status."""
@@ -121,6 +129,7 @@ class GatewayMetrics:
     def reloaded(self, file: str, good: bool) -> None:
         """Count a reading of a file that has changed, and whether what it holds is in force now."""
         self._files_reloaded.labels(file, "ok" if good else "refused").inc()
+        self._file_refused.labels(file).set(not good)
 
     def finished(self, reason: str) -> None:
         """Count a choice that finished."""

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from common.contract.errors import Cause
+
 _BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -44,8 +46,8 @@ class RecoveryMetrics:
         failovers = CounterMetricFamily(
             "baton_gateway_failovers", "Attempts that failed and were followed by another.", labels=["cause"]
         )
-        for cause, number in self.failovers.items():
-            failovers.add_metric([cause], number)
+        for cause in Cause:
+            failovers.add_metric([cause], self.failovers[cause])
         yield failovers
         moves = CounterMetricFamily(
             "baton_gateway_moves", "Running sequences that were to leave a draining worker.", labels=["end"]

@@ -41,6 +41,7 @@ NAMES = {
     "baton_gateway_connections": "gauge",
     "baton_gateway_connections_refused": "counter",
     "baton_gateway_files_reloaded": "counter",
+    "baton_gateway_file_refused": "gauge",
 }
 
 
@@ -62,6 +63,20 @@ def piece(choice: int, num_tokens: int, finish_reason: str | None = None) -> Pie
 def test_names_and_kinds() -> None:
     families = text_string_to_metric_families(GatewayMetrics("m").exposition().decode())
     assert {family.name: family.type for family in families if not family.name.endswith("_created")} == NAMES
+
+
+def test_causes_are_counted_from_zero() -> None:
+    values = samples(GatewayMetrics("m").exposition().decode())
+    assert {cause: values["baton_gateway_requests_failed_total", (cause,)] for cause in Cause} == dict.fromkeys(
+        Cause, 0
+    )
+
+
+def test_a_file_is_refused_until_it_can_be_used() -> None:
+    metrics = GatewayMetrics("m")
+    for good, refused in ((True, 0), (False, 1), (False, 1), (True, 0)):
+        metrics.reloaded("tls", good)
+        assert samples(metrics.exposition().decode())["baton_gateway_file_refused", ("tls",)] == refused
 
 
 def test_two_gateways_do_not_share_metrics() -> None:
