@@ -22,10 +22,11 @@ from gateway.serving.generation import Refusal
 _LEAST_SHARE: Final = 0.5
 """Of its tier's limit: so long any prompt may wait, however long it takes by itself."""
 _FIRST_MARGIN: Final = 0.7
-_MARGINS: Final = (0.1, 0.9)
-"""Of the time allowed, that may be expected to be waited for: to begin with, the least and the most."""
-_STEP: Final = 0.15
-_LATE: Final = 0.02
+_MARGINS: Final = (0.3, 0.9)
+"""Of the time allowed, that may be expected to be waited for: to begin with, the least and the most. Less than that
+leaves workers without work between two prompts, and would help nobody."""
+_STEP: Final = 0.1
+_LATE: Final = 0.025
 """Of those who are let in: so many may be late where everybody has to wait."""
 
 
