@@ -3,6 +3,7 @@ settings that do not exist. Each lint takes all objects of a deployment and yiel
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections import Counter
@@ -174,6 +175,19 @@ def grace_adds_up(objects: list[Object]) -> Iterator[str]:
             yield f"{named(each)}: terminationGracePeriodSeconds is below the {needed:g} s that it may take to end"
 
 
+def starts_have_time(objects: list[Object]) -> Iterator[str]:
+    """A rollout is not given up while pods may still be starting."""
+    starts = [
+        (each, container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"])
+        for each, _, container in containers(objects)
+        if "startupProbe" in container
+    ]
+    longest = max((start_s for _, start_s in starts), default=0)
+    for each, _ in starts:
+        if each["spec"].get("progressDeadlineSeconds", 600) <= longest:
+            yield f"{named(each)}: its rollout counts as failed before pods have had {longest} s to start"
+
+
 def names_resolve(objects: list[Object]) -> Iterator[str]:
     """Accounts, roles, maps, volumes, claims and Services that are named are there; Secrets, which no repository has,
     are those that the documentation tells how to make."""
@@ -223,12 +237,17 @@ def budgets_let_pods_go(objects: list[Object]) -> Iterator[str]:
         for maker, pod in templates(objects):
             if selects(spec["selector"], pod["metadata"]["labels"]):
                 replicas = _least(objects, maker)
-                if str(spec.get("maxUnavailable", 1)) in ("0", "0%"):
+                if "maxUnavailable" in spec and _share(spec["maxUnavailable"], replicas) == 0:
                     yield f"{named(each)}: maxUnavailable 0 keeps every node from being drained"
-                if spec.get("minAvailable", 0) == replicas:
+                if "minAvailable" in spec and _share(spec["minAvailable"], replicas) >= replicas:
                     yield f"{named(each)}: minAvailable is all {replicas} of {named(maker)}"
-                if spec.get("maxUnavailable", 0) == replicas > 1:
+                if "maxUnavailable" in spec and _share(spec["maxUnavailable"], replicas) >= replicas > 1:
                     yield f"{named(each)}: maxUnavailable is all {replicas} of {named(maker)}"
+
+
+def _share(of: int | str, replicas: int) -> int:
+    """What a budget's number or percentage comes to; it is rounded up."""
+    return math.ceil(int(of[:-1]) * replicas / 100) if isinstance(of, str) else of
 
 
 def _least(objects: list[Object], maker: Object) -> int:
@@ -336,6 +355,7 @@ LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     ports_exist,
     settings_exist,
     grace_adds_up,
+    starts_have_time,
     names_resolve,
     budgets_let_pods_go,
     scalers_fit,

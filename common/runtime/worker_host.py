@@ -20,6 +20,7 @@ from common.runtime.checkpoint import resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings, load
 from common.runtime.curve import CurveKeys
+from common.runtime.daemon_threads import DaemonThreads
 from common.runtime.lifecycle import (
     Announcer,
     end_with_parent,
@@ -117,12 +118,16 @@ def run_worker(
     """The whole life of a worker process. `make_worker(settings, host, model folder)` runs once the ports are bound and
     the model is found; it may raise `OperatorError` or `TransferError`."""
 
+    async def make(settings: _Settings, host: WorkerHost) -> Worker:
+        # A download may take for ever, and whoever stops the process does not want to wait for it.
+        finding = DaemonThreads(1, "find-model").submit(lambda: resolve_model(settings.model, weights=True))
+        return await make_worker(settings, host, await asyncio.wrap_future(finding))
+
     async def serve(settings: _Settings, stop: asyncio.Event) -> None:
         host = WorkerHost(settings)
         try:
             await host.bind()
-            folder = await asyncio.to_thread(resolve_model, settings.model, weights=True)
-            making = asyncio.ensure_future(make_worker(settings, host, folder))
+            making = asyncio.ensure_future(make(settings, host))
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait([making, stopping], return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()

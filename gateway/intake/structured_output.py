@@ -15,8 +15,8 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from common.contract.errors import Cause
 from common.contract.sampling import MAX_GRAMMAR_CHARS
+from common.runtime.daemon_threads import DaemonThreads
 from common.runtime.grammar_limits import grammar_limits
-from gateway.bounded_threads import DaemonThreads
 from gateway.intake.expanded_length import MAX_EXPANDED, expanded_grammar_length, expanded_length
 from gateway.intake.field_types import MAX_TEXT_CHARS
 from gateway.intake.json_schemas import refuse_unenforceable

@@ -33,8 +33,9 @@ RUN apt-get update \
     && useradd --uid 65532 --gid 65532 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin baton \
     && install --directory --owner 65532 --group 65532 /models
 COPY --from=build /opt/baton /opt/baton
-# Written to are /tmp (what is compiled), /models and /dev/shm. Which GPUs a container sees, the cluster says.
+# Written to are /tmp (what is compiled), /models and /dev/shm. Which GPUs a container sees, the cluster
+# says; where NVIDIA's runtime does not bring the driver's libraries, as on GKE, they are mounted in that folder.
 ENV PATH=/opt/baton/bin:$PATH HOME=/tmp HF_HOME=/models PYTHONDONTWRITEBYTECODE=1 \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility LD_LIBRARY_PATH=/usr/local/nvidia/lib64
 USER 65532:65532
 ENTRYPOINT ["/usr/bin/tini", "--", "baton"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -58,6 +61,26 @@ def taken_port() -> object:
 )
 def test_a_bad_option_or_model_is_one_line(module: str, options: list[str], expected: str) -> None:
     assert expected in run_to_the_end(module, options)
+
+
+def test_a_worker_that_downloads_ends_when_it_is_told_to(taken_port: int, tmp_path: Path) -> None:
+    """From a hub that takes connections and never answers."""
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{taken_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "decode_worker", "--model", "somebody/some-model"],
+        env=os.environ | hub,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        assert "probes on" in next(line for line in process.stderr if "probes on" in line)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import threading
 import pytest
 from gateway_fixtures import byte_level_backend, wrap
 
-from gateway.bounded_threads import BoundedThreads, DaemonThreads
+from common.runtime.daemon_threads import DaemonThreads
+from gateway.bounded_threads import BoundedThreads
 
 
 class Work:
@@ -74,7 +75,7 @@ async def test_long_texts_are_tokenised_a_few_at_once(monkeypatch: pytest.Monkey
 def test_a_process_that_ends_does_not_wait_for_daemon_threads() -> None:
     program = """
 import threading
-from gateway.bounded_threads import DaemonThreads
+from common.runtime.daemon_threads import DaemonThreads
 threads = DaemonThreads(2, "t")
 assert threads.submit(lambda: 6 * 7).result() == 42
 begun = threading.Event()

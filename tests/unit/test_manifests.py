@@ -156,6 +156,7 @@ def set_in(kind: str, name: str, *path: Any, value: Any) -> Callable[[list[Objec
     return change
 
 
+GATEWAYS = {"matchLabels": {"app.kubernetes.io/name": "baton", "app.kubernetes.io/component": "gateway"}}
 GATEWAY, PREFILL, DECODE = "baton-gateway", "baton-prefill", "baton-decode"
 POD = ("spec", "template", "spec")
 FIRST = (*POD, "containers", 0)
@@ -228,6 +229,30 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], None], str]] = {
     "a budget of all": (
         set_in("PodDisruptionBudget", DECODE, "spec", "maxUnavailable", value=2),
         "maxUnavailable is all 2 of Deployment/baton-decode",
+    ),
+    "a budget of all in percent": (
+        set_in("PodDisruptionBudget", DECODE, "spec", "maxUnavailable", value="100%"),
+        "maxUnavailable is all 2 of Deployment/baton-decode",
+    ),
+    "a budget of more than all": (
+        set_in("PodDisruptionBudget", DECODE, "spec", "maxUnavailable", value=3),
+        "maxUnavailable is all 2 of Deployment/baton-decode",
+    ),
+    "a budget of none in percent": (
+        set_in("PodDisruptionBudget", DECODE, "spec", "maxUnavailable", value="0%"),
+        "maxUnavailable 0 keeps every node from being drained",
+    ),
+    "a budget that keeps all": (
+        set_in("PodDisruptionBudget", GATEWAY, "spec", value={"minAvailable": "51%", "selector": GATEWAYS}),
+        "PodDisruptionBudget/baton-gateway: minAvailable is all 2 of Deployment/baton-gateway",
+    ),
+    "a deadline": (
+        lambda objects: find(objects, "Deployment", GATEWAY)["spec"].pop("progressDeadlineSeconds"),
+        "Deployment/baton-gateway: its rollout counts as failed before pods have had 1800 s to start",
+    ),
+    "seccomp": (
+        lambda objects: pod(objects, "decode")["securityContext"].pop("seccompProfile"),
+        "Deployment/baton-decode: it has no seccomp profile",
     ),
     "a quantity": (
         set_in("Deployment", DECODE, *FIRST, "resources", "limits", "memory", value="8 GB"),
