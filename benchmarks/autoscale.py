@@ -17,7 +17,7 @@ import math
 import random
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,6 +40,9 @@ from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
 K8S: Final = Path(__file__).parents[1] / "k8s"
 SCRAPE_S: Final = 15
 """Between scrapes, evaluations of the rules, and looks of the autoscaler."""
+LATE: Final = 2
+"""The autoscaler sees what the rules gave so many looks ago: nothing makes the three happen together, and adapters keep
+what they have been told for a while."""
 WINDOW: Final = 20
 """Samples of each series that the rules get: more than their longest window."""
 START_S: Final = 60.0
@@ -238,7 +241,7 @@ class Pool:
             for request, moment in worker.run(until):
                 arrived, expected = self._arrived.pop(request)
                 self._metrics.time_to_first_token.observe(moment - arrived)
-                self._admission.observe(Tier.STANDARD, expected, moment - arrived)
+                self._admission.observe(Tier.STANDARD, expected, moment - arrived, moment)
                 self.story.ttft_s.append((arrived, moment - arrived))
         self.workers = [worker for worker in self.workers if not (worker.draining and worker.idle)]
 
@@ -250,7 +253,7 @@ class Pool:
         usable = [worker for worker in self.workers if worker.ready_at <= now and not worker.draining]
         chosen = min(usable, key=lambda worker: worker.queued_s)
         expected = Expected(queue_s=chosen.queued_s, prompt_s=num_tokens * TOKEN_S, room_s=0.0)
-        if self._admission.refusal(Tier.STANDARD, expected) is not None:
+        if self._admission.refusal(Tier.STANDARD, expected, now) is not None:
             self._num_refused += 1
             self.story.refused.append(now)
             return
@@ -314,9 +317,10 @@ def simulate(
             now = float(number * SCRAPE_S)
             pool.run(now)
             wanted = evaluate(pool.scrape(now), query, Path(scratch), spec)
-            replicas = scaler.replicas(now, replicas, wanted)
-            pool.scale(replicas, now)
             story = pool.story
+            late = story.wanted[-LATE:][0] if story.wanted else None
+            replicas = scaler.replicas(now, replicas, late)
+            pool.scale(replicas, now)
             story.times_s.append(now)
             story.replicas.append(replicas)
             story.ready.append(sum(worker.ready_at <= now for worker in pool.workers))
@@ -355,19 +359,28 @@ def figures(story: Story, end_s: float) -> dict[str, Any]:
     }
 
 
+def changes(replicas: Sequence[tuple[float, int]]) -> list[tuple[tuple[float, int], tuple[float, int]]]:
+    """What was before and after each change."""
+    return [(before, after) for before, after in itertools.pairwise(replicas) if before[1] != after[1]]
+
+
 def main() -> None:
     """Simulate, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=35.0)
+    parser.add_argument("--runs", type=int, default=3, help="seeds, from --seed on")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     end_s = 60.0 * args.minutes
     found: dict[str, Any] = {}
     for name, query in (("rules", WANTED), ("queue alone", QUEUE_ALONE)):
-        story = simulate(step(BEFORE, AFTER, STEP_AT_S), end_s, args.seed, rules(), query)
-        found[name] = figures(story, end_s)
-        print(name, {key: value for key, value in found[name].items() if key != "replicas"})
-        print("  ", [f"{t:.0f}:{n}" for (t, n), (_, m) in itertools.pairwise(found[name]["replicas"]) if n != m])
+        found[name] = []
+        for seed in range(args.seed, args.seed + args.runs):
+            story = simulate(step(BEFORE, AFTER, STEP_AT_S), end_s, seed, rules(), query)
+            run = figures(story, end_s)
+            found[name].append(run)
+            print(name, {key: value for key, value in run.items() if key != "replicas"})
+            print("  ", [f"{t:.0f}:{n}" for (t, _), (_, n) in changes(run["replicas"])])
     workload = {"requests_per_s": [BEFORE, AFTER], "step_at_s": STEP_AT_S, "token_s": TOKEN_S, "step_s": STEP_S}
     workload |= {"start_s": START_S, "minutes": args.minutes}
     print(record("autoscale", workload=workload, figures=found, seed=args.seed))

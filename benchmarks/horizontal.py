@@ -53,8 +53,7 @@ class Autoscaler:
 
     def _bound(self, policy: dict[str, Any], now: float, current: int, sign: int) -> int:
         """How far a policy lets it go in this direction, from what there was when its period began."""
-        recent = [by for when, by in self._changes if when > now - policy["periodSeconds"] and by * sign > 0]
-        before = current - sum(recent)
+        before = current - sum(by for when, by in self._changes if when > now - policy["periodSeconds"])
         if policy["type"] == "Pods":
             return before + sign * int(policy["value"])
         factor = 1 + sign * policy["value"] / 100

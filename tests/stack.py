@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import signal
@@ -345,7 +344,7 @@ async def gateway_of(address: str) -> AsyncIterator[tuple[Gateway, ControlClient
         context.destroy(linger=0)
 
 
-BUSY = Given(number=2**62, tier=Tier.INTERACTIVE, num_tokens=2**30, num_sequences=2**30, num_blocks=2**30, at=math.inf)
+BUSY = Given(number=2**62, tier=Tier.INTERACTIVE, num_tokens=2**30, num_sequences=2**30, num_blocks=2**30)
 """More than a worker can do, and which it never reports."""
 
 

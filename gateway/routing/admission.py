@@ -3,10 +3,9 @@
 Refusing early is kinder than being late: the client can go elsewhere, or come back when it is told to, and what was
 let in is served in time. A prompt that takes long by itself is not refused for that: only waiting counts against it.
 
-What is expected is not exact, and how far it is off depends on the machine and on what else runs there. So what came of
-those who were let in moves the share of the time allowed that may be waited for: down by a large step for one that was
-late, up by a small one for each that was not, until few are late.
-(Robbins and Monro, "A Stochastic Approximation Method", 1951, for a quantile.)
+What is expected is not exact, and how far it is off depends on the machine and on what else runs there. So whoever was
+let in, had to wait and was late makes the share of the time allowed that may be waited for smaller, by a step; and the
+share comes back with time. (Additive decrease and increase, so that being late becomes rare, and not impossible.)
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from gateway.serving.generation import Refusal
 
 _LEAST_SHARE: Final = 0.5
 """Of its tier's limit: so long any prompt may wait, however long it takes by itself."""
-_FIRST_MARGIN: Final = 0.7
-_MARGINS: Final = (0.3, 0.9)
-"""Of the time allowed, that may be expected to be waited for: to begin with, the least and the most. Less than that
-leaves workers without work between two prompts, and would help nobody."""
+_LEAST_MARGIN: Final = 0.3
+"""Less leaves workers without work between two prompts, and would help nobody."""
+_MOST_MARGIN: Final = 0.8
 _STEP: Final = 0.1
-_LATE: Final = 0.025
-"""Of those who are let in: so many may be late where everybody has to wait."""
+_STEPS_PER_S: Final = 0.05
+"""So fast the margin comes back."""
 
 
 class Admission:
@@ -36,13 +34,19 @@ class Admission:
     def __init__(self, limits_s: Mapping[Tier, float]) -> None:
         """`limits_s` is the time within which a tier's first tokens must be expected; 0 for any time."""
         self._limits_s = limits_s
-        self._margins = dict.fromkeys(Tier, _FIRST_MARGIN)
+        self._margins = dict.fromkeys(Tier, _MOST_MARGIN)
+        self._stepped_at = dict.fromkeys(Tier, -math.inf)
 
-    def refusal(self, tier: Tier, expected: Expected) -> Refusal | None:
+    def margin(self, tier: Tier, now: float) -> float:
+        """Of the time allowed: so much may be expected to be waited for."""
+        back = _STEP * _STEPS_PER_S * max(0.0, now - self._stepped_at[tier])
+        return min(_MOST_MARGIN, self._margins[tier] + back)
+
+    def refusal(self, tier: Tier, expected: Expected, now: float) -> Refusal | None:
         """Why a request of this tier is not let in, if it is not."""
         limit_s = self._limits_s[tier]
         wait_s = expected.wait_s
-        allowed_s = self._margins[tier] * max(limit_s - expected.prompt_s, _LEAST_SHARE * limit_s)
+        allowed_s = self.margin(tier, now) * max(limit_s - expected.prompt_s, _LEAST_SHARE * limit_s)
         if not limit_s or wait_s <= allowed_s:
             return None
         what = "a prompt's turn" if expected.waits_for_turn else "room in a batch"
@@ -52,12 +56,13 @@ class Admission:
             retry_after_s=math.ceil(wait_s - allowed_s),
         )
 
-    def observe(self, tier: Tier, expected: Expected, ttft_s: float) -> None:
-        """When the first token came of one that was let in, and for whose first attempt this was expected."""
+    def observe(self, tier: Tier, expected: Expected, ttft_s: float, now: float) -> None:
+        """One that was let in has its first token, or has left without, `ttft_s` after it came; it was expected to take
+        what `expected` says. Those who were let in before the last step say nothing new."""
         limit_s = self._limits_s[tier]
-        if not limit_s or expected.prompt_s > _LEAST_SHARE * limit_s:
-            return  # how long it may wait is not what is left of the limit
-        late = ttft_s > limit_s
-        least, most = _MARGINS
-        moved = self._margins[tier] + _STEP * (_LATE - late)
-        self._margins[tier] = min(most, max(least, moved))
+        if not limit_s or ttft_s <= limit_s or now - ttft_s < self._stepped_at[tier]:
+            return
+        if expected.queue_s <= 0 or expected.prompt_s > _LEAST_SHARE * limit_s:
+            return  # it was not for waiting that it was late
+        self._margins[tier] = max(_LEAST_MARGIN, self.margin(tier, now) - _STEP)
+        self._stepped_at[tier] = now

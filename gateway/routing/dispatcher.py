@@ -329,6 +329,13 @@ class Dispatcher(Collector):
         for role, tier in itertools.product((Role.PREFILL, Role.DECODE), Tier):
             refused.add_metric([role, tier], self.num_refused[role, tier])
         yield refused
+        if self._admission is not None:
+            margins = GaugeMetricFamily(
+                "baton_gateway_admission_margin", "Share of the time allowed that may be waited for.", labels=["tier"]
+            )
+            for tier in Tier:
+                margins.add_metric([tier], self._admission.margin(tier, self._clock()))
+            yield margins
         yield from self.recovery.collect()
 
     # --- a request's life ----------------------------------------------------------------------------------------
@@ -357,6 +364,7 @@ class Dispatcher(Collector):
     def _close(self, client: _Client) -> None:
         flow = client.flow
         del self._open_clients[client]
+        self._observe(client, self._clock())
         for request in flow.requests:
             self._clients.pop(request, None)
         self._waiting = {want: waiting for want, waiting in self._waiting.items() if waiting is not client}
@@ -381,7 +389,8 @@ class Dispatcher(Collector):
                 case Want():
                     self._want(client, action)
                 case Left(part):
-                    self._registry.left(part.place.address, part.place.incarnation, client.given.pop(part, None))
+                    had = client.given.pop(part, None)
+                    self._registry.left(part.place.address, part.place.incarnation, had, self._clock())
                 case Done() | Fail():
                     client.mailbox.put(action)
 
@@ -401,17 +410,20 @@ class Dispatcher(Collector):
     def _deliver(self, client: _Client, deliver: Deliver) -> None:
         delta = deliver.delta
         now = self._clock()
-        if client.expected is not None and self._admission is not None:
-            generation = client.flow.generation
-            opened_at = generation.waterfall.opened_at
-            assert opened_at is not None
-            self._admission.observe(generation.tier, client.expected, now - opened_at)
-            client.expected = None
+        self._observe(client, now)
         if delta.choice in client.failed_at:
             self.recovery.resume.observe(now - client.failed_at.pop(delta.choice))
         client.delivered_at[delta.choice] = now
         client.flow.generation.waterfall.tokens(deliver.attempt, delta.choice, deliver.role, now)
         client.mailbox.put(delta)
+
+    def _observe(self, client: _Client, now: float) -> None:
+        """What came of a request that was let in: its first token is there, or will never be."""
+        expected, client.expected = client.expected, None
+        if expected is not None and self._admission is not None:
+            generation = client.flow.generation
+            came_at = generation.waterfall.arrived_at or generation.waterfall.opened_at or now
+            self._admission.observe(generation.tier, expected, now - came_at, now)
 
     # --- workers for it ------------------------------------------------------------------------------------------
 
@@ -458,28 +470,36 @@ class Dispatcher(Collector):
         if route is None:
             return
         del self._waiting[want]
+        route, refusal = self._let_in(client, want, route)
         if not generation.waterfall.route and not isinstance(route, Rebind):
             generation.waterfall.route = route.explain()
-        refusal = self._refusal(client, route)
         if refusal is None:
             self._go(client, want, route)
         else:
             client.retry_after_s = refusal.retry_after_s
             self._do(client, client.flow.fail(Cause.CAPACITY, refusal.message))
 
-    def _refusal(self, client: _Client, route: Route) -> Refusal | None:
-        """Why a request is not let in, if it is not. It asks once: its other prompts, and what fails over, are in."""
+    def _let_in(self, client: _Client, want: Want, route: Route) -> tuple[Route, Refusal | None]:
+        """Where a request goes, or why it is not let in. It asks once: its other prompts, and what fails over, are in.
+        The best place may be one to wait for; before anybody is refused, the one where least is waited for counts."""
         generation = client.flow.generation
         admittance = generation.admittance
-        if self._admission is not None and not admittance.decided and not isinstance(route, Rebind):
-            admittance.refusal = self._admission.refusal(generation.tier, route.expected)
-            if admittance.refusal is None:
-                client.expected = route.expected
-            else:
-                turn = isinstance(route, Handoff) and route.expected.waits_for_turn
-                self.num_refused[Role.PREFILL if turn else Role.DECODE, generation.tier] += 1
+        if self._admission is None or admittance.decided or isinstance(route, Rebind):
+            admittance.decided = True
+            return route, admittance.refusal
         admittance.decided = True
-        return admittance.refusal
+        now, tier = self._clock(), generation.tier
+        admittance.refusal = self._admission.refusal(tier, route.expected, now)
+        if admittance.refusal is not None:
+            other = self._placement.choose(want, tier, client.cached, now, client.fingerprint, least_wait=True)
+            if isinstance(other, Handoff | Local) and self._admission.refusal(tier, other.expected, now) is None:
+                route, admittance.refusal = other, None
+        if admittance.refusal is None:
+            client.expected = route.expected
+            return route, None
+        turn = isinstance(route, Handoff) and route.expected.waits_for_turn
+        self.num_refused[Role.PREFILL if turn else Role.DECODE, tier] += 1
+        return route, admittance.refusal
 
     def _out_of_patience(self, want: Want) -> None:
         """Choices have waited long for a decode worker."""

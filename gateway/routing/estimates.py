@@ -15,10 +15,14 @@ from typing import Final
 from common.contract.tiers import Tier
 from gateway.workers.registry import WorkerView
 
+_TRUSTED_S: Final = 0.5
+"""So long after its last report a worker is believed to go on; one that is silent has perhaps stopped."""
 _PULL_LATENCY_S: Final = 0.005
 """Of a pull of any size."""
 _UNKNOWN_TOKEN_S: Final = 1e-3
 """Of a prompt token, where the worker has not reported yet."""
+_UNKNOWN_PLACES: Final = 64
+"""Sequences for which a decode worker that has not reported yet has room: those of a batch, by default."""
 _UNKNOWN_SEQUENCE_S: Final = 1.0
 """Of a sequence, where none has ended yet: a full worker is full all the same."""
 
@@ -26,11 +30,13 @@ _UNKNOWN_SEQUENCE_S: Final = 1.0
 def queue_s(worker: WorkerView, tier: Tier, now: float) -> float:
     """Seconds until a worker has computed the prompts that come before a new one."""
     token_s, moment = _token_s(worker), worker.load_at
+    now = min(now, worker.load_at + _TRUSTED_S)
     queued_s = token_s * sum(worker.load.queued_tokens[: tier.rank + 1]) if worker.load is not None else 0.0
     for given in worker.unseen:
         if given.tier.rank <= tier.rank:
-            queued_s = max(0.0, queued_s - max(0.0, given.at - moment)) + token_s * given.num_tokens
-            moment = max(moment, given.at)
+            at = min(given.at, now)
+            queued_s = max(0.0, queued_s - max(0.0, at - moment)) + token_s * given.num_tokens
+            moment = max(moment, at)
     return max(0.0, queued_s - max(0.0, now - moment))
 
 
@@ -48,11 +54,12 @@ def prompt_s(worker: WorkerView, num_tokens: int, num_here: int, num_elsewhere: 
 def room_s(worker: WorkerView, tier: Tier, num_sequences: int) -> float:
     """Seconds until a decode worker has places for so many new sequences: as many end in the time that one takes as
     there are places. More than fit at all begin when it is empty."""
-    if worker.load is None or not worker.load.places:
+    places = _UNKNOWN_PLACES if worker.load is None else worker.load.places
+    if not places:
         return 0.0
-    places = worker.load.places
     excess = sum(worker.sequences[: tier.rank + 1]) + min(num_sequences, places) - places
-    return (worker.load.sequence_s or _UNKNOWN_SEQUENCE_S) * max(0, excess) / places
+    sequence_s = worker.load.sequence_s if worker.load is not None else 0.0
+    return (sequence_s or _UNKNOWN_SEQUENCE_S) * max(0, excess) / places
 
 
 def occupancy(worker: WorkerView) -> float:

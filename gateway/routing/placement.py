@@ -37,11 +37,19 @@ class Placement:
         return worker is not None and worker.incarnation == place.incarnation
 
     def choose(
-        self, want: Want, tier: Tier, cached: Cached, now: float, fits: Fingerprint | None = None
+        self,
+        want: Want,
+        tier: Tier,
+        cached: Cached,
+        now: float,
+        fits: Fingerprint | None = None,
+        *,
+        least_wait: bool = False,
     ) -> Route | None:
-        """Workers for these choices, of this fingerprint if they have begun; None if they have to wait."""
+        """Workers for these choices, of this fingerprint if they have begun; None if they have to wait. With
+        `least_wait` those where they wait least, however long the prompt then takes."""
         caution = Caution(avoid=want.avoid, fits=fits)
-        ask = Ask(num_tokens=want.num_tokens, tier=tier, num_choices=len(want.choices), now=now)
+        ask = Ask(num_tokens=want.num_tokens, tier=tier, num_choices=len(want.choices), now=now, least_wait=least_wait)
         if want.offer is None:
             return self._router.choose(ask, cached, caution)
         decode = caution.decode(self._registry.usable(Role.DECODE))

@@ -56,6 +56,8 @@ class Ask:
     tier: Tier = Tier.STANDARD
     num_choices: int = 1
     now: float = 0.0
+    least_wait: bool = False
+    """Whether it is to wait as little as possible, however long it then takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +189,8 @@ class Router:
         handoff = _handoff(ask, prefill, decode, cached)
         if near:
             short = _local(ask, near, cached, LocalPrefill.SHORT)
+            if ask.least_wait:
+                return short if short.expected.wait_s < handoff.expected.wait_s else handoff
             if short.expected.decode_s <= _CLOSE_FACTOR * handoff.expected.decode_s + _HANDOFF_S:
                 return short
         return handoff
@@ -219,9 +223,10 @@ def _handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cach
     def own_s(worker: WorkerView) -> float:
         return prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0), most)
 
-    chosen = _least(
-        _soonest(prefill, lambda w: queue_s(w, ask.tier, ask.now) + own_s(w)), lambda w: -cached.get(w.place, 0)
-    )
+    def ready_s(worker: WorkerView) -> float:
+        return queue_s(worker, ask.tier, ask.now) + (0.0 if ask.least_wait else own_s(worker))
+
+    chosen = _least(_soonest(prefill, ready_s), lambda w: -cached.get(w.place, 0))
     here = cached.get(chosen.place, 0)
     taker = least_loaded_decode(decode, ask, cached)
     return Handoff(
@@ -245,7 +250,10 @@ def _local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPref
             room_s=room_s(worker, ask.tier, ask.num_choices),
         )
 
-    chosen = least_loaded_decode(_soonest(decode, lambda w: expected(w).decode_s), ask, cached)
+    def ready_s(worker: WorkerView) -> float:
+        return expected(worker).wait_s if ask.least_wait else expected(worker).decode_s
+
+    chosen = least_loaded_decode(_soonest(decode, ready_s), ask, cached)
     return Local(decode=chosen, num_cached=cached.get(chosen.place, 0), expected=expected(chosen), reason=reason)
 
 

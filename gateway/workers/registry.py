@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
@@ -27,8 +27,8 @@ class Given:
     """Prompt tokens that it probably has to compute."""
     num_sequences: int = 0
     num_blocks: int = 0
-    at: float = 0.0
-    """When."""
+    at: float = field(default=0.0, compare=False)
+    """When; later, if what was before it took until then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +195,7 @@ class Registry:
         worker.in_flight += 1
         worker.unseen.append(given)
 
-    def left(self, address: str, incarnation: Incarnation, given: Given | None = None) -> None:
+    def left(self, address: str, incarnation: Incarnation, given: Given | None = None, now: float = 0.0) -> None:
         """A request's part there is over, and what was given for it need not be seen any more; inert if that life of
         the worker is over, too."""
         worker = self.workers.get(address)
@@ -204,7 +204,12 @@ class Registry:
             if given is None:
                 return
             if given in worker.unseen:
-                worker.unseen.remove(given)
+                index = worker.unseen.index(given)
+                del worker.unseen[index]
+                if given.num_tokens:  # the time until now was its own: those behind it begin now
+                    for behind in range(index, len(worker.unseen)):
+                        each = worker.unseen[behind]
+                        worker.unseen[behind] = replace(each, at=max(each.at, now))
             else:
                 worker.gone[given.tier.rank] += given.num_sequences
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.autoscale import NEEDED, STEP_AT_S, TARGET_S, autoscaler, evaluate, rules, simulate, step
+from benchmarks.autoscale import NEEDED, STEP_AT_S, TARGET_S, Story, autoscaler, evaluate, rules, simulate, step
 from benchmarks.horizontal import Autoscaler
 
 promtool = pytest.mark.skipif(
@@ -66,6 +66,16 @@ def test_a_pool_shrinks_slower_than_a_worker_drains(role: str) -> None:
     )
 
 
+def test_changes_of_direction_are_counted() -> None:
+    def story(*replicas: int) -> Story:
+        return Story(times_s=[15.0 * n for n in range(len(replicas))], replicas=list(replicas))
+
+    assert story(1, 1, 2, 4, 4, 6).reversals() == 0
+    assert story(1, 2, 4, 4, 3).reversals() == 1
+    assert story(1, 2, 2, 1, 2, 1).reversals() == 3
+    assert story(1, 2, 1, 2, 1).reversals(after_s=45.0) == 0
+
+
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
@@ -76,6 +86,7 @@ def test_a_step_of_the_load_is_followed_and_nothing_flaps() -> None:
     before = [n for t, n in zip(story.times_s, story.replicas, strict=True) if t <= STEP_AT_S]
     assert set(before) == {1}, "half of one worker needs one"
     assert story.first(NEEDED, STEP_AT_S) <= 120
+    assert len(story.refused) < 0.05 * len(story.ttft_s)
     assert story.met_after_s(TARGET_S, STEP_AT_S) <= 240
     assert story.p90_ttft_s(STEP_AT_S + 300, math.inf) < TARGET_S
     assert story.reversals() <= 1, "up, and down to what is needed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -335,15 +336,17 @@ async def test_in_turn_nothing_that_is_cached_counts() -> None:
 
 # --- admission -------------------------------------------------------------------------------------------------------
 
-LIMITS = Admission({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0})
+
+def limits() -> Admission:
+    return Admission({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0})
 
 
 async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_back() -> None:
-    bench = Bench(admission=LIMITS)
+    bench = Bench(admission=limits())
     bench.say(P, replace(heartbeat(), queued_tokens=(0, 15_500, 99_000), token_s=0.001))
     with pytest.raises(GenerationFailed, match="to wait for a prompt's turn") as refusal:
         await bench.whole(PROMPT, (1, 2))
-    assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 9)
+    assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 8)
     assert bench.work == {}, "no worker has heard of it"
     assert bench.counted("refused_total", role="prefill", tier="standard") == 1
     await bench.whole(PROMPT, (1, 2), tier=Tier.INTERACTIVE)
@@ -359,8 +362,8 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_
 
 async def test_admission_learns_from_first_tokens_but_not_from_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt: list[tuple[Tier, float]] = []
-    monkeypatch.setattr(Admission, "observe", lambda _, tier, expected, ttft_s: learnt.append((tier, ttft_s)))
-    bench = Bench(decode=(D, D2), admission=LIMITS)
+    monkeypatch.setattr(Admission, "observe", lambda _, tier, expected, ttft_s, now: learnt.append((tier, ttft_s)))
+    bench = Bench(decode=(D, D2), admission=limits())
     key, task = await bench.request(PROMPT)
     assert learnt == []
     bench.tokens(P, key, 0, 1)
@@ -377,9 +380,34 @@ async def test_admission_learns_from_first_tokens_but_not_from_failures(monkeypa
     await bench.close()
 
 
+async def test_who_gives_up_waiting_for_the_first_token_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    learnt: list[float] = []
+    monkeypatch.setattr(Admission, "observe", lambda _, tier, expected, ttft_s, now: learnt.append(ttft_s))
+    bench = Bench(admission=limits())
+    _, task = await bench.request(PROMPT)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert len(learnt) == 1
+    await bench.close()
+
+
+async def test_before_anybody_is_refused_the_worker_where_least_is_waited_for_counts() -> None:
+    """The one from which the first token is expected first is not the one that is free."""
+    bench = Bench(prefill=(P, P2), admission=limits())
+    bench.say(P, replace(heartbeat(), queued_tokens=(0, 9_000, 0), token_s=0.001))
+    bench.say(P2, replace(heartbeat(), token_s=10.0))
+    key, task = await bench.request(PROMPT)
+    assert bench.newest(key)[1].keys() == {P2, D}
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    await bench.close()
+
+
 async def test_a_burst_is_refused_by_what_it_brings_itself() -> None:
     """No heartbeat comes between these: what was given counts at once."""
-    bench = Bench(admission=LIMITS)
+    bench = Bench(admission=limits())
     bench.say(P, replace(heartbeat(), token_s=0.01))
     for _ in range(2):
         await bench.request(range(300))
@@ -393,7 +421,7 @@ async def test_a_burst_is_refused_by_what_it_brings_itself() -> None:
 
 async def test_the_prompts_of_one_request_are_let_in_together_or_not_at_all() -> None:
     """What its first prompt brings is not a queue for the others: it would never be let in."""
-    bench = Bench(admission=LIMITS)
+    bench = Bench(admission=limits())
     bench.say(P, replace(heartbeat(), token_s=0.01))
     together = Admittance()
     for _ in range(5):
@@ -412,7 +440,7 @@ async def test_the_prompts_of_one_request_are_let_in_together_or_not_at_all() ->
 
 
 async def test_a_request_that_has_begun_is_never_refused() -> None:
-    bench = Bench(decode=(D, D2), admission=LIMITS)
+    bench = Bench(decode=(D, D2), admission=limits())
     key, task = await bench.request(PROMPT)
     bench.tokens(P, key, 0, 1)
     bench.tokens(D, key, 0, 1, 2)
