@@ -47,13 +47,21 @@ class FakeApi:
     """Every request is answered with 503, and watches are cut."""
     refuses_watches: int | None = None
     """The status that watches are answered with at once."""
+    refusal: str | None = None
+    """The body of that answer, instead of what an API server says: somebody before it answers."""
+    says: str | None = None
+    """A line that each watch begins with."""
     deaf: bool = False
     """Watches hear nothing, and do not end."""
     delay_s: float = 0.0
     """Before a list is answered."""
+    watch_delay_s: float = 0.0
+    """Before the head of a watch's answer."""
     num_lists: int = 0
     num_watches: int = 0
     watches: set[asyncio.Queue[dict[str, Any] | None]] = field(default_factory=set)
+    _runner: web.AppRunner | None = None
+    _port: int = 0
 
     # --- what happens in the cluster -----------------------------------------------------------------------------
 
@@ -65,9 +73,11 @@ class FakeApi:
         port: int = 7000,
         *,
         port_name: str = "control",
+        address_type: str = "IPv4",
         silently: bool = False,
     ) -> None:
-        """A slice is there, or has changed."""
+        """A slice is there, or has changed. Of no pods it has null endpoints, and null ports: Kubernetes looks up the
+        number of a named port in pods."""
         self.version += 1
         slice_ = {
             "apiVersion": "discovery.k8s.io/v1",
@@ -78,9 +88,11 @@ class FakeApi:
                 "resourceVersion": str(self.version),
                 "labels": {"kubernetes.io/service-name": service},
             },
-            "addressType": "IPv4",
-            "endpoints": [pod.as_json() for pod in pods],
-            "ports": [{"name": "probes", "port": 9000}, {"name": port_name, "port": port, "protocol": "TCP"}],
+            "addressType": address_type,
+            "endpoints": [pod.as_json() for pod in pods] or None,
+            "ports": [{"name": "probes", "port": 9000}, {"name": port_name, "port": port, "protocol": "TCP"}]
+            if pods
+            else None,
         }
         kind = "MODIFIED" if name in self.slices else "ADDED"
         self.slices[name] = slice_
@@ -142,8 +154,11 @@ class FakeApi:
 
     async def _watch(self, request: web.Request, service: str) -> web.StreamResponse:
         self.num_watches += 1
+        await asyncio.sleep(self.watch_delay_s)
         if self.down or self.refuses_watches:
             code = self.refuses_watches or 503
+            if self.refusal is not None:
+                return web.Response(text=self.refusal, status=code)
             return web.json_response({"kind": "Status", "code": code, "message": "no", "reason": "No"}, status=code)
         since = int(request.query["resourceVersion"])
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -152,6 +167,8 @@ class FakeApi:
             gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
             await response.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
             return response
+        if self.says is not None:
+            await response.write(self.says.encode() + b"\n")
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         for version, event in self.history:
             if version > since:
@@ -175,21 +192,31 @@ class FakeApi:
         """The real client of this server."""
         return client.ApiClient(client.Configuration(host=self.url))
 
+    async def start(self) -> None:
+        """Listen on loopback: where it did before, if it did."""
+        app = web.Application()
+        app.router.add_get(f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices", self.handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        self._port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    async def stop(self) -> None:
+        """Connections are closed, and refused from now on."""
+        if self._runner is not None:
+            self.cut()
+            await self._runner.cleanup()
+            self._runner = None
+
 
 @asynccontextmanager
 async def running_api() -> AsyncIterator[FakeApi]:
     """A server on loopback."""
     api = FakeApi()
-    app = web.Application()
-    app.router.add_get(f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices", api.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await api.start()
     try:
         yield api
     finally:
         api.deaf = False
-        api.cut()
-        await runner.cleanup()
+        await api.stop()

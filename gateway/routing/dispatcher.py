@@ -192,13 +192,10 @@ class Dispatcher(Collector):
                 self._registry.add(role, endpoint)
                 if self._broken is not None:
                     self._link(address)
-            else:
-                worker.listed, worker.serving = True, endpoint.serving
+        self._registry.relist(role, {each.address: each.serving for each in endpoints})
         for worker in list(self._registry.workers.values()):
-            if worker.role is role and worker.address not in listed:
-                worker.listed = False
-                if worker.incarnation is None:
-                    self._forget(worker.address, "it is not listed any more")
+            if not worker.listed and worker.incarnation is None:
+                self._forget(worker.address, "it is not listed any more")
         self._look_again()
 
     def _link(self, address: str) -> None:
@@ -534,6 +531,8 @@ class Dispatcher(Collector):
 
     def _look_again(self) -> None:
         """Something has changed: whoever waits may find workers now."""
+        if not self._registry.missing():
+            self._usable.set()
         for want in list(self._waiting):
             self._place(want)
 
@@ -583,8 +582,6 @@ class Dispatcher(Collector):
         held = {key for client in self._open_clients for key in client.flow.keys_at(link.address)}
         for request, attempt in set(welcome.open_requests) - held:  # it has ended here since the Hello
             link.send(Abort(request=request, attempt=attempt))
-        if not self._registry.missing():
-            self._usable.set()
         self._look_again()
 
     def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
@@ -604,7 +601,7 @@ class Dispatcher(Collector):
                 self._lose(link.address, "its engine makes no progress", crashed=False)
             if message.phase is not Phase.SERVING:
                 self._move_away(link.address)
-            elif self._waiting:
+            elif self._waiting or not self._usable.is_set():
                 self._look_again()
         elif isinstance(message, RequestMessage):
             self._on_request(link.address, message)

@@ -75,18 +75,29 @@ class DiscoveryMetrics:
             registry=registry,
         )
         self._age = Gauge(
-            "baton_gateway_discovery_age_seconds", "Since the last list of a role.", ["role"], registry=registry
+            "baton_gateway_discovery_age_seconds",
+            "Since the last list of a role; before the first, since the start.",
+            ["role"],
+            registry=registry,
         )
+
+    def awaits(self, role: Role) -> None:
+        """Lists of a role are to come: the wait for the first one counts."""
+        self._errors.labels(role)
+        self._counts_from_now(role)
 
     def listed(self, role: Role, number: int) -> None:
         """A list has come."""
         self._listed.labels(role).set(number)
-        now = self._clock()
-        self._age.labels(role).set_function(lambda: self._clock() - now)
+        self._counts_from_now(role)
 
     def failed(self, role: Role) -> None:
         """None has."""
         self._errors.labels(role).inc()
+
+    def _counts_from_now(self, role: Role) -> None:
+        now = self._clock()
+        self._age.labels(role).set_function(lambda: self._clock() - now)
 
 
 class Discovery:
@@ -96,6 +107,8 @@ class Discovery:
         self._sources = sources
         self._metrics = metrics
         self._clock = clock
+        for role in sources:
+            metrics.awaits(role)
 
     async def run(self, tell: Tell) -> None:
         """Until cancelled."""
@@ -105,6 +118,7 @@ class Discovery:
 
     async def _follow(self, role: Role, source: Source, tell: Tell) -> None:
         known: Collection[Endpoint] | None = None
+        pause_s = _FIRST_PAUSE_S
 
         def told(endpoints: Collection[Endpoint]) -> None:
             nonlocal known
@@ -114,13 +128,17 @@ class Discovery:
             known = endpoints
             tell(role, endpoints)
 
-        pause_s = _FIRST_PAUSE_S
+        def changed(endpoints: Collection[Endpoint]) -> None:
+            nonlocal pause_s
+            pause_s = _FIRST_PAUSE_S
+            told(endpoints)
+
         while True:
             began = self._clock()
             try:
                 told(await source.list_once())
-                pause_s = _FIRST_PAUSE_S
-                await source.changes(told)
+                await source.changes(changed)
+                pause_s = _FIRST_PAUSE_S  # not before: where lists come and watches fail, each round is both
                 await asyncio.sleep(max(0.0, _SHORTEST_ROUND_S - (self._clock() - began)))
             except SourceError as error:
                 self._metrics.failed(role)

@@ -9,8 +9,10 @@ Imported only where Kubernetes is asked: the client is that of the extra `kubern
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +23,8 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from common.contract.errors import OperatorError
 from gateway.workers.discovery import Endpoint, SourceError
 
+log = logging.getLogger(__name__)
+
 _REQUEST_TIMEOUT_S: Final = 10.0
 """For a list, and for a watch to begin."""
 _WATCH_GRACE_S: Final = 10.0
@@ -29,6 +33,8 @@ _SERVICE: Final = "kubernetes.io/service-name"
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _EXPIRED: Final = 410
 """The version that a watch should begin at is no longer there."""
+_ADDRESS_TYPE: Final = "IPv4"
+"""Of the slices that are used. Where there are both families, a slice of each has all endpoints."""
 
 
 async def open_api(namespace: str | None) -> tuple[client.ApiClient, str]:
@@ -60,43 +66,71 @@ class EndpointSliceSource:
         self._resync_s = resync_s
         self._slices: dict[str, Any] = {}
         self._version = ""
+        self._warned = False
 
     async def list_once(self) -> Collection[Endpoint]:
         try:
             found = await self._api.list_namespaced_endpoint_slice(
                 self._namespace, label_selector=f"{_SERVICE}={self._service}", _request_timeout=_REQUEST_TIMEOUT_S
             )
-        except (ApiException, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            self._slices = {each.metadata.name: each for each in found.items}
+            self._version = found.metadata.resource_version
+            endpoints = self._endpoints()
+        except Exception as error:
             raise SourceError(_worded(error)) from error
-        self._slices = {each.metadata.name: each for each in found.items}
-        self._version = found.metadata.resource_version
-        return self._endpoints()
+        self._warn_of_address_types()
+        return endpoints
 
     async def changes(self, tell: Callable[[Collection[Endpoint]], None]) -> None:
         events = watch.Watch("V1EndpointSlice").stream(
-            self._api.list_namespaced_endpoint_slice,
-            self._namespace,
+            self._begin_watch,
             label_selector=f"{_SERVICE}={self._service}",
             resource_version=self._version,
             allow_watch_bookmarks=True,
             timeout_seconds=max(1, round(self._resync_s)),
-            _request_timeout=aiohttp.ClientTimeout(
-                total=self._resync_s + _WATCH_GRACE_S, sock_connect=_REQUEST_TIMEOUT_S
-            ),
+            _request_timeout=self._resync_s + _WATCH_GRACE_S,
         )
         try:
-            async for event in events:
-                if self._apply(event):
-                    tell(self._endpoints())
-        except ApiException as error:
-            if error.status != _EXPIRED:
-                raise SourceError(_worded(error)) from error
-        except TimeoutError:
-            pass  # what has come of it shows in the list that follows
-        except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
-            raise SourceError(_worded(error)) from error
+            while True:
+                try:
+                    event = await anext(events)
+                    endpoints = self._endpoints() if self._apply(event) else None
+                except (StopAsyncIteration, TimeoutError):
+                    return  # what has come of it shows in the list that follows
+                except SourceError:
+                    raise
+                except Exception as error:
+                    if isinstance(error, ApiException) and error.status == _EXPIRED:
+                        return
+                    raise SourceError(_worded(error)) from error
+                if endpoints is not None:
+                    tell(endpoints)
         finally:
             await asyncio.shield(events.close())
+
+    async def _begin_watch(self, **options: Any) -> Any:
+        """Its response, of which the head has come. The client takes any status, and waits for a head as long as for
+        an event."""
+        try:
+            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+                response = await self._api.list_namespaced_endpoint_slice(self._namespace, **options)
+        except TimeoutError as error:
+            raise SourceError(_worded(error)) from error
+        if response.status != HTTPStatus.OK:
+            response.close()
+            raise ApiException(status=response.status, reason=response.reason)
+        return response
+
+    def _warn_of_address_types(self) -> None:
+        types = {each.address_type for each in self._slices.values()}
+        if types and _ADDRESS_TYPE not in types and not self._warned:
+            self._warned = True
+            log.warning(
+                "the Service %s has addresses of type %s alone: workers are found by %s addresses",
+                self._service,
+                ", ".join(sorted(types)),
+                _ADDRESS_TYPE,
+            )
 
     def _apply(self, event: Any) -> bool:
         """Whether it says something of a slice."""
@@ -127,7 +161,7 @@ class EndpointSliceSource:
 
 def _endpoints(slice_: Any, port_name: str) -> Iterable[Endpoint]:
     port = next((each.port for each in slice_.ports or () if each.name == port_name and each.port), None)
-    if port is None or slice_.address_type != "IPv4":  # where there are both families, a slice of each has all
+    if port is None or slice_.address_type != _ADDRESS_TYPE:
         return
     for each in slice_.endpoints or ():
         conditions, host = each.conditions, each.addresses[0]
@@ -140,4 +174,8 @@ def _endpoints(slice_: Any, port_name: str) -> Iterable[Endpoint]:
 def _worded(error: Exception) -> str:
     if isinstance(error, ApiException):
         return f"the API server answers {error.status} {error.reason or ''}".rstrip()
-    return str(error) or type(error).__name__
+    if isinstance(error, TimeoutError):
+        return "the API server does not answer in time"
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return str(error) or type(error).__name__
+    return f"the API server's answer makes no sense: {type(error).__name__}: {str(error)[:200]}"

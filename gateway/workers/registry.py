@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from common.contract.errors import FingerprintMismatchError
@@ -14,6 +16,8 @@ from common.contract.tiers import Tier
 from gateway.serving.attempt import Place
 from gateway.workers.discovery import Endpoint
 from gateway.workers.token_rates import TokenRates
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,8 @@ class WorkerView:
     role: Role
     incarnation: Incarnation | None = None
     """Set while its session is open."""
+    session: int = 0
+    """The number of its last session, of all workers': one that is larger has begun later."""
     life: Incarnation | None = None
     """The last one whose session was open: requests are counted for each."""
     welcome: Welcome | None = None
@@ -68,12 +74,16 @@ class WorkerView:
     """Whether discovery says that it may be given new work."""
 
     @property
-    def usable(self) -> bool:
-        """Whether it may be given new work."""
+    def available(self) -> bool:
+        """Whether it may be given new work, if it fits."""
         said = self.load or self.welcome
         leaving = said is not None and said.phase is not Phase.SERVING
-        wanted = self.listed and self.serving
-        return self.incarnation is not None and wanted and self.refused is None and not leaving and not self.stalled
+        return self.incarnation is not None and self.listed and self.serving and not leaving and not self.stalled
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be given new work."""
+        return self.available and self.refused is None
 
     @property
     def sequences(self) -> list[int]:
@@ -109,7 +119,11 @@ class WorkerView:
 
 
 class Registry:
-    """Every worker that this gateway was told of, by address."""
+    """Every worker that this gateway was told of, by address.
+
+    All that are usable have one fingerprint: that of the available worker whose session is the oldest. The others are
+    refused until it has none that is available any more, and again once it has.
+    """
 
     def __init__(
         self,
@@ -129,6 +143,7 @@ class Registry:
         }
         self.colocated = not prefill if colocated is None else colocated
         """Whether decode workers are there to compute every prompt."""
+        self._sessions = itertools.count(1)
 
     def add(self, role: Role, endpoint: Endpoint) -> None:
         """There is a worker at an address where none was known."""
@@ -136,6 +151,14 @@ class Registry:
         self.workers[endpoint.address] = WorkerView(
             endpoint.address, role, identity=endpoint.identity, serving=endpoint.serving
         )
+
+    def relist(self, role: Role, serving: Mapping[str, bool]) -> None:
+        """These are all addresses of a role that are listed, and whether they may be given new work."""
+        for worker in self.workers.values():
+            if worker.role is role:
+                worker.listed = worker.address in serving
+                worker.serving = serving.get(worker.address, worker.serving)
+        self._settle()
 
     def remove(self, address: str) -> None:
         """There is none any more, and nobody has a session with it."""
@@ -146,17 +169,16 @@ class Registry:
         """A session is open. Raises `FingerprintMismatchError` when the worker must not be used."""
         worker = self.workers[address]
         worker.incarnation, worker.welcome, worker.load = incarnation, welcome, None
+        worker.session = next(self._sessions)
         worker.forget_given()
         if worker.life != incarnation:
             worker.life = incarnation
             worker.in_flight = 0
         worker.refused, worker.stalled = None, False
         worker.rates.forget()
-        try:
-            self._require_fit(worker, welcome)
-        except FingerprintMismatchError as error:
-            worker.refused = str(error)
-            raise
+        self._settle(opening=worker)
+        if worker.refused is not None:
+            raise FingerprintMismatchError(worker.refused)
 
     def lost(self, address: str) -> None:
         """Its session is over."""
@@ -165,11 +187,7 @@ class Registry:
         worker.forget_given()
         worker.refused = None
         worker.rates.forget()
-        for other in self.workers.values():  # one that did not fit beside the lost one may fit now
-            if other.refused is not None and other.welcome is not None:
-                with contextlib.suppress(FingerprintMismatchError):
-                    self._require_fit(other, other.welcome)
-                    other.refused = None
+        self._settle()
 
     def resynced(self, address: str) -> None:
         """Its session counts anew."""
@@ -178,6 +196,7 @@ class Registry:
     def heartbeat(self, address: str, load: Heartbeat, now: float) -> bool:
         """Its state of this moment; whether it shows, for the first time, that the engine hangs."""
         worker = self.workers[address]
+        was_available = worker.available
         before, worker.load, worker.load_at = worker.load, load, now
         worker.gone = [0] * len(Tier)
         worker.rates.read(now, load.prompt_tokens, load.output_tokens)
@@ -187,6 +206,8 @@ class Registry:
             worker.idle_or_stepped_at, worker.stalled = now, False
         stalls = now - worker.idle_or_stepped_at > self._stall_s and not worker.stalled
         worker.stalled = worker.stalled or stalls
+        if worker.available != was_available:
+            self._settle()
         return stalls
 
     def took(self, address: str, given: Given) -> None:
@@ -228,7 +249,27 @@ class Registry:
         roles = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
         return [role for role in roles if not self.usable(role)]
 
-    def _require_fit(self, worker: WorkerView, welcome: Welcome) -> None:
+    def _settle(self, opening: WorkerView | None = None) -> None:
+        """Somebody may have become available, or is not any more: say who is refused now."""
+        first: WorkerView | None = None
+        for worker in sorted(self.workers.values(), key=lambda each: each.session):
+            if worker.welcome is None:
+                continue
+            before, worker.refused = worker.refused, None
+            try:
+                self._require_fit(worker, worker.welcome, first)
+            except FingerprintMismatchError as error:
+                worker.refused = str(error)
+            if first is None and worker.usable:
+                first = worker
+            if worker is opening:
+                continue  # whoever opens it is told
+            if before is None and worker.refused is not None:
+                log.error("worker refused: %s", worker.refused)
+            elif before is not None and worker.refused is None:
+                log.info("the worker at %s is refused no longer", worker.address)
+
+    def _require_fit(self, worker: WorkerView, welcome: Welcome, first: WorkerView | None) -> None:
         if welcome.role is not worker.role:
             raise FingerprintMismatchError(
                 f"the worker at {worker.address} was given as {worker.role} but is {welcome.role}"
@@ -243,6 +284,5 @@ class Registry:
                 f"fingerprint mismatch: config_hash: {self._config_hash} at this gateway, "
                 f"{welcome.fingerprint.config_hash} at {worker.address}"
             )
-        for other in self.workers.values():
-            if other is not worker and other.usable and other.welcome is not None:
-                other.welcome.fingerprint.require_equal(welcome.fingerprint, other.address, worker.address)
+        if first is not None and first.welcome is not None:
+            first.welcome.fingerprint.require_equal(welcome.fingerprint, first.address, worker.address)

@@ -33,6 +33,7 @@ class Kubelet:
     folder: Path
     pods: dict[str, Process] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _told_first: itertools.cycle[bool] = field(default_factory=lambda: itertools.cycle((True, False)))
 
     async def create(self, role: str) -> str:
         """A pod, listed as soon as it has an address, and serving once it is ready; its name."""
@@ -46,10 +47,16 @@ class Kubelet:
         return name
 
     async def delete(self, name: str) -> None:
-        """It ends as a pod does: terminating, then SIGTERM, then gone."""
+        """It ends as a pod does: terminating and SIGTERM, of which now the one is known first and now the other; then
+        gone."""
         process = self.pods.pop(name)
-        self._list(name, ready=True, terminating=True, process=process)
+        told_first = next(self._told_first)
+        if told_first:
+            self._list(name, ready=True, terminating=True, process=process)
         process.signal()
+        if not told_first:
+            await asyncio.sleep(0.5)  # the gateway hears it of the worker
+            self._list(name, ready=True, terminating=True, process=process)
         assert await asyncio.to_thread(process.wait) == 0, process.log[-30:]
         self.api.delete(name)
 

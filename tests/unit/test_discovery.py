@@ -51,6 +51,12 @@ class Told:
         """Wait until these are the decode workers."""
         await self.until(lambda: self.last.get(Role.DECODE) == set(endpoints))
 
+    async def failed(self, number: int) -> None:
+        """Wait until so many attempts at the list of the decode workers have failed."""
+        async with asyncio.timeout(WAIT_S):
+            while (self.counted("discovery_errors_total") or 0) < number:
+                await asyncio.sleep(0.01)
+
     def counted(self, name: str) -> float | None:
         return self.registry.get_sample_value(f"baton_gateway_{name}", {"role": "decode"})
 
@@ -134,6 +140,46 @@ async def test_an_address_that_is_used_again_is_another_worker() -> None:
         await told.decode(at(again))
 
 
+async def test_a_pool_of_no_pods_is_a_list_of_no_workers(caplog: pytest.LogCaptureFixture) -> None:
+    """The slice of a Service without pods stays, with endpoints and ports that are null."""
+    async with running_api() as api:
+        api.put("d-1", DECODE, [])
+        assert api.slices["d-1"]["endpoints"] is api.slices["d-1"]["ports"] is None
+        async with following(api) as told:
+            await told.decode()
+            await watched(api)
+            api.put("d-1", DECODE, [A])
+            await told.decode(at(A))
+            api.put("d-1", DECODE, [])
+            await told.decode()
+            assert told.counted("discovery_errors_total") == 0
+            assert api.num_lists == 2
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+async def test_a_service_of_another_address_type_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_api() as api:
+        api.put("d-1", DECODE, [Pod("fd00::1", "uid-a")], address_type="IPv6")
+        async with following(api) as told:
+            for _ in range(3):
+                before = api.num_watches
+                await told.decode()
+                await watched(api, before)
+                api.cut()
+            assert caplog.text.count("addresses of type IPv6 alone") == 1
+            api.put("d-2", DECODE, [A])
+            await told.decode(at(A))
+
+
+async def test_of_a_service_with_both_families_the_ipv4_addresses_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_api() as api:
+        api.put("d-1", DECODE, [Pod("fd00::1", "uid-a")], address_type="IPv6")
+        api.put("d-2", DECODE, [A])
+        async with following(api) as told:
+            await told.decode(at(A))
+    assert "addresses of type" not in caplog.text
+
+
 async def test_slices_without_the_port_name_have_no_workers() -> None:
     async with running_api() as api, following(api) as told:
         api.put("d-1", DECODE, [A], port_name="http")
@@ -204,31 +250,50 @@ async def test_bookmarks_tell_nothing_and_disturb_nothing() -> None:
         assert api.num_lists == 2
 
 
-async def test_a_server_that_is_down_takes_nothing_away() -> None:
+@pytest.mark.parametrize("refuses", [True, False], ids=["connections are refused", "503"])
+async def test_a_server_that_is_down_for_a_minute_takes_nothing_away(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = 20  # times as fast as in earnest, the minute and the pauses alike
+    monkeypatch.setattr(discovery, "_FIRST_PAUSE_S", 0.5 / pace)
+    monkeypatch.setattr(discovery, "_LONGEST_PAUSE_S", 15.0 / pace)
+    monkeypatch.setattr(discovery, "_SHORTEST_ROUND_S", 1.0 / pace)
+    minute_s = 60.0 / pace
     async with running_api() as api, following(api) as told:
         api.put("d-1", DECODE, [A, B])
         await told.decode(at(A), at(B))
         await watched(api)
-        api.down = True
-        api.cut()
-        async with asyncio.timeout(WAIT_S):
-            while (told.counted("discovery_errors_total") or 0) < 5:
-                await asyncio.sleep(0.01)
-        assert told.last[Role.DECODE] == {at(A), at(B)}
+        lists = api.num_lists
+        if refuses:
+            await api.stop()
+        else:
+            api.down = True
+            api.cut()
+        over = monotonic() + minute_s
+        while monotonic() < over:
+            assert told.last == {Role.PREFILL: set(), Role.DECODE: {at(A), at(B)}}
+            await asyncio.sleep(0.01)
+        # Pauses of 0.5, 1, 2, 4, 8, 15, 15, … s, each cut by up to a half.
+        errors = told.counted("discovery_errors_total") or 0
+        assert 5 <= errors <= 14
+        assert refuses == (api.num_lists == lists), "nobody is there to be asked"
         assert told.counted("discovered_workers") == 2
-        assert (told.counted("discovery_age_seconds") or 0) > 0
+        assert (told.counted("discovery_age_seconds") or 0) >= 0.9 * minute_s
         api.put("d-1", DECODE, [B], silently=True)
         api.down = False
+        if refuses:
+            await api.start()
         await told.decode(at(B))
+        assert (told.counted("discovery_age_seconds") or 0) < minute_s
 
 
 async def test_a_server_that_is_down_from_the_start_is_asked_until_it_answers() -> None:
     async with running_api() as api:
         api.down = True
         async with following(api) as told:
-            async with asyncio.timeout(WAIT_S):
-                while (told.counted("discovery_errors_total") or 0) < 3:
-                    await asyncio.sleep(0.01)
+            await told.failed(3)
+            assert (told.counted("discovery_age_seconds") or 0) > 0, "no alert without it"
+            assert told.counted("discovered_workers") is None
             assert told.last == {}, "nothing is known, which is not that there are none"
             api.put("d-1", DECODE, [A])
             api.down = False
@@ -240,12 +305,31 @@ async def test_a_server_that_does_not_answer_in_time_is_asked_again(monkeypatch:
     async with running_api() as api:
         api.delay_s = 60.0
         async with following(api) as told:
-            async with asyncio.timeout(WAIT_S):
-                while (told.counted("discovery_errors_total") or 0) < 2:
-                    await asyncio.sleep(0.01)
+            await told.failed(2)
             api.delay_s = 0.0
             api.put("d-1", DECODE, [A])
             await told.decode(at(A))
+
+
+async def test_a_watch_that_does_not_begin_in_time_is_begun_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only when it should have ended."""
+    monkeypatch.setattr(endpoint_slices, "_REQUEST_TIMEOUT_S", 0.2)
+    async with running_api() as api:
+        api.watch_delay_s = 60.0
+        async with following(api, resync_s=600.0) as told:
+            await told.failed(2)
+            assert "does not answer in time" in caplog.text
+            api.put("d-1", DECODE, [A])
+            await told.decode(at(A))
+            api.watch_delay_s = 0.0
+            await watched(api)
+            lists = api.num_lists
+            api.put("d-1", DECODE, [B])
+            await told.decode(at(B))
+            await asyncio.sleep(0.5)
+            assert api.num_lists == lists, "one that has begun may be silent for longer"
 
 
 async def test_a_watch_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,12 +353,111 @@ async def test_what_the_server_refuses_is_logged_and_asked_again(status: int, ca
         async with following(api) as told:
             api.put("d-1", DECODE, [A])
             await told.decode(at(A))
-            async with asyncio.timeout(WAIT_S):
-                while (told.counted("discovery_errors_total") or 0) < 2:
-                    await asyncio.sleep(0.01)
-            assert str(status) in caplog.text
+            await told.failed(2)
+            assert f"the API server answers {status}" in caplog.text
             api.put("d-1", DECODE, [B])
             await told.decode(at(B))
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"message": "no healthy upstream"}', "no healthy upstream", "<html></html>", "null", ""],
+    ids=["JSON", "text", "HTML", "null", "nothing"],
+)
+async def test_a_proxy_that_answers_watches_for_the_server(body: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_api() as api:
+        api.refuses_watches, api.refusal = 503, body
+        async with following(api) as told:
+            api.put("d-1", DECODE, [A])
+            await told.decode(at(A))
+            await told.failed(2)
+            assert "the API server answers 503" in caplog.text
+            api.put("d-1", DECODE, [B])
+            api.refuses_watches = None
+            await told.decode(at(B))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "null",
+        "7",
+        "[]",
+        "{}",
+        "no event",
+        '{"type": "ADDED", "object": null}',
+        '{"type": "ADDED", "object": {"metadata": null}}',
+        '{"type": "BOOKMARK", "object": {}}',
+        '{"type": "ERROR", "object": {}}',
+        '{"type": null, "object": {}}',
+    ],
+)
+async def test_a_watch_that_says_what_is_no_event(line: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_api() as api:
+        api.says = line
+        async with following(api) as told:
+            api.put("d-1", DECODE, [A])
+            await told.decode(at(A))
+            await told.failed(2)
+            assert "the 1 known last go on being used" in caplog.text
+            assert told.last[Role.DECODE] == {at(A)}
+            api.says = None
+            api.put("d-1", DECODE, [B])
+            await told.decode(at(B))
+
+
+@pytest.mark.parametrize("status", [403, 429])
+async def test_lists_that_come_do_not_hurry_watches_that_fail(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(discovery, "_LONGEST_PAUSE_S", 10.0)
+    async with running_api() as api:
+        api.refuses_watches = status
+        async with following(api) as told:
+            began = monotonic()
+            await told.failed(6)
+            # Before the sixth there were five pauses, of 0.02, 0.04, … 0.32 s, each cut by up to a half.
+            assert monotonic() - began >= 0.31
+            api.refuses_watches = None
+            before = api.num_watches
+            await watched(api, before)
+            api.put("d-1", DECODE, [A])
+            await told.decode(at(A))
+            errors = told.counted("discovery_errors_total") or 0
+            api.refuses_watches = status
+            api.cut()
+            began = monotonic()
+            await told.failed(int(errors) + 3)
+            assert monotonic() - began < 0.6, "a watch that has worked counts"
+
+
+async def test_what_is_wrong_with_the_gateway_is_not_taken_for_the_source() -> None:
+    async with running_api() as api, api.client() as client:
+        api.put("d-1", DECODE, [A])
+        source = EndpointSliceSource(client, NAMESPACE, DECODE)
+        await source.list_once()
+        api.put("d-1", DECODE, [B])
+
+        def fail(_: Collection[Endpoint]) -> None:
+            raise LookupError("a bug")
+
+        with pytest.raises(LookupError, match="a bug"):
+            await source.changes(fail)
+
+
+async def test_a_watch_that_is_cancelled_is_not_a_source_that_fails() -> None:
+    async with running_api() as api, api.client() as client:
+        for seconds in (0.0, 60.0):
+            api.watch_delay_s = seconds
+            source = EndpointSliceSource(client, NAMESPACE, DECODE)
+            await source.list_once()
+            before = api.num_watches
+            task = asyncio.create_task(source.changes(lambda _: None))
+            async with asyncio.timeout(WAIT_S):
+                while api.num_watches == before:
+                    await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
 
 # --- DNS -----------------------------------------------------------------------------------------------------------
@@ -299,9 +482,7 @@ async def test_all_addresses_of_a_name_are_workers(monkeypatch: pytest.MonkeyPat
     task = asyncio.create_task(Discovery({Role.DECODE: source}, metrics, monotonic).run(told))
     await told.until(lambda: len(told.last.get(Role.DECODE, ())) == 2)
     hosts = None
-    async with asyncio.timeout(WAIT_S):
-        while (told.counted("discovery_errors_total") or 0) < 3:
-            await asyncio.sleep(0.01)
+    await told.failed(3)
     assert len(told.last[Role.DECODE]) == 2, "a name that does not resolve for a while takes nothing away"
     hosts = ["10.0.0.3"]
     await told.decode(Endpoint(address="10.0.0.3:7000"))

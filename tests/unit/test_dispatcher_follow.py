@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+from kubernetes_api import DECODE, NAMESPACE, Pod, running_api
+from prometheus_client import CollectorRegistry
 
 from benchmarks.scripted_workers import Script, ScriptedPool, ScriptedWorker
 from common.contract.ids import new_incarnation
@@ -17,7 +19,8 @@ from common.contract.sampling import SamplingParams
 from common.runtime.clock import Pulse, monotonic
 from gateway.routing.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
-from gateway.workers.discovery import Endpoint
+from gateway.workers.discovery import Discovery, DiscoveryMetrics, Endpoint
+from gateway.workers.endpoint_slices import EndpointSliceSource
 from gateway.workers.registry import Registry
 
 WAIT_S = 30
@@ -163,6 +166,53 @@ async def test_a_worker_of_another_version_is_refused_and_the_gateway_goes_on(
         made.follow(made.endpoint(other), made.endpoint(fits))
         await until(lambda: made.usable() == {made.addresses[fits]})
         await made.ask()
+
+
+async def test_a_gateway_is_ready_once_a_worker_that_it_knows_already_is() -> None:
+    async with cluster(1) as made:
+        (worker,) = made.pool.decode
+        made.follow(made.endpoint(worker, serving=False))
+        await until(lambda: made.registry.workers[made.addresses[worker]].incarnation is not None)
+        assert not made.usable()
+        made.follow(made.endpoint(worker))
+        await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
+
+
+async def test_workers_that_differ_are_never_used_together(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(2) as made:
+        old, new = made.pool.decode
+        new.fingerprint = replace(FINGERPRINT, weights_hash="other")
+        made.follow(role=Role.PREFILL)
+        await until(lambda: len(made.registry.workers) == 0)
+        made.follow(made.endpoint(old))
+        await until(lambda: made.usable() == {made.addresses[old]})
+        made.follow(made.endpoint(old, serving=False), made.endpoint(new))
+        await until(lambda: made.usable() == {made.addresses[new]})
+        made.follow(made.endpoint(old), made.endpoint(new))
+        assert made.usable() == {made.addresses[old]}
+        assert "worker refused: fingerprint mismatch: weights_hash" in caplog.text
+        made.follow(made.endpoint(new))
+        assert made.usable() == {made.addresses[new]}
+
+
+async def test_requests_are_served_while_the_source_is_down() -> None:
+    async with cluster(1) as made, running_api() as api, api.client() as client:
+        port = int(made.addresses[made.pool.decode[0]].rpartition(":")[2])
+        api.put("d-1", DECODE, [Pod("127.0.0.1", "uid-d")], port)
+        metrics = CollectorRegistry()
+        sources = {Role.DECODE: EndpointSliceSource(client, NAMESPACE, DECODE)}
+        discovery = Discovery(sources, DiscoveryMetrics(metrics, monotonic), monotonic)
+        task = asyncio.create_task(discovery.run(made.dispatcher.follow))
+        try:
+            await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
+            await api.stop()
+            failed = "baton_gateway_discovery_errors_total"
+            await until(lambda: (metrics.get_sample_value(failed, {"role": "decode"}) or 0) >= 2)
+            assert sum(len(delta.token_ids) for delta in await made.ask()) == 3
+            assert not task.done()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_prefill_workers_that_are_gone_leave_the_prompts_to_decode_workers() -> None:

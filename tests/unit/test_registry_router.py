@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
@@ -306,6 +309,95 @@ def test_a_misfit_fits_once_all_that_it_disagreed_with_are_gone() -> None:
     registry.lost(D1)
     registry.opened(D1, NEXT_LIFE, welcome(Role.DECODE, OTHER_WEIGHTS))
     assert usable(registry) == {P1, D1}, f"refused for ever: {registry.workers[P1].refused}"
+
+
+def open_beside(registry: Registry, address: str, life: Incarnation, fingerprint: Fingerprint) -> None:
+    """Its session opens, whether it fits or not."""
+    with contextlib.suppress(FingerprintMismatchError):
+        registry.opened(address, life, welcome(registry.workers[address].role, fingerprint))
+
+
+@pytest.mark.parametrize("how", ["not ready", "not listed", "draining", "hung"])
+def test_one_that_is_usable_again_is_not_used_beside_one_that_differs(how: str) -> None:
+    """Old pods blink while one with other weights connects, and come back: they were here first."""
+    registry = Registry((), (D1, D2), "c", stall_s=30)
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    registry.heartbeat(D1, load(running=1), 0.0)
+    match how:
+        case "not ready":
+            registry.relist(Role.DECODE, {D1: False, D2: True})
+        case "not listed":
+            registry.relist(Role.DECODE, {D2: True})
+        case "draining":
+            registry.heartbeat(D1, load(phase=Phase.DRAINING), 31.0)
+        case "hung":
+            registry.heartbeat(D1, load(running=1), 31.0)
+    assert usable(registry) == set()
+    registry.opened(D2, LIFE, welcome(Role.DECODE, OTHER_WEIGHTS))
+    assert usable(registry) == {D2}, "nobody else could serve"
+    registry.relist(Role.DECODE, {D1: True, D2: True})
+    registry.heartbeat(D1, load(running=1, steps=1), 32.0)
+    assert usable(registry) == {D1}
+    assert "weights-b at d2:1" in (registry.workers[D2].refused or "")
+    registry.lost(D1)
+    assert usable(registry) == {D2}
+
+
+def test_new_weights_are_used_as_soon_as_all_old_workers_drain() -> None:
+    """Their sessions go on for as long as their last sequences."""
+    registry = Registry((P1,), (D1, D2), "c")
+    registry.opened(P1, LIFE, welcome(Role.PREFILL))
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    with pytest.raises(FingerprintMismatchError):
+        registry.opened(D2, LIFE, welcome(Role.DECODE, OTHER_WEIGHTS))
+    registry.heartbeat(P1, load(phase=Phase.DRAINING), 0.0)
+    assert usable(registry) == {D1}
+    registry.relist(Role.DECODE, {D1: False, D2: True})
+    assert usable(registry) == {D2}
+    registry.heartbeat(D1, load(phase=Phase.DRAINING), 0.0)
+    assert usable(registry) == {D2}
+
+
+def weights_of(worker: WorkerView) -> Fingerprint:
+    assert worker.welcome is not None
+    return worker.welcome.fingerprint
+
+
+EVENTS = st.tuples(
+    st.sampled_from(("open", "open as other", "open misfit", "lose", "draining", "serving", "hung", "listed")),
+    st.sampled_from((P1, P2, D1, D2)),
+    st.sets(st.sampled_from((D1, D2))),
+    st.booleans(),
+)
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_whatever_happens_the_usable_workers_agree(events: list[tuple[str, str, set[str], bool]]) -> None:
+    registry = Registry((P1, P2), (D1, D2), "c", stall_s=30)
+    weights = {
+        "open": FINGERPRINT,
+        "open as other": OTHER_WEIGHTS,
+        "open misfit": replace(FINGERPRINT, config_hash="x"),
+    }
+    for number, (event, address, listed, serving) in enumerate(events):
+        worker = registry.workers[address]
+        now = 100.0 * number
+        if event in weights:
+            registry.lost(address)
+            open_beside(registry, address, Incarnation(str(number)), weights[event])
+        elif event == "lose":
+            registry.lost(address)
+        elif event == "listed":
+            registry.relist(Role.DECODE, dict.fromkeys(listed, serving))
+        elif worker.incarnation is not None:
+            phase = Phase.DRAINING if event == "draining" else Phase.SERVING
+            steps = worker.load.steps if worker.load else 0
+            running = event == "hung"
+            registry.heartbeat(address, load(phase=phase, running=running, steps=steps + (not running)), now)
+        used = [each for each in registry.workers.values() if each.usable]
+        could = [each for each in registry.workers.values() if each.available and weights_of(each).config_hash == "c"]
+        oldest = min(could, key=lambda each: each.session, default=None)
+        assert used == [each for each in could if oldest is not None and weights_of(each) == weights_of(oldest)]
 
 
 # --- routing ---------------------------------------------------------------------------------------------------------
