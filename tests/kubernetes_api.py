@@ -55,6 +55,8 @@ class FakeApi:
     """Watches hear nothing, and do not end."""
     delay_s: float = 0.0
     """Before a list is answered."""
+    lists_as: str | None = None
+    """The body of a list, instead of what there is."""
     watch_delay_s: float = 0.0
     """Before the head of a watch's answer."""
     num_lists: int = 0
@@ -140,6 +142,8 @@ class FakeApi:
         await asyncio.sleep(self.delay_s)
         if self.down:
             return web.json_response({"kind": "Status", "code": 503, "message": "no leader"}, status=503)
+        if self.lists_as is not None:
+            return web.Response(text=self.lists_as, content_type="application/json")
         items = [
             each for each in self.slices.values() if each["metadata"]["labels"]["kubernetes.io/service-name"] == service
         ]

@@ -406,28 +406,62 @@ async def test_a_watch_that_says_what_is_no_event(line: str, caplog: pytest.LogC
             await told.decode(at(B))
 
 
-@pytest.mark.parametrize("status", [403, 429])
-async def test_lists_that_come_do_not_hurry_watches_that_fail(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "_FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(discovery, "_LONGEST_PAUSE_S", 10.0)
-    async with running_api() as api:
-        api.refuses_watches = status
-        async with following(api) as told:
-            began = monotonic()
-            await told.failed(6)
-            # Before the sixth there were five pauses, of 0.02, 0.04, … 0.32 s, each cut by up to a half.
-            assert monotonic() - began >= 0.31
-            api.refuses_watches = None
-            before = api.num_watches
-            await watched(api, before)
-            api.put("d-1", DECODE, [A])
-            await told.decode(at(A))
-            errors = told.counted("discovery_errors_total") or 0
-            api.refuses_watches = status
-            api.cut()
-            began = monotonic()
-            await told.failed(int(errors) + 3)
-            assert monotonic() - began < 0.6, "a watch that has worked counts"
+@dataclass
+class Unwatchable:
+    """A source that can be listed, and fails as soon as its changes are asked for."""
+
+    fails: bool = True
+    tells: bool = False
+    num_lists: int = 0
+
+    async def list_once(self) -> Collection[Endpoint]:
+        self.num_lists += 1
+        return [at(A)]
+
+    async def changes(self, tell: Callable[[Collection[Endpoint]], None]) -> None:
+        if self.tells:
+            tell([at(A), at(B)])
+        if self.fails:
+            raise SourceError("no")
+
+
+@pytest.mark.parametrize("tells", [False, True], ids=["ends in order", "tells something"])
+async def test_lists_that_come_do_not_hurry_watches_that_fail(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(discovery, "_LONGEST_PAUSE_S", 60.0)
+    source, told = Unwatchable(), Told()
+    metrics = DiscoveryMetrics(told.registry, monotonic)
+    task = asyncio.create_task(Discovery({Role.DECODE: source}, metrics, monotonic).run(told))
+    began = monotonic()
+    await told.failed(8)
+    # Seven pauses, of 0.01, 0.02, … 0.64 s, each cut by up to a half.
+    assert monotonic() - began >= 0.63
+    before = source.num_lists
+    source.fails, source.tells = tells, tells  # the watch that follows works, and then, if it tells, fails
+    await told.until(lambda: source.num_lists > before)
+    source.fails, source.tells = True, False
+    errors = int(told.counted("discovery_errors_total") or 0)
+    began = monotonic()
+    await told.failed(errors + 3)
+    assert monotonic() - began < 0.6, "the pauses begin anew"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("body", ["null", "[]", "7", "{}", '{"items": null}', '{"items": [null]}', "<html></html>", ""])
+async def test_a_list_that_makes_no_sense(body: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_api() as api, following(api) as told:
+        api.put("d-1", DECODE, [A])
+        await told.decode(at(A))
+        await watched(api)
+        api.lists_as = body
+        api.cut()
+        await told.failed(2)
+        assert "the 1 known last go on being used" in caplog.text
+        assert told.last[Role.DECODE] == {at(A)}
+        api.put("d-1", DECODE, [B], silently=True)
+        api.lists_as = None
+        await told.decode(at(B))
 
 
 async def test_what_is_wrong_with_the_gateway_is_not_taken_for_the_source() -> None:
