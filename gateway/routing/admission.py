@@ -24,7 +24,7 @@ _LEAST_MARGIN: Final = 0.3
 """Less leaves workers without work between two prompts, and would help nobody."""
 _MOST_MARGIN: Final = 0.8
 _STEP: Final = 0.1
-_STEPS_PER_S: Final = 0.05
+_STEPS_PER_S: Final = 0.1
 """So fast the margin comes back."""
 
 
