@@ -41,7 +41,7 @@ def test_growth_has_a_pace() -> None:
     pool, replicas = scaler(), [1]
     for number in range(10):
         replicas.append(pool.replicas(number * 15.0, replicas[-1], 100.0))
-    assert replicas == [1, 3, 3, 3, 3, 6, 6, 6, 6, 8, 8], "two more or double in a minute, whichever is more; at most 8"
+    assert replicas == [1, 5, 5, 5, 5, 8, 8, 8, 8, 8, 8], "four more, or double, in a minute; at most 8"
 
 
 def test_only_what_nothing_has_needed_for_ten_minutes_goes() -> None:
