@@ -42,7 +42,12 @@ _POD_MONITOR = _object(
             scheme={"enum": ["http", "https"]},
             tlsConfig=_object(insecureSkipVerify={"type": "boolean"}),
             relabelings=_list(
-                _object(action={"enum": ["replace", "keep", "drop"]}, sourceLabels=_list(_TEXT), targetLabel=_TEXT)
+                _object(
+                    action={"enum": ["replace", "keep", "drop", "labeldrop", "labelkeep"]},
+                    sourceLabels=_list(_TEXT),
+                    regex=_TEXT,
+                    targetLabel=_TEXT,
+                )
             ),
         )
     ),
