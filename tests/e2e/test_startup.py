@@ -135,7 +135,7 @@ async def test_workers_with_other_weights_are_refused_with_both_values(
     class Trusting(Registry):
         """A gateway that compares nothing: the workers do."""
 
-        def _require_fit(self, worker: WorkerView, welcome: Welcome) -> None:
+        def _require_fit(self, worker: WorkerView, welcome: Welcome, first: WorkerView | None) -> None:
             pass
 
     async with mixed.dispatcher(mixed.registry(Trusting)) as dispatcher:
