@@ -74,8 +74,7 @@ def decode_shape(batch: int, length: int, copy_rate: float) -> dict[str, Any]:
     """Microseconds for a layer, against bytes over the copy rate, and against FlashAttention-3."""
     num_bytes = batch * length * 2 * KV_HEADS * HEAD_DIM * 2
     scene = Scene(batch, length, 1, num_copies(num_bytes))
-    name = torch.cuda.get_device_name()
-    tiling = Tuning(name).decode(
+    tiling = Tuning.of(scene.q.device).decode(
         head_dim=HEAD_DIM,
         itemsize=2,
         block_size=BLOCK,
@@ -136,7 +135,7 @@ def prefill_context(context: int) -> dict[str, Any]:
     scene = Scene(1, context, PREFILL_CHUNK, 1)
     flops = 4 * HEADS * HEAD_DIM * (PREFILL_CHUNK * context - PREFILL_CHUNK * (PREFILL_CHUNK - 1) / 2)
     entry: dict[str, Any] = {"chunk": PREFILL_CHUNK, "context": context}
-    entry["us"] = graph_us([prefill_call(scene, Tuning(torch.cuda.get_device_name()).prefill(
+    entry["us"] = graph_us([prefill_call(scene, Tuning.of(scene.q.device).prefill(
         head_dim=HEAD_DIM, itemsize=2, block_size=BLOCK, group=HEADS // KV_HEADS
     ))])  # fmt: skip
     entry["tflops"] = 1e-12 * flops / (1e-6 * entry["us"])

@@ -26,7 +26,7 @@ class TritonBackend:
         on_gpu = device.type == "cuda"
         # The interpreter, which tests use, has one processor; a few let it split contexts as a GPU would.
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        self._tuning = Tuning(torch.cuda.get_device_name(device) if on_gpu else "")
+        self._tuning = Tuning.of(device) if on_gpu else Tuning("", 0)
         self._batch: RaggedBatch | None = None
         self._tiles: dict[int, torch.Tensor] = {}
         """Of `_batch`, for each number of tokens in a tile of queries."""

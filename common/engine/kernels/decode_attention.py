@@ -94,7 +94,7 @@ def decode_attention(
         D_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
-        SPLITS=num_splits,
+        SPLIT=num_splits > 1,
         LEAST_TILES=tiling.least_tiles,
         WIDEN=widens(q_BHD),
         num_warps=tiling.num_warps,
@@ -119,12 +119,12 @@ def decode_attention(
 
 
 @triton.jit
-def _run_of(seq_len, window, split, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr):
+def _run_of(seq_len, window, split, num_splits, TILE: tl.constexpr, LEAST_TILES: tl.constexpr):
     """(first visible position, first tile of a split's run, one past its last); no tiles if the split is not needed."""
     first = tl.maximum(seq_len - window, 0)
     first_tile = first // TILE
     end_tile = tl.cdiv(seq_len, TILE)
-    per_split = tl.maximum(tl.cdiv(end_tile - first_tile, SPLITS), LEAST_TILES)
+    per_split = tl.maximum(tl.cdiv(end_tile - first_tile, num_splits), LEAST_TILES)
     begin = first_tile + split * per_split
     return first, begin, tl.minimum(begin + per_split, end_tile)
 
@@ -154,14 +154,14 @@ def _decode(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     LEAST_TILES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(lens_ptr + row).to(tl.int32)
-    first, begin, end = _run_of(seq_len, window, split, TILE, SPLITS, LEAST_TILES)
-    if SPLITS > 1:
+    first, begin, end = _run_of(seq_len, window, split, tl.num_programs(2), TILE, LEAST_TILES)
+    if SPLIT:
         if begin >= end:
             return
     heads = kv_head * GROUP + tl.arange(0, GROUP_PAD)
@@ -185,17 +185,17 @@ def _decode(
         v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, q_GD)
         visible = (written & (positions >= first))[None, :]
         acc_GD, max_G, sum_G = soften(q_GD, k_ND, v_ND, visible, acc_GD, max_G, sum_G, scale_log2, True)
-    if SPLITS == 1:
-        out = acc_GD / tl.where(sum_G > 0, sum_G, 1.0)[:, None]
-        place = out_ptr + row * out_stride_b + heads[:, None] * out_stride_h + dims[None, :]
-        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
+    if SPLIT:
         num_heads = tl.num_programs(1) * GROUP
-        run_G = (row * num_heads + heads) * SPLITS + split
+        run_G = (row * num_heads + heads) * tl.num_programs(2) + split
         tl.store(partial_ptr + run_G[:, None] * D + dims[None, :], acc_GD, mask=inside)
         one_of_ours = tl.arange(0, GROUP_PAD) < GROUP
         tl.store(stats_ptr + run_G * 2, max_G, mask=one_of_ours)
         tl.store(stats_ptr + run_G * 2 + 1, sum_G, mask=one_of_ours)
+    else:
+        out = acc_GD / tl.where(sum_G > 0, sum_G, 1.0)[:, None]
+        place = out_ptr + row * out_stride_b + heads[:, None] * out_stride_h + dims[None, :]
+        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def _combine(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seq_len = tl.load(lens_ptr + row).to(tl.int32)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
-    _, begin_S, end_S = _run_of(seq_len, window, splits, TILE, SPLITS, LEAST_TILES)
+    _, begin_S, end_S = _run_of(seq_len, window, splits, SPLITS, TILE, LEAST_TILES)
     used_S = begin_S < end_S
     run_S = (row * tl.num_programs(1) + head) * SPLITS + splits
     max_S = tl.load(stats_ptr + run_S * 2, mask=used_S, other=float("-inf"))

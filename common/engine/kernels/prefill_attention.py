@@ -28,7 +28,8 @@ class PrefillTiling:
     tile: int = 64
     """Keys that it takes at a time; a power of two."""
     num_warps: int = 8
-    num_stages: int = 2
+    num_stages: int = 3
+    """The address of a tile comes from the block table, by another load: so many keep one tile on its way."""
 
     def num_tokens(self, group: int) -> int:
         """Tokens of a tile of queries; at least one."""

@@ -1,12 +1,14 @@
 """From logits to tokens: the most likely one, or a random one, as `common.engine.draw` does it, without a sort.
 
 A row is cut into chunks so that a small batch fills the device. A random token takes one pass for the weight of each
-chunk, and a look into the one in which the distribution reaches the random number. Where top-k, top-p or min-p hide
-tokens, a pass before finds the least likely token that is kept: the distance of a logit from the largest is a float
-that is not negative, such floats are ordered as their bits are, and so the threshold is found four bits at a time, by
-counting, or weighing, what lies below each of sixteen edges. Nothing depends on how flat the distribution is.
+chunk, and a look into the one in which the distribution reaches the random number. Where top-k or top-p hide tokens,
+two passes before gather the few that can be kept into a window: those nearer to the most likely one than the least of
+sixteen distances, the rungs, within which there are enough, in number or in weight. Among them the least likely token
+that is kept is found: the distance of a logit from the largest is a float that is not negative, such floats are ordered
+as their bits are, and so the threshold is found four bits at a time, by counting, or weighing, what lies below each of
+sixteen edges. Of a distribution so flat that the window is too small for it, the whole row is searched.
 
-Shapes: N rows, V vocabulary, C chunks.
+Shapes: N rows, V vocabulary, C chunks, R rungs.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from common.engine.kernels.tiles import padded
 _CHUNK = 8192
 """Tokens of a chunk."""
 _TILE = 1024
+_NUM_RUNGS = 16
+_WINDOW = 4096
+"""Tokens that are searched, instead of all."""
 _EVERYTHING = tl.constexpr(0x7F800000)
 """The bits of infinity: no token is further away."""
 
@@ -97,13 +102,28 @@ def draw(
     num_rows, size = logits_NV.shape
     num_chunks = triton.cdiv(size, _CHUNK)
     assert logits_NV.stride(1) == 1
+    chunks_pad = padded(num_chunks, least=1)
     limit_N = torch.full_like(top_k_N, int(_EVERYTHING.value))
     weights_NC = logits_NV.new_empty(num_rows, num_chunks, dtype=torch.float64)
     token_N = logits_NV.new_empty(num_rows, dtype=torch.int64)
     if hiding:
+        counts_NCR = logits_NV.new_empty(num_rows, num_chunks, _NUM_RUNGS, dtype=torch.int32)
+        weights_NCR = logits_NV.new_empty(num_rows, num_chunks, _NUM_RUNGS)
+        window_NW = logits_NV.new_empty(num_rows, _WINDOW)
+        held_N = torch.empty_like(top_k_N)
+        _climb[num_rows, num_chunks](
+            logits_NV, best_N, temperature_N, top_k_N, top_p_N, counts_NCR, weights_NCR, size, logits_NV.stride(0),
+            CHUNK=_CHUNK, RUNGS=_NUM_RUNGS, TILE=_TILE // 2, num_warps=8,
+        )  # fmt: skip
+        _gather[num_rows, num_chunks](
+            logits_NV, best_N, temperature_N, top_k_N, top_p_N, counts_NCR, weights_NCR, window_NW, held_N, limit_N,
+            size, logits_NV.stride(0),
+            CHUNK=_CHUNK, CHUNKS_PAD=chunks_pad, RUNGS=_NUM_RUNGS, WINDOW=_WINDOW, TILE=_TILE, num_warps=4,
+        )  # fmt: skip
         _limit[(num_rows,)](
-            logits_NV, best_N, temperature_N, top_k_N, top_p_N, min_p_N, limit_N, size, logits_NV.stride(0),
-            TILE=_TILE, num_warps=8,
+            logits_NV, best_N, temperature_N, top_k_N, top_p_N, min_p_N, weights_NCR, window_NW, held_N, limit_N,
+            size, num_chunks, logits_NV.stride(0),
+            CHUNKS_PAD=chunks_pad, RUNGS=_NUM_RUNGS, WINDOW=_WINDOW, TILE=_TILE, num_warps=8,
         )  # fmt: skip
     _weigh_chunks[num_rows, num_chunks](
         logits_NV, best_N, temperature_N, limit_N, weights_NC, size, logits_NV.stride(0),
@@ -111,7 +131,7 @@ def draw(
     )  # fmt: skip
     _pick[(num_rows,)](
         logits_NV, best_N, temperature_N, limit_N, weights_NC, random_N, token_N, size, num_chunks, logits_NV.stride(0),
-        CHUNK=_CHUNK, CHUNKS_PAD=padded(num_chunks, least=1), TILE=_TILE, num_warps=4,
+        CHUNK=_CHUNK, CHUNKS_PAD=chunks_pad, TILE=_TILE, num_warps=4,
     )  # fmt: skip
     return token_N
 
@@ -128,6 +148,99 @@ def _distances(row_ptr, start, size, best, temperature, TILE: tl.constexpr):
 def _weights(distances, limit):
     """Probabilities, but for their sum, of the tokens that are kept."""
     return tl.where(distances.to(tl.int32, bitcast=True) <= limit, tl.exp(-distances), 0.0)
+
+
+@triton.jit
+def _rungs(RUNGS: tl.constexpr):
+    """Distances: from a half on, a factor of the square root of 2 apart; the last is infinite."""
+    rungs = tl.arange(0, RUNGS)
+    return tl.where(rungs < RUNGS - 1, 0.5 * tl.exp2(0.5 * rungs.to(tl.float32)), float("inf"))
+
+
+@triton.jit
+def _climb(
+    logits_ptr,
+    best_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    counts_ptr,
+    weights_ptr,
+    size,
+    stride,
+    CHUNK: tl.constexpr,
+    RUNGS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """How many tokens of a chunk are within each rung, and their weight."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top_k = tl.load(top_k_ptr + row)
+    if ((top_k > 0) & (top_k < size)) | (tl.load(top_p_ptr + row) < 1.0):
+        best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
+        edges = _rungs(RUNGS)
+        counts = tl.zeros([TILE, RUNGS], tl.int32)
+        weights = tl.zeros([TILE, RUNGS], tl.float32)
+        for start in range(chunk * CHUNK, min((chunk + 1) * CHUNK, size), TILE):
+            distances = _distances(logits_ptr + row * stride, start, size, best, temperature, TILE)
+            there = start + tl.arange(0, TILE) < size
+            within = there[:, None] & (distances[:, None] <= edges[None, :])
+            counts += within.to(tl.int32)
+            weights += tl.where(within, tl.exp(-distances)[:, None], 0.0)
+        place = (row * tl.num_programs(1) + chunk) * RUNGS + tl.arange(0, RUNGS)
+        tl.store(counts_ptr + place, tl.sum(counts, axis=0))
+        tl.store(weights_ptr + place, tl.sum(weights, axis=0))
+
+
+@triton.jit
+def _gather(
+    logits_ptr,
+    best_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    counts_ptr,
+    weights_ptr,
+    window_ptr,
+    held_ptr,
+    limit_ptr,
+    size,
+    stride,
+    CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+    RUNGS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A chunk's logits within the first rung that has enough, into the window, if there is room for all of the row."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_chunks = tl.num_programs(1)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
+    by_number = (top_k > 0) & (top_k < size)
+    if by_number | (top_p < 1.0):
+        chunks, rungs = tl.arange(0, CHUNKS_PAD), tl.arange(0, RUNGS)
+        place = (row * num_chunks + chunks)[:, None] * RUNGS + rungs[None, :]
+        counts_CR = tl.load(counts_ptr + place, mask=(chunks < num_chunks)[:, None], other=0)
+        counts_R = tl.sum(counts_CR, axis=0)
+        weights_R = tl.sum(tl.load(weights_ptr + place, mask=(chunks < num_chunks)[:, None], other=0.0), axis=0)
+        enough_R = tl.where(by_number, counts_R >= top_k, weights_R >= top_p * tl.max(weights_R, axis=0))
+        rung = tl.minimum(tl.sum((enough_R == 0).to(tl.int32), axis=0), RUNGS - 1)
+        held = tl.sum(tl.where(rungs == rung, counts_R, 0), axis=0)
+        edge = tl.sum(tl.where(rungs == rung, _rungs(RUNGS), 0.0), axis=0)
+        if chunk == 0:
+            tl.store(held_ptr + row, held)
+        if held <= WINDOW:
+            if chunk == 0:
+                tl.store(limit_ptr + row, edge.to(tl.int32, bitcast=True))
+            before = (chunks < chunk)[:, None] & (rungs == rung)[None, :]
+            held = tl.sum(tl.sum(tl.where(before, counts_CR, 0), axis=1), axis=0)
+            for start in range(chunk * CHUNK, min((chunk + 1) * CHUNK, size), TILE):
+                columns = start + tl.arange(0, TILE)
+                logits = tl.load(logits_ptr + row * stride + columns, mask=columns < size, other=float("-inf"))
+                within = ((columns < size) & ((best - logits) / temperature <= edge)).to(tl.int32)
+                slots = held + tl.cumsum(within, axis=0) - 1
+                tl.store(window_ptr + row * WINDOW + slots, logits, mask=within != 0)
+                held += tl.sum(within, axis=0)
 
 
 @triton.jit
@@ -160,24 +273,45 @@ def _limit(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    weights_ptr,
+    window_ptr,
+    held_ptr,
     limit_ptr,
     size,
+    num_chunks,
     stride,
+    CHUNKS_PAD: tl.constexpr,
+    RUNGS: tl.constexpr,
+    WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """The bits of the largest distance that is kept: of top-k, then of top-p among what that keeps, then of min-p."""
     row = tl.program_id(0).to(tl.int64)
     best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    row_ptr = logits_ptr + row * stride
-    limit = tl.full([], _EVERYTHING, tl.int32)
-    if (top_k > 0) & (top_k < size):
-        limit = _least_limit(row_ptr, size, best, temperature, limit, top_k.to(tl.float32), False, TILE)
-    if top_p < 1.0:
-        total = 0.0
-        for start in range(0, size, TILE):
-            total += tl.sum(_weights(_distances(row_ptr, start, size, best, temperature, TILE), limit), axis=0)
-        limit = _least_limit(row_ptr, size, best, temperature, limit, top_p * total, True, TILE)
+    limit = tl.load(limit_ptr + row)
+    by_number = (top_k > 0) & (top_k < size)
+    if by_number | (top_p < 1.0):
+        values_ptr = logits_ptr + row * stride
+        num = size
+        held = tl.load(held_ptr + row)
+        if held <= WINDOW:
+            values_ptr = window_ptr + row * WINDOW
+            num = held
+        if by_number:
+            limit = _least_limit(values_ptr, num, best, temperature, limit, top_k.to(tl.float32), False, TILE)
+        if top_p < 1.0:
+            total = 0.0
+            if by_number:
+                for start in range(0, num, TILE):
+                    total += tl.sum(
+                        _weights(_distances(values_ptr, start, num, best, temperature, TILE), limit), axis=0
+                    )
+            else:
+                chunks = tl.arange(0, CHUNKS_PAD)
+                last = (row * num_chunks + chunks) * RUNGS + RUNGS - 1
+                total += tl.sum(tl.load(weights_ptr + last, mask=chunks < num_chunks, other=0.0), axis=0)
+            limit = _least_limit(values_ptr, num, best, temperature, limit, top_p * total, True, TILE)
     if min_p > 0.0:
         furthest = (-tl.log(min_p)).to(tl.int32, bitcast=True)
         limit = tl.minimum(limit, tl.maximum(furthest, 0))  # of 1 it is minus zero

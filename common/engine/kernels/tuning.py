@@ -2,7 +2,7 @@
 
 `tuning.json` maps a GPU's name to entries; an entry has the kernel, the shape that it was measured for and the tiling.
 A shape that is not in the table takes the nearest one that is, of the same head dimension and type; a GPU that is not
-in it has defaults.
+in it has defaults, which fit into the registers and the shared memory of every GPU from compute capability 8.0 on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
@@ -23,26 +25,38 @@ TABLE = Path(__file__).with_name("tuning.json")
 class Tuning:
     """The entries of one GPU."""
 
-    def __init__(self, gpu: str, table: dict[str, Any] | None = None) -> None:
-        """`gpu` as `torch.cuda.get_device_name` gives it."""
+    def __init__(self, gpu: str, shared_bytes: int, table: dict[str, Any] | None = None) -> None:
+        """`gpu` as `torch.cuda.get_device_name` gives it; `shared_bytes` that a multiprocessor has."""
+        self._shared_bytes = shared_bytes
         self._entries = (_table() if table is None else table).get(gpu, [])
+
+    @classmethod
+    def of(cls, device: torch.device) -> Tuning:
+        """What is known of this GPU."""
+        gpu = torch.cuda.get_device_properties(device)
+        return cls(gpu.name, gpu.shared_memory_per_multiprocessor)
 
     def decode(
         self, *, head_dim: int, itemsize: int, block_size: int, group: int, num_rows: int, max_seq_len: int
     ) -> DecodeTiling:
         """For sequences times KV heads (`num_rows`) that are up to `max_seq_len` long; elements of `itemsize` bytes."""
         shape = {"group": group, "num_rows": num_rows, "max_seq_len": max_seq_len, "block_size": block_size}
-        tuned = self._nearest("decode", head_dim, itemsize, shape)
-        # Tiles of keys and values, as many as there are stages, must fit into a multiprocessor's 227 KiB.
-        size = padded(head_dim) * itemsize
-        default = {"num_stages": 5 if size <= 256 else 3, "tile": 64 if size <= 512 else 32}
-        return DecodeTiling(**(tuned or default))
+        if tuned := self._nearest("decode", head_dim, itemsize, shape):
+            return DecodeTiling(**tuned)
+        row_bytes = padded(head_dim) * itemsize
+        return DecodeTiling(num_stages=5 if row_bytes <= 256 else 3, tile=64 if row_bytes <= 512 else 32)
 
     def prefill(self, *, head_dim: int, itemsize: int, block_size: int, group: int) -> PrefillTiling:
         """For any chunks."""
-        tuned = self._nearest("prefill", head_dim, itemsize, {"group": group, "block_size": block_size})
-        default = {} if padded(head_dim) * itemsize <= 512 else {"rows": 64, "tile": 32}
-        return PrefillTiling(**(tuned or default))
+        if tuned := self._nearest("prefill", head_dim, itemsize, {"group": group, "block_size": block_size}):
+            return PrefillTiling(**tuned)
+        if itemsize == 4:  # three products of half as many bits, for each: more rows do not fit into the registers
+            return PrefillTiling(rows=16, tile=32 if padded(head_dim) <= 128 else 16, num_warps=4)
+        if padded(head_dim) <= 128:
+            return PrefillTiling()
+        if self._shared_bytes >= 160 * 2**10:
+            return PrefillTiling(tile=32)
+        return PrefillTiling(rows=64, tile=32, num_warps=4)
 
     def _nearest(self, kernel: str, head_dim: int, itemsize: int, shape: dict[str, int]) -> dict[str, Any]:
         """The tiling of the entry whose shape is nearest, by ratios; empty without any."""
