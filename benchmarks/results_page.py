@@ -217,6 +217,25 @@ def kv_sizes() -> str:
     return table(["model", "a token", "4,096 tokens"], rows)
 
 
+def gpu_compile(run: Run) -> str:
+    """What the kernels take of a multiprocessor."""
+    rows = [
+        [
+            f"{each['kernel']}, {each['dtype']}, head dimension {each['head_dim']}",
+            str(each["registers"]),
+            str(each["stack_bytes"]),
+            f"{each['shared_bytes'] / 1024:.0f}",
+            str(each["num_warps"]),
+            str(each["programs"]),
+            each["products"],
+        ]
+        for each in run["figures"]["binaries"]
+        if each["kernel"] in ("decode", "prefill")
+    ]
+    head = ["kernel", "registers", "stack, bytes", "shared, KiB", "warps", "programs at a time", "products"]
+    return table(head, rows)
+
+
 def gpu_decode_attention(run: Run) -> str:
     """Of one layer, beside FlashAttention-3's fit and torch."""
     rows = [
@@ -420,6 +439,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "bench-agreement": agreement,
     "modes": modes,
     "interference-long-prompt": interference,
+    "gpu-compile": gpu_compile,
     "gpu-engine": gpu_engine,
     "gpu-transfer": gpu_transfer,
     "gpu-stack": gpu_stack,

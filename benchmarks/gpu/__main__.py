@@ -1,5 +1,6 @@
 """What Baton does on a GPU, measured.
 
+    python -m benchmarks.gpu compile    what the kernels take of a multiprocessor; needs no GPU
     python -m benchmarks.gpu tune       makes the tuning table of this GPU
     python -m benchmarks.gpu kernels    every kernel, against the device and against others' kernels
     python -m benchmarks.gpu engine     whole steps of models of well-known shapes, against their floors
@@ -18,16 +19,23 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import compiled
 from benchmarks.record import record
 
-PARTS = ("tune", "kernels", "engine", "transfer", "stack")
+PARTS = ("compile", "tune", "kernels", "engine", "transfer", "stack")
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--capability", type=int, default=90, help="to compile for; default 90")
     options = parser.parse_args()
+    if options.part == "compile":
+        command = f"python -m benchmarks.gpu compile --capability {options.capability}"
+        workload = {"capability": options.capability}
+        print(record("gpu-compile", workload=workload, figures=compiled.run(options.capability), command=command))
+        return
     if not torch.cuda.is_available():
         sys.exit("error: no CUDA device: the kernels' correctness is tested by `pytest tests/kernels` without one")
     from benchmarks.gpu import engine, kernels, stack, transfer, tune

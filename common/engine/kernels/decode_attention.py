@@ -109,22 +109,22 @@ def decode_attention(
             2**31 - 1 if window is None else window,
             out_BHD.stride(0),
             out_BHD.stride(1),
+            tiling.tile,
+            tiling.least_tiles,
             D=head_dim,
             D_PAD=padded(head_dim),
-            TILE=tiling.tile,
             SPLITS=num_splits,
-            LEAST_TILES=tiling.least_tiles,
             num_warps=4,
         )
 
 
 @triton.jit
-def _run_of(seq_len, window, split, num_splits, TILE: tl.constexpr, LEAST_TILES: tl.constexpr):
+def _run_of(seq_len, window, split, num_splits, tile, least_tiles):
     """(first visible position, first tile of a split's run, one past its last); no tiles if the split is not needed."""
     first = tl.maximum(seq_len - window, 0)
-    first_tile = first // TILE
-    end_tile = tl.cdiv(seq_len, TILE)
-    per_split = tl.maximum(tl.cdiv(end_tile - first_tile, num_splits), LEAST_TILES)
+    first_tile = first // tile
+    end_tile = tl.cdiv(seq_len, tile)
+    per_split = tl.maximum(tl.cdiv(end_tile - first_tile, num_splits), least_tiles)
     begin = first_tile + split * per_split
     return first, begin, tl.minimum(begin + per_split, end_tile)
 
@@ -181,8 +181,8 @@ def _decode(
         offsets = key_offsets(
             tables_ptr + row * table_stride, start, seq_len, block_stride, D, BLOCK_SIZE, TILE
         )  # fmt: skip
-        k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, q_GD)
-        v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, q_GD)
+        k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, True, q_GD)
+        v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, True, q_GD)
         visible = (written & (positions >= first))[None, :]
         acc_GD, max_G, sum_G = soften(q_GD, k_ND, v_ND, visible, acc_GD, max_G, sum_G, scale_log2, True)
     if SPLIT:
@@ -207,17 +207,17 @@ def _combine(
     window,
     out_stride_b,
     out_stride_h,
+    tile,
+    least_tiles,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    TILE: tl.constexpr,
     SPLITS: tl.constexpr,
-    LEAST_TILES: tl.constexpr,
 ):
     """Of the runs that were needed, which is known from the length: the others have written nothing."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seq_len = tl.load(lens_ptr + row).to(tl.int32)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
-    _, begin_S, end_S = _run_of(seq_len, window, splits, SPLITS, TILE, LEAST_TILES)
+    _, begin_S, end_S = _run_of(seq_len, window, splits, SPLITS, tile, least_tiles)
     used_S = begin_S < end_S
     run_S = (row * tl.num_programs(1) + head) * SPLITS + splits
     max_S = tl.load(stats_ptr + run_S * 2, mask=used_S, other=float("-inf"))

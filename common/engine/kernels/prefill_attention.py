@@ -204,8 +204,8 @@ def _take(
     positions = start + tl.arange(0, TILE)
     written = positions < seq_len
     offsets = key_offsets(table_ptr, start, seq_len, block_stride, D, BLOCK_SIZE, TILE)
-    k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, q_MD)
-    v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, q_MD)
+    k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
+    v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
     behind_MN = position_M[:, None] - positions[None, :]
     visible_MN = (behind_MN >= 0) & (behind_MN < window)
     return soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED)

@@ -47,11 +47,25 @@ def key_offsets(
 
 
 @triton.jit
-def load_tile(kv_ptr, key_offsets_N, written_N, D: tl.constexpr, D_PAD: tl.constexpr, WIDEN: tl.constexpr, like):
-    """Keys or values `[TILE, D_PAD]`, in the type of `like`; zero where nothing is written."""
+def load_tile(
+    kv_ptr,
+    key_offsets_N,
+    written_N,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    WIDEN: tl.constexpr,
+    MASKED: tl.constexpr,
+    like,
+):
+    """Keys or values `[TILE, D_PAD]`, in the type of `like`; if MASKED, zero where nothing is written."""
     dims = tl.arange(0, D_PAD)
-    inside = written_N[:, None] & (dims < D)[None, :]
-    tile = tl.load(kv_ptr + key_offsets_N[:, None] + dims[None, :], mask=inside, other=0.0)
+    place = kv_ptr + key_offsets_N[:, None] + dims[None, :]
+    if MASKED:
+        tile = tl.load(place, mask=written_N[:, None] & (dims < D)[None, :], other=0.0)
+    elif D < D_PAD:
+        tile = tl.load(place, mask=(dims < D)[None, :], other=0.0)
+    else:
+        tile = tl.load(place)
     return tile.to(tl.float32) if WIDEN else tile.to(like.dtype)
 
 

@@ -43,8 +43,8 @@ class Tuning:
         shape = {"group": group, "num_rows": num_rows, "max_seq_len": max_seq_len, "block_size": block_size}
         if tuned := self._nearest("decode", head_dim, itemsize, shape):
             return DecodeTiling(**tuned)
-        row_bytes = padded(head_dim) * itemsize
-        return DecodeTiling(num_stages=5 if row_bytes <= 256 else 3, tile=64 if row_bytes <= 512 else 32)
+        size = padded(head_dim)
+        return DecodeTiling(num_stages=5 if size * itemsize <= 256 else 3, tile=64 if itemsize == 2 else 4096 // size)
 
     def prefill(self, *, head_dim: int, itemsize: int, block_size: int, group: int) -> PrefillTiling:
         """For any chunks."""

@@ -1,0 +1,239 @@
+"""The kernels compiled for a GPU that need not be there: what each takes of a multiprocessor.
+
+Launches are made as the engine makes them, on tensors of the CPU, in processes whose driver knows a compute capability
+and nothing else; they end when there is a binary. It lies in Triton's cache from then on, also for a GPU that is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from common.engine.kernels import layer, sampler
+from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
+from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention, query_tiles
+from common.engine.kernels.tiles import INTERPRETED
+from common.engine.kernels.tuning import Tuning
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessor:
+    """What there is to share out among programs."""
+
+    shared_bytes: int
+    """A program can have all of it but `RESERVED_BYTES`."""
+    threads: int
+    registers: int = 2**16
+
+    @classmethod
+    def of(cls, capability: int) -> Multiprocessor:
+        """Of a compute capability, times ten; of one that is not known, what the last one before it has."""
+        return _MULTIPROCESSORS[max(each for each in _MULTIPROCESSORS if each <= capability)]
+
+
+_MULTIPROCESSORS = {
+    80: Multiprocessor(164 * 2**10, 2048),
+    86: Multiprocessor(100 * 2**10, 1536),
+    90: Multiprocessor(228 * 2**10, 2048),
+    120: Multiprocessor(100 * 2**10, 1536),
+}
+RESERVED_BYTES = 2**10
+"""Of shared memory, for each program."""
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK, GROUP = 64, 4
+_KV_HEADS = 2
+_PRODUCTS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
+"""What a PTX program multiplies matrices by; the newest that it has tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A launch, or some that belong together: "decode", "prefill", "layer" or "sampler"."""
+
+    kernel: str
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    block_size: int = BLOCK
+    group: int = GROUP
+    split: bool = True
+    """Of decode attention: whether contexts are split."""
+    tiling: DecodeTiling | PrefillTiling | None = None
+    """By default what an unknown GPU has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binary:
+    """A kernel that was compiled."""
+
+    kernel: str
+    registers: int
+    """Of a thread."""
+    stack_bytes: int
+    """Of a thread: what its registers could not hold."""
+    shared_bytes: int
+    num_warps: int
+    products: str
+    """The instruction that multiplies matrices; empty without one."""
+    programs: int
+    """That a multiprocessor has room for at a time."""
+
+
+def run(capability: int) -> dict[str, Any]:
+    """All of them by the defaults for this compute capability; prints as it goes."""
+    figures = []
+    cases = list(default_cases())
+    for case, binaries in zip(cases, compile_all(cases, capability), strict=True):
+        for each in binaries:
+            shape = {"dtype": case.dtype, "head_dim": case.head_dim, "block_size": case.block_size, "group": case.group}
+            figures.append({**shape, **asdict(each)})
+            print(
+                f"{each.kernel:18} {case.dtype:8} d {case.head_dim:3}: {each.registers:3} registers, stack "
+                f"{each.stack_bytes:3} B, shared {each.shared_bytes / 1024:5.1f} KiB, {each.num_warps:2} warps, "
+                f"{each.programs} at a time, {each.products}",
+                flush=True,
+            )
+    return {"capability": capability, "triton": triton.__version__, "binaries": figures}
+
+
+def default_cases() -> Iterator[Case]:
+    """Attention by type and head dimension, then the others."""
+    for dtype, head_dim, kernel in itertools.product(("bfloat16", "float32"), HEAD_DIMS, ("decode", "prefill")):
+        yield Case(kernel=kernel, dtype=dtype, head_dim=head_dim)
+    yield Case(kernel="layer")
+    yield Case(kernel="sampler")
+
+
+def compile_all(cases: Sequence[Case], capability: int) -> list[list[Binary]]:
+    """The binaries of each case; by as many processes as there are cores."""
+    assert not INTERPRETED, "unset TRITON_INTERPRET"
+    with ProcessPoolExecutor(
+        max_workers=min(len(cases), os.cpu_count() or 1),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_compile_only,
+        initargs=(capability,),
+    ) as pool:
+        return list(pool.map(_binaries, cases, [capability] * len(cases)))
+
+
+class _Target:
+    """What Triton asks a driver for in order to compile."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+_compiled: list[Any] = []
+"""By the launches of this process."""
+
+
+def _compile_only(capability: int) -> None:
+    """From now on every launch of this process compiles for that capability, and does nothing else."""
+    launch = JITFunction.run
+
+    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        _compiled.append(launch(kernel, *args, grid=grid, warmup=True, **options))
+        return _compiled[-1]
+
+    JITFunction.run = compiled
+    driver.set_active(_Target(capability))
+
+
+def _binaries(case: Case, capability: int) -> list[Binary]:
+    _compiled.clear()
+    if case.kernel in ("decode", "prefill"):
+        _attend(case, Tuning("", Multiprocessor.of(capability).shared_bytes))
+    elif case.kernel == "layer":
+        _layer(getattr(torch, case.dtype), case.head_dim, case.block_size)
+    else:
+        _sample()
+    return [_binary(each, capability) for each in _compiled]
+
+
+def _attend(case: Case, tuning: Tuning) -> None:
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    kv_layer = torch.empty(2, 2, 2, _KV_HEADS, case.block_size, case.head_dim, dtype=dtype)[:, 1]
+    q = torch.empty(2, _KV_HEADS * case.group, case.head_dim, dtype=dtype)
+    tables, lens, scale = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, dtype=torch.int64), 0.1
+    shape = {
+        "head_dim": case.head_dim, "itemsize": dtype.itemsize, "block_size": case.block_size, "group": case.group
+    }  # fmt: skip
+    if case.kernel == "decode":
+        decode_tiling = case.tiling or tuning.decode(**shape, num_rows=2 * _KV_HEADS, max_seq_len=1024)
+        assert isinstance(decode_tiling, DecodeTiling)
+        decode_attention(
+            q, kv_layer, tables, lens,
+            window=None, scale=scale, num_splits=8 if case.split else 1, tiling=decode_tiling, out_BHD=q,
+        )  # fmt: skip
+    else:
+        tiling = case.tiling or tuning.prefill(**shape)
+        assert isinstance(tiling, PrefillTiling)
+        tiles = torch.tensor(query_tiles([2], tiling.num_tokens(case.group)), dtype=torch.int32)
+        prefill_attention(
+            q, kv_layer, tables[:1], torch.tensor([0, 2]), lens[:1], tiles,
+            window=None, scale=scale, tiling=tiling, out_THD=q,
+        )  # fmt: skip
+
+
+def _layer(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    heads = _KV_HEADS * GROUP
+    hidden, qkv = torch.empty(2, 4096, dtype=dtype), torch.empty(2, (heads + 2 * _KV_HEADS) * head_dim, dtype=dtype)
+    kv_layer = torch.empty(2, 2, 2, _KV_HEADS, block_size, head_dim, dtype=dtype)[:, 1]
+    angles, slots = torch.empty(2, head_dim, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+    weight = torch.empty(head_dim, dtype=dtype)
+    layer.add_norm(hidden, hidden, hidden[0], 1e-5)
+    layer.silu_mul(hidden)
+    for norms in (None, (weight, weight)):
+        layer.rotate_and_write(qkv, kv_layer, slots, slots, heads, norms, 1e-5, angles, angles)
+
+
+def _sample(vocab_size: int = 131072) -> None:
+    logits, ones = torch.empty(2, vocab_size), torch.ones(2)
+    sampler.best(logits)
+    sampler.draw(logits, ones, ones, ones.int(), ones, ones, ones.double(), hiding=True)
+
+
+def _binary(compiled: Any, capability: int) -> Binary:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    registers, shared, warps = int(found[1]), compiled.metadata.shared, compiled.metadata.num_warps
+    ptx = compiled.asm["ptx"]
+    processor, threads = Multiprocessor.of(capability), 32 * warps
+    by_registers = processor.registers // (-(-registers // 8) * 8 * threads)
+    by_memory = processor.shared_bytes // (shared + RESERVED_BYTES)
+    return Binary(
+        kernel=compiled.metadata.name.lstrip("_"),
+        registers=registers,
+        stack_bytes=int(found[2]),
+        shared_bytes=shared,
+        num_warps=warps,
+        products=next((each for each in _PRODUCTS if each in ptx), ""),
+        programs=min(by_registers, by_memory, processor.threads // threads),
+    )

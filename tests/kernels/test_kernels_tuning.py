@@ -1,0 +1,55 @@
+"""Which tiling a kernel has: that of the nearest shape that was measured, else one that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.engine.kernels.decode_attention import DecodeTiling
+from common.engine.kernels.prefill_attention import PrefillTiling
+from common.engine.kernels.tuning import Tuning
+
+SHORT, LONG = DecodeTiling(tile=32, num_warps=2), DecodeTiling(tile=128, programs_per_processor=4.0)
+ROOMY, SMALL = 228 * 2**10, 100 * 2**10
+
+
+def entry(tiling: DecodeTiling, **shape: int) -> dict[str, Any]:
+    """Of a table."""
+    fields = {name: getattr(tiling, name) for name in tiling.__slots__}
+    return {"kernel": "decode", "head_dim": 128, "itemsize": 2, "shape": shape, "tiling": fields}
+
+
+TABLE = {
+    "A": [
+        entry(SHORT, group=4, num_rows=8, max_seq_len=1024, block_size=64),
+        entry(LONG, group=4, num_rows=8, max_seq_len=32768, block_size=64),
+    ]
+}
+
+
+def decode_of(tuning: Tuning, *, head_dim: int = 128, itemsize: int = 2, max_seq_len: int = 1024) -> DecodeTiling:
+    """For a shape of the table but for what is given."""
+    return tuning.decode(
+        head_dim=head_dim, itemsize=itemsize, block_size=64, group=4, num_rows=8, max_seq_len=max_seq_len
+    )
+
+
+def test_the_nearest_shape_by_ratios() -> None:
+    tuning = Tuning("A", ROOMY, TABLE)
+    assert decode_of(tuning, max_seq_len=1) == SHORT
+    assert decode_of(tuning, max_seq_len=5000) == SHORT
+    assert decode_of(tuning, max_seq_len=7000) == LONG  # nearer to 1024, but for ratios
+    assert decode_of(tuning, max_seq_len=10**6) == LONG
+
+
+def test_what_was_measured_for_another_size_of_element_or_head_or_gpu_is_not_used() -> None:
+    tuning = Tuning("A", ROOMY, TABLE)
+    assert decode_of(tuning, head_dim=64) == DecodeTiling()
+    assert decode_of(tuning, itemsize=4).tile == 32
+    assert decode_of(Tuning("B", ROOMY, TABLE)) == DecodeTiling()
+    assert tuning.prefill(head_dim=128, itemsize=2, block_size=64, group=4) == PrefillTiling()
+
+
+def test_large_heads_have_smaller_tiles_where_there_is_less_shared_memory() -> None:
+    shape = {"head_dim": 256, "itemsize": 2, "block_size": 64, "group": 4}
+    roomy, small = Tuning("", ROOMY).prefill(**shape), Tuning("", SMALL).prefill(**shape)
+    assert (roomy.rows, small.rows) == (128, 64)
