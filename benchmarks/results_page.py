@@ -248,6 +248,9 @@ def gpu_decode_attention(run: Run) -> str:
         ]
         for each in run["figures"]["decode_attention"]
     ]
+    ragged = run["figures"]["decode_ragged"]
+    shape = f"{ragged['num_short']} x {ragged['short']} and 1 x {ragged['long']}"
+    rows.append([shape, f"{ragged['us']:.1f}", f"{ragged['of_copy_rate']:.0%}", "", ""])
     return table(["batch x context", "µs", "of the copy rate", "over FlashAttention-3", "SDPA, µs"], rows)
 
 

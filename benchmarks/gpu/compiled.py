@@ -69,8 +69,6 @@ class Case:
     head_dim: int = 128
     block_size: int = BLOCK
     group: int = GROUP
-    split: bool = True
-    """Of decode attention: whether contexts are split."""
     tiling: DecodeTiling | PrefillTiling | None = None
     """By default what an unknown GPU has."""
 
@@ -185,7 +183,7 @@ def _attend(case: Case, tuning: Tuning) -> None:
         assert isinstance(decode_tiling, DecodeTiling)
         decode_attention(
             q, kv_layer, tables, lens,
-            window=None, scale=scale, num_splits=8 if case.split else 1, tiling=decode_tiling, out_BHD=q,
+            window=None, scale=scale, max_seq_len=1024, num_processors=132, tiling=decode_tiling, out_BHD=q,
         )  # fmt: skip
     else:
         tiling = case.tiling or tuning.prefill(**shape)

@@ -35,6 +35,7 @@ def run(copy_rate: float) -> dict[str, Any]:
     """Every measurement; prints as it goes."""
     return {
         "decode_attention": [decode_shape(batch, length, copy_rate) for batch, length in DECODE_SHAPES],
+        "decode_ragged": decode_ragged(copy_rate),
         "prefill_attention": [prefill_context(context) for context in PREFILL_CONTEXTS],
         "layer": small_kernels(64, copy_rate) + small_kernels(PREFILL_CHUNK, copy_rate),
         "sampler": [sampling(batch) for batch in (1, 8, 64, 256)],
@@ -59,12 +60,11 @@ class Scene:
 def decode_calls(scene: Scene, tiling: DecodeTiling, length: int) -> list[Callable[[], object]]:
     """One call for each copy of the cache."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    splits = tiling.num_splits(len(scene.lens), KV_HEADS, length, processors)
 
     def call(tables: torch.Tensor) -> Callable[[], object]:
         return lambda: decode_attention(
-            scene.q, scene.kv_layer, tables, scene.lens, window=None, scale=scene.scale, num_splits=splits,
-            tiling=tiling, out_BHD=scene.out,
+            scene.q, scene.kv_layer, tables, scene.lens, window=None, scale=scene.scale, max_seq_len=length,
+            num_processors=processors, tiling=tiling, out_BHD=scene.out,
         )  # fmt: skip
 
     return [call(tables) for tables in scene.tables]
@@ -98,6 +98,27 @@ def decode_shape(batch: int, length: int, copy_rate: float) -> dict[str, Any]:
         f"{entry['over_fa3_fit']:.2f} of FA3's fit, SDPA {entry['sdpa_us']:.0f}, FlashInfer {entry['flashinfer_us']}",
         flush=True,
     )
+    return entry
+
+
+def decode_ragged(copy_rate: float) -> dict[str, Any]:
+    """One long sequence among short ones, which must not be waited for."""
+    long, short, num_short = 32768, 1024, 32
+    scene = Scene(1 + num_short, long, 1, 2)
+    scene.lens[1:] = short
+    num_bytes = (long + num_short * short) * 2 * KV_HEADS * HEAD_DIM * 2
+    tiling = Tuning.of(scene.q.device).decode(
+        head_dim=HEAD_DIM,
+        itemsize=2,
+        block_size=BLOCK,
+        group=HEADS // KV_HEADS,
+        num_rows=(1 + num_short) * KV_HEADS,
+        max_seq_len=long,
+    )
+    us = graph_us(decode_calls(scene, tiling, long))
+    entry = {"long": long, "short": short, "num_short": num_short, "us": us}
+    entry["of_copy_rate"] = num_bytes / (1e-6 * us) / copy_rate
+    print(f"decode {num_short} x {short} and {long}: {us:8.1f} us, {entry['of_copy_rate']:.2f} of the copy rate")
     return entry
 
 

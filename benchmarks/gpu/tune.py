@@ -68,10 +68,9 @@ def compiled(kernel: str, block_size: int, tilings: Sequence[_Tiling]) -> list[_
     cases = [
         Case(
             kernel=kernel, head_dim=kernels.HEAD_DIM, block_size=block_size, group=kernels.HEADS // kernels.KV_HEADS,
-            split=split, tiling=tiling,
+            tiling=tiling,
         )
         for tiling in tilings
-        for split in ((True, False) if kernel == "decode" else (True,))
     ]  # fmt: skip
     compared = zip(cases, compile_all(cases, 10 * major + minor), strict=True)
     unfit = [

@@ -10,7 +10,7 @@ CASES = {
     90: [
         Case(kernel="decode"),
         Case(kernel="prefill"),
-        Case(kernel="decode", block_size=16, split=False),
+        Case(kernel="decode", block_size=16),
         Case(kernel="prefill", head_dim=256, block_size=16),
         Case(kernel="decode", dtype="float32", head_dim=256),
         Case(kernel="prefill", dtype="float32", head_dim=64),

@@ -79,7 +79,8 @@ class TritonBackend:
                 batch.seq_lens_B,
                 window=window,
                 scale=scale,
-                num_splits=decode_tiling.num_splits(num_tokens, num_kv_heads, longest, self._num_processors),
+                max_seq_len=longest,
+                num_processors=self._num_processors,
                 tiling=decode_tiling,
                 out_BHD=out_THD,
             )

@@ -1,8 +1,10 @@
 """Attention of one token per sequence to the paged cache, split along the context ("Flash-Decoding", 2023).
 
-A program takes the query heads of one KV head, of one sequence, over a run of key tiles. How many runs a context is cut
-into is fixed by the batch, so that a captured graph can be replayed; how long they are is read from the sequence's
-length on the device, and a run that is not needed ends at once. With one run its program writes the output itself.
+A program takes the query heads of one KV head, of one sequence, over a run of key tiles. The grid is fixed by the
+batch, so that a captured graph can be replayed. Into how many runs each context is cut is decided on the device, by the
+lengths of all: runs are about as long as it takes for every multiprocessor to have its share, so that one long sequence
+among short ones does not keep a few of them busy while the others wait. Programs without a run end at once. The only
+run of a sequence is written to the output; of several the results are combined by a second kernel.
 
 Shapes: B sequences, H query heads, K KV heads, G = H / K, D head dimension, M blocks of the longest table, S splits.
 """
@@ -18,6 +20,10 @@ import triton.language as tl
 from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, widens
 
 MAX_SPLITS = 128
+_PROGRAMS = 16
+"""For each multiprocessor, in a grid: most of them have no run, and cost about 0.1 µs of it."""
+_LENS = tl.constexpr(128)
+"""Lengths that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +40,19 @@ class DecodeTiling:
     least_tiles: int = 2
     """Tiles of a split: below this, splitting costs more than it gains."""
 
+    def num_runs(self, num_kv_heads: int, num_processors: int) -> int:
+        """Of all sequences together, for each KV head."""
+        return max(1, round(self.programs_per_processor * num_processors / num_kv_heads))
+
     def num_splits(self, batch: int, num_kv_heads: int, max_seq_len: int, num_processors: int) -> int:
-        """Splits of each context, a power of two, for a batch of which no sequence is longer than `max_seq_len`."""
-        wanted = self.programs_per_processor * num_processors / (batch * num_kv_heads)
-        most = max(1, min(MAX_SPLITS, max_seq_len // (self.tile * self.least_tiles)))
+        """Most runs of one sequence, a power of two: enough for a sequence that is alone, but for large batches.
+
+        Those would have too many programs without a run; what few splits they have are for sequences that are longer
+        than the others.
+        """
+        wanted = self.num_runs(num_kv_heads, num_processors)
+        most = min(MAX_SPLITS, max_seq_len // (self.tile * self.least_tiles))
+        most = min(most, max(4, _PROGRAMS * num_processors // (batch * num_kv_heads)))
         num = 1
         while 2 * num <= most and 1.5 * num < wanted:
             num *= 2
@@ -52,24 +67,25 @@ def decode_attention(
     *,
     window: int | None,
     scale: float,
-    num_splits: int,
+    max_seq_len: int,
+    num_processors: int,
     tiling: DecodeTiling,
     out_BHD: torch.Tensor,
 ) -> None:
     """Write each token's attention to its sequence into `out_BHD`: positions `[max(0, len - window), len)`.
 
-    `kv_layer` is `[num_blocks, 2, K, block_size, D]`, any stride between blocks; a length of 0 gives zeros.
+    `kv_layer` is `[num_blocks, 2, K, block_size, D]`, any stride between blocks. A length of 0 gives zeros; none is
+    above `max_seq_len`, by which the grid is made.
     """
     batch, num_heads, head_dim = q_BHD.shape
     _, _, num_kv_heads, block_size, _ = kv_layer.shape
     group = num_heads // num_kv_heads
     assert kv_layer.stride()[1:] == (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
     assert q_BHD.stride(2) == out_BHD.stride(2) == block_tables_BM.stride(1) == 1
-    if num_splits == 1:
-        partial, stats = out_BHD, out_BHD
-    else:
-        partial = q_BHD.new_empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32)
-        stats = q_BHD.new_empty(batch, num_heads, num_splits, 2, dtype=torch.float32)
+    num_splits = tiling.num_splits(batch, num_kv_heads, max_seq_len, num_processors)
+    num_runs = tiling.num_runs(num_kv_heads, num_processors)
+    partial = q_BHD.new_empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32)
+    stats = q_BHD.new_empty(batch, num_heads, num_splits, 2, dtype=torch.float32)
     _decode[batch, num_kv_heads, num_splits](
         q_BHD,
         kv_layer,
@@ -80,6 +96,7 @@ def decode_attention(
         stats,
         scale * LOG2_E,
         2**31 - 1 if window is None else window,
+        num_runs,
         q_BHD.stride(0),
         q_BHD.stride(1),
         out_BHD.stride(0),
@@ -94,7 +111,6 @@ def decode_attention(
         D_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
-        SPLIT=num_splits > 1,
         LEAST_TILES=tiling.least_tiles,
         WIDEN=widens(q_BHD),
         num_warps=tiling.num_warps,
@@ -107,6 +123,7 @@ def decode_attention(
             seq_lens_B,
             out_BHD,
             2**31 - 1 if window is None else window,
+            num_runs,
             out_BHD.stride(0),
             out_BHD.stride(1),
             tiling.tile,
@@ -119,17 +136,22 @@ def decode_attention(
 
 
 @triton.jit
-def _run_of(seq_len, window, split, num_splits, tile, least_tiles):
-    """(first visible position, first tile of a split's run, one past its last); no tiles if the split is not needed."""
+def _cut(lens_ptr, row, window, num_runs, num_splits, tile, least_tiles):
+    """(length of a row's sequence, first position that it sees, its first tile, one past its last, tiles of a run)."""
+    total = 0
+    for start in range(0, tl.num_programs(0), _LENS):
+        rows = start + tl.arange(0, _LENS)
+        lens = tl.load(lens_ptr + rows, mask=rows < tl.num_programs(0), other=0).to(tl.int32)
+        total += tl.sum(tl.cdiv(tl.minimum(lens, window), tile), axis=0)
+    seq_len = tl.load(lens_ptr + row).to(tl.int32)
     first = tl.maximum(seq_len - window, 0)
-    first_tile = first // tile
-    end_tile = tl.cdiv(seq_len, tile)
-    per_split = tl.maximum(tl.cdiv(end_tile - first_tile, num_splits), least_tiles)
-    begin = first_tile + split * per_split
-    return first, begin, tl.minimum(begin + per_split, end_tile)
+    begin, end = first // tile, tl.cdiv(seq_len, tile)
+    share = tl.maximum(tl.cdiv(total, num_runs), least_tiles)
+    runs = tl.minimum(tl.cdiv(end - begin, share), num_splits)
+    return seq_len, first, begin, end, tl.cdiv(end - begin, tl.maximum(runs, 1))
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_runs"])
 def _decode(
     q_ptr,
     kv_ptr,
@@ -140,6 +162,7 @@ def _decode(
     stats_ptr,
     scale_log2,
     window,
+    num_runs,
     q_stride_b,
     q_stride_h,
     out_stride_b,
@@ -154,16 +177,17 @@ def _decode(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
     LEAST_TILES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(lens_ptr + row).to(tl.int32)
-    first, begin, end = _run_of(seq_len, window, split, tl.num_programs(2), TILE, LEAST_TILES)
-    if SPLIT:
-        if begin >= end:
-            return
+    seq_len, first, begin, last, per_run = _cut(
+        lens_ptr, row, window, num_runs, tl.num_programs(2), TILE, LEAST_TILES
+    )  # fmt: skip
+    alone = per_run >= last - begin
+    begin += split * per_run
+    if (split > 0) & (begin >= last):
+        return
     heads = kv_head * GROUP + tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, D_PAD)
     inside = (tl.arange(0, GROUP_PAD) < GROUP)[:, None] & (dims < D)[None, :]
@@ -174,7 +198,7 @@ def _decode(
     max_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     sum_G = tl.zeros([GROUP_PAD], tl.float32)
     acc_GD = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-    for tile in range(begin, end):
+    for tile in range(begin, tl.minimum(begin + per_run, last)):
         start = tile * TILE
         positions = start + tl.arange(0, TILE)
         written = positions < seq_len
@@ -185,26 +209,27 @@ def _decode(
         v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, True, q_GD)
         visible = (written & (positions >= first))[None, :]
         acc_GD, max_G, sum_G = soften(q_GD, k_ND, v_ND, visible, acc_GD, max_G, sum_G, scale_log2, True)
-    if SPLIT:
+    if alone:
+        out = acc_GD / tl.where(sum_G > 0, sum_G, 1.0)[:, None]
+        place = out_ptr + row * out_stride_b + heads[:, None] * out_stride_h + dims[None, :]
+        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
         num_heads = tl.num_programs(1) * GROUP
         run_G = (row * num_heads + heads) * tl.num_programs(2) + split
         tl.store(partial_ptr + run_G[:, None] * D + dims[None, :], acc_GD, mask=inside)
         one_of_ours = tl.arange(0, GROUP_PAD) < GROUP
         tl.store(stats_ptr + run_G * 2, max_G, mask=one_of_ours)
         tl.store(stats_ptr + run_G * 2 + 1, sum_G, mask=one_of_ours)
-    else:
-        out = acc_GD / tl.where(sum_G > 0, sum_G, 1.0)[:, None]
-        place = out_ptr + row * out_stride_b + heads[:, None] * out_stride_h + dims[None, :]
-        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_runs"])
 def _combine(
     partial_ptr,
     stats_ptr,
     lens_ptr,
     out_ptr,
     window,
+    num_runs,
     out_stride_b,
     out_stride_h,
     tile,
@@ -213,12 +238,13 @@ def _combine(
     D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Of the runs that were needed, which is known from the length: the others have written nothing."""
+    """Of the runs of a sequence that has several: the other splits have written nothing."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seq_len = tl.load(lens_ptr + row).to(tl.int32)
+    _, _, begin, end, per_run = _cut(lens_ptr, row, window, num_runs, SPLITS, tile, least_tiles)
+    if per_run >= end - begin:
+        return
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
-    _, begin_S, end_S = _run_of(seq_len, window, splits, SPLITS, tile, least_tiles)
-    used_S = begin_S < end_S
+    used_S = begin + splits * per_run < end
     run_S = (row * tl.num_programs(1) + head) * SPLITS + splits
     max_S = tl.load(stats_ptr + run_S * 2, mask=used_S, other=float("-inf"))
     sum_S = tl.load(stats_ptr + run_S * 2 + 1, mask=used_S, other=0.0)
