@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -47,20 +48,27 @@ def main() -> None:
                 print(number, {name: {k: round(v, 5) for k, v in found.items()} for name, found in each.items()})
                 if number >= 0:
                     rounds.append(each)
-    ratios = {}
+    ratios = summary(rounds)
+    for name, found in ratios.items():
+        print(name, found)
+    if not options.no_record:
+        workload = {name: value for name, value in vars(options).items() if name != "no_record"}
+        print(record("bench-agreement", workload=workload, figures={"ratios": ratios, "rounds": rounds}, seed=0))
+
+
+def summary(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
+    """For each figure the medians of both, and the rounds' ratios."""
+    made = {}
     for name in rounds[0]["ours"]:
         pairs = [(each["ours"][name], each["theirs"][name]) for each in rounds]
-        ratios[name] = {
+        made[name] = {
             "ours": statistics.median(a for a, _ in pairs),
             "theirs": statistics.median(b for _, b in pairs),
             "ratio": statistics.median(a / b for a, b in pairs),
             "ratio_min": min(a / b for a, b in pairs),
             "ratio_max": max(a / b for a, b in pairs),
         }
-        print(name, ratios[name])
-    if not options.no_record:
-        workload = {name: value for name, value in vars(options).items() if name != "no_record"}
-        print(record("bench-agreement", workload=workload, figures={"ratios": ratios, "rounds": rounds}, seed=0))
+    return made
 
 
 def ours(url: str, options: argparse.Namespace, seed: int, folder: Path) -> Figures:

@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -149,6 +149,31 @@ def tokens_with_text(folder: Path) -> tuple[int, ...]:
 # --- streams -----------------------------------------------------------------------------------------------------
 
 
+def journeys_ms(arrivals: Iterable[tuple[float, int]], step_times: list[float]) -> list[float]:
+    """What each token of a stream has taken: `arrivals` say when so many events had come, the first of them the prefill
+    worker's; the others are of these steps, one of each."""
+    taken: list[float] = []
+    for when, count in arrivals:
+        taken += [1e3 * (when - step_times[step]) for step in range(len(taken), count - 1)]
+    return taken
+
+
+def stream_figures(moderate: Figures, journeys: list[float], paces: list[Figures]) -> Figures:
+    """Of one configuration. At most: at the pace at which most arrived."""
+    taken, best = sorted(journeys), max(paces, key=lambda pace: pace["received_per_s"])
+    return {
+        "added_p50_ms": statistics.median(taken),
+        "added_p99_ms": taken[int(0.99 * len(taken))],
+        "moderate_cpu_us_per_token": moderate["cpu_us_per_token"],
+        "moderate": moderate,
+        "tokens_per_s": best["received_per_s"],
+        "cpu_us_per_token": best["cpu_us_per_token"],
+        "gateway_share": best["gateway_share"],
+        "load_share": best["load_share"],
+        "paces": paces,
+    }
+
+
 class Streams:
     """Open streams, and what has come of them."""
 
@@ -199,11 +224,7 @@ class Streams:
         figures = await self.measure(interval_s, seconds)
         taken: list[float] = []
         for client, worker, sequence in self._places():
-            before = 1  # the prefill worker's
-            for when, count in client.arrivals or ():
-                steps = range(sequence.first_step + before - 1, sequence.first_step + count - 1)
-                taken += [1e3 * (when - worker.step_times[step]) for step in steps]
-                before = max(before, count)
+            taken += journeys_ms(client.arrivals or (), worker.step_times[sequence.first_step :])
             client.arrivals = None
         return figures, taken
 
@@ -234,7 +255,6 @@ async def stream(folder: Path, tokens: tuple[int, ...], number: int, options: ar
     async with serving(folder, -(-number // BATCH), Script(tokens), options) as (pool, gateway, port):
         streams = await Streams.open(pool, gateway, port, number, seed)
         moderate, taken = await streams.added(STREAMS[number], options.seconds)
-        taken.sort()
         rate = 0.6e6 / moderate["cpu_us_per_token"]
         paces: list[Figures] = []
         while not paces or paces[-1]["received_per_s"] >= KEPT_UP * paces[-1]["offered_per_s"]:
@@ -242,18 +262,7 @@ async def stream(folder: Path, tokens: tuple[int, ...], number: int, options: ar
             rate *= FASTER
         await streams.caught_up()
         await streams.finish()
-    best = max(paces, key=lambda pace: pace["received_per_s"])
-    return {
-        "added_p50_ms": statistics.median(taken),
-        "added_p99_ms": taken[int(0.99 * len(taken))],
-        "moderate_cpu_us_per_token": moderate["cpu_us_per_token"],
-        "moderate": moderate,
-        "tokens_per_s": best["received_per_s"],
-        "cpu_us_per_token": best["cpu_us_per_token"],
-        "gateway_share": best["gateway_share"],
-        "load_share": best["load_share"],
-        "paces": paces,
-    }
+    return stream_figures(moderate, taken, paces)
 
 
 # --- requests ----------------------------------------------------------------------------------------------------

@@ -41,10 +41,12 @@ from gateway.serving.generation import Generation
 from gateway.workers.registry import Registry
 
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
+BEFORE_S = 2.0
+"""Seconds before the long prompt that it is compared with."""
 
 
 def share(values: Sequence[float], quantile: float) -> float:
-    """A quantile."""
+    """A quantile that is one of the values; of two that could be, the larger: P99 of a hundred is the largest."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
@@ -112,15 +114,17 @@ async def long_prompt(dispatcher: Dispatcher, args: argparse.Namespace) -> dict[
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     assert all(len(times) < most for times in streams), "a stream ended before the long prompt did"
+    before, during = gaps_around(streams, injected, ended)
+    return {"itl_before": summary_ms(before), "itl_during": summary_ms(during), "long_ttft_s": first[0] - injected}
 
-    def gaps(begin: float, end: float) -> list[float]:
-        return [b - a for times in streams for a, b in itertools.pairwise(times) if b > begin and a < end]
 
-    return {
-        "itl_before": summary_ms(gaps(injected - 2, injected)),
-        "itl_during": summary_ms(gaps(injected, ended)),
-        "long_ttft_s": first[0] - injected,
-    }
+def gaps_around(streams: Sequence[Sequence[float]], injected: float, ended: float) -> tuple[list[float], list[float]]:
+    """Gaps between the tokens of each stream: those that ended in the `BEFORE_S` before the prompt came, and those any
+    part of which is in its time. None is in both: the gap into which it came counts as beside it."""
+    gaps = [(a, b) for times in streams for a, b in itertools.pairwise(times)]
+    before = [b - a for a, b in gaps if injected - BEFORE_S < b <= injected]
+    during = [b - a for a, b in gaps if b > injected and a < ended]
+    return before, during
 
 
 def measure_long_prompt(args: argparse.Namespace, folder: Path, chunk: int, *, colocated: bool) -> dict[str, object]:

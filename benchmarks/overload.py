@@ -53,16 +53,22 @@ def capacity(url: str, scratch: Path) -> float:
     """Requests in a second that a closed loop of 32 clients gets."""
     records = load(url, scratch / "capacity.json", ["--concurrency", "32", "--requests", "200", "--seed", "999"])
     assert all(each.outcome is Outcome.OK for each in records), "the tier standard waits"
-    return len(records) / max(each.ended_s for each in records)
+    return per_second(records)
+
+
+def per_second(records: Sequence[Record]) -> float:
+    """Requests in a second, from the first one sent to the last one ended."""
+    return len(records) / (max(each.ended_s for each in records) - min(each.sent_s for each in records))
 
 
 def figures(records: Sequence[Record], rate: float) -> dict[str, Any]:
-    """Of one run at one rate."""
+    """Of one run at one rate; seconds are those in which requests arrived. Refused is who was told 429: a 503 is a
+    failure here, however soon it came."""
     accepted = [each for each in records if each.outcome is Outcome.OK]
-    refused = [each for each in records if each.outcome is Outcome.REFUSED]
+    refused = [each for each in records if each.outcome is Outcome.REFUSED and each.status == 429]
     others = len(records) - len(accepted) - len(refused)
     good = [each for each in accepted if TARGETS.met_by(each)]
-    duration_s = max(each.planned_s for each in records)
+    duration_s = max(each.planned_s for each in records) - min(each.planned_s for each in records)
     return {
         "rate": rate,
         "requests": len(records),
@@ -77,7 +83,8 @@ def figures(records: Sequence[Record], rate: float) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The best goodput at any rate, and what is left of it at three times the capacity; medians of the rounds."""
+    """Goodput over load, and what is left of the best at three times the capacity: medians of the rounds. Who was on
+    time there, and the slowest refusal, are of the worst round."""
     goodput = {share: statistics.median(r["goodput"] for r in runs if r["share"] == share) for share in SHARES}
     most = [r for r in runs if r["share"] == SHARES[-1]]
     refusals = [r["refusal_s"] for r in most if r["refusal_s"]]

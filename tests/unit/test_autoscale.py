@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.autoscale import NEEDED, STEP_AT_S, TARGET_S, Story, autoscaler, evaluate, rules, simulate, step
+from benchmarks.autoscale import (
+    NEEDED,
+    STEP_AT_S,
+    TARGET_S,
+    Story,
+    autoscaler,
+    changes,
+    evaluate,
+    figures,
+    rules,
+    simulate,
+    step,
+)
 from benchmarks.horizontal import Autoscaler
 
 promtool = pytest.mark.skipif(
@@ -22,8 +34,8 @@ ROLES = ("prefill", "decode")
 def scaler(**behavior: Any) -> Autoscaler:
     """Prefill's, with parts of its behaviour changed."""
     spec = copy.deepcopy(autoscaler("prefill"))
-    for direction, changes in behavior.items():
-        spec["behavior"][direction] |= changes
+    for direction, changed in behavior.items():
+        spec["behavior"][direction] |= changed
     return Autoscaler(spec)
 
 
@@ -74,6 +86,63 @@ def test_changes_of_direction_are_counted() -> None:
     assert story(1, 2, 4, 4, 3).reversals() == 1
     assert story(1, 2, 2, 1, 2, 1).reversals() == 3
     assert story(1, 2, 1, 2, 1).reversals(after_s=45.0) == 0
+
+
+def test_so_many_are_asked_for_after_so_long() -> None:
+    story = Story(times_s=[15.0, 30.0, 45.0, 60.0, 75.0], replicas=[4, 1, 2, 5, 4])
+    assert story.first(4, since_s=30.0) == 30.0, "five are four, too, and what was before does not count"
+    assert story.first(2, since_s=45.0) == 0.0
+    assert story.first(6, since_s=30.0) == math.inf
+
+
+def test_nine_in_ten_of_those_who_came_in_between() -> None:
+    story = Story(ttft_s=[(float(n), 20.0 - n) for n in range(20)])
+    assert story.p90_ttft_s(0.0, 20.0) == 19.0
+    assert story.p90_ttft_s(5.0, 15.0) == 15.0, "the later moment is not in it"
+    assert math.isnan(story.p90_ttft_s(20.0, 30.0))
+
+
+def test_the_target_is_met_from_the_first_minute_in_which_it_is() -> None:
+    """Too late until 130 s; then nobody comes for two minutes, which meets nothing."""
+    late = [(float(t), 9.0) for t in range(0, 130, 2)]
+    in_time = [(float(t), 1.0) for t in range(250, 400, 2)]
+    times_s = [15.0 * n for n in range(1, 27)]
+    story = Story(times_s=times_s, ttft_s=late + in_time)
+    assert story.met_after_s(2.0, since_s=30.0) == 165.0, "the minute from 195 s on is the first with any of these"
+    assert story.met_after_s(0.5, since_s=30.0) == math.inf
+    assert Story(times_s=times_s, ttft_s=in_time).met_after_s(2.0, since_s=360.0) == math.inf, "no whole minute is left"
+
+
+def test_what_is_told_of_a_run() -> None:
+    times_s = [STEP_AT_S + 60.0 * n for n in range(-1, 9)]
+    story = Story(
+        times_s=times_s,
+        replicas=[1, 1, 3, NEEDED + 2, NEEDED, NEEDED, NEEDED, NEEDED, NEEDED, NEEDED],
+        ttft_s=[(STEP_AT_S - 1, 99.0), (STEP_AT_S, 8.0), (STEP_AT_S + 100, 0.5), (STEP_AT_S + 310, 0.25)],
+        refused=[STEP_AT_S + 7, STEP_AT_S + 40],
+    )
+    found = figures(story, STEP_AT_S + 480)
+    told = found.pop("replicas")
+    assert found == {
+        "seconds_until_needed_are_asked_for": 120.0,
+        "seconds_until_the_target_is_met": 45.0,
+        "most_replicas": NEEDED + 2,
+        "last_replicas": NEEDED,
+        "changes_of_direction": 1,
+        "p90_ttft_s_in_the_first_five_minutes_of_the_step": 8.0,
+        "p90_ttft_s_after": 0.25,
+        "refused": 2,
+        "last_refusal_after_the_step_s": 40.0,
+    }
+    assert told == list(zip(times_s, story.replicas, strict=True))
+    moments = [(after[0] - STEP_AT_S, before[1], after[1]) for before, after in changes(told)]
+    assert moments == [(60.0, 1, 3), (120.0, 3, NEEDED + 2), (180.0, NEEDED + 2, NEEDED)]
+
+
+def test_nobody_was_refused() -> None:
+    story = Story(times_s=[STEP_AT_S], replicas=[1])
+    found = figures(story, STEP_AT_S)
+    assert (found["refused"], found["last_refusal_after_the_step_s"]) == (0, 0.0)
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import results_page
 from benchmarks.event_client import EventClient, post
-from benchmarks.gateway import summary, tokens_with_text
+from benchmarks.gateway import journeys_ms, stream_figures, summary, tokens_with_text
 from benchmarks.results_page import part
 from common.runtime.checkpoint import DEMO_FOLDER
 
@@ -87,6 +87,50 @@ def test_a_request_is_http() -> None:
 
 def test_answers_are_made_of_tokens_that_are_text() -> None:
     assert 100 < len(tokens_with_text(DEMO_FOLDER)) < 860
+
+
+def test_a_token_s_journey_is_from_its_step_to_its_event() -> None:
+    steps = [10.0, 11.0, 12.0, 13.0]
+    assert journeys_ms([(9.5, 1), (10.25, 2), (11.5, 3)], steps) == [250.0, 500.0], "the first event is of no step"
+    assert journeys_ms([(12.5, 4), (12.75, 4), (14.0, 5)], steps) == [2500.0, 1500.0, 500.0, 1000.0], "several at once"
+    assert journeys_ms([], steps) == journeys_ms([(9.0, 0)], steps) == []
+    with pytest.raises(IndexError):
+        journeys_ms([(14.0, 6)], steps)  # more events than steps
+
+
+def test_at_most_is_the_pace_at_which_most_arrived() -> None:
+    """The last pace was too much: what arrived was less again, and each token dearer."""
+
+    def pace(received_per_s: float, cpu_us: float, share: float) -> dict[str, float]:
+        figures = {"received_per_s": received_per_s, "cpu_us_per_token": cpu_us, "gateway_share": share}
+        return {"offered_per_s": 9e9, "load_share": share / 2, **figures}
+
+    paces = [pace(100.0, 50.0, 0.5), pace(300.0, 30.0, 1.0), pace(200.0, 40.0, 0.75)]
+    journeys = [float(number) for number in range(200, 0, -1)]
+    moderate = pace(10.0, 80.0, 0.1)
+    assert stream_figures(moderate, journeys, paces) == {
+        "added_p50_ms": 100.5,
+        "added_p99_ms": 199.0,
+        "moderate_cpu_us_per_token": 80.0,
+        "moderate": moderate,
+        "tokens_per_s": 300.0,
+        "cpu_us_per_token": 30.0,
+        "gateway_share": 1.0,
+        "load_share": 0.5,
+        "paces": paces,
+    }
+    assert journeys[0] == 200.0, "as it was"
+
+
+def test_rounds_are_summed_up_by_configuration() -> None:
+    rounds = [
+        {"1": {"added_p50_ms": a, "paces": [], "moderate": {}}, "requests": {"requests_per_s": b}}
+        for a, b in ((3.0, 50.0), (1.0, 70.0), (8.0, 60.0))
+    ]
+    assert summary(rounds) == {
+        "1": {"added_p50_ms": {"min": 1.0, "p50": 3.0, "p90": 8.0, "max": 8.0, "n": 3}},
+        "requests": {"requests_per_s": {"min": 50.0, "p50": 60.0, "p90": 70.0, "max": 70.0, "n": 3}},
+    }
 
 
 def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,111 @@ def test_a_table_has_its_run_below_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "`python -m benchmarks.steady`, commit 0123456, Abacus, 3 cores" in lines
 
 
+def test_overload_adds_counts_up_and_tells_the_worst_of_what_is_promised() -> None:
+    def run(
+        share: float, goodput: float, accepted: int, refused: int, neither: int, on_time: float, **refusal_s: float
+    ) -> results_page.Run:
+        return {
+            "share": share,
+            "rate": 10 * share,
+            "goodput": goodput,
+            "accepted": accepted,
+            "refused": refused,
+            "neither": neither,
+            "accepted_that_met_the_target": on_time,
+            "refusal_s": refusal_s or None,
+        }
+
+    runs = [
+        run(3, 7.0, 90, 9, 1, 1.0, p50=0.004, max=0.1),
+        run(0.5, 2.0, 50, 0, 0, 0.5),
+        run(0.5, 3.0, 51, 0, 0, 0.75),
+        run(3, 9.0, 95, 0, 2, 0.96),
+        run(3, 6.0, 80, 8, 0, 1.0, p50=0.008, max=0.05),
+    ]
+    rows = results_page.overload({"figures": {"runs": runs}}).splitlines()[2:]
+    assert rows == [
+        "| 0.5 | 5.0 | 2.5 | 101 | 0 | 0 | 50.0 % |  |",
+        "| 3 | 30.0 | 7.0 | 265 | 17 | 3 | 96.0 % | 6 / 100 |",
+    ]
+
+
+def test_routing_shows_medians_and_beside_them_the_median_of_the_ratios() -> None:
+    names = ("ttft_mean_ms", "ttft_p99_ms", "tokens_computed")
+    runs = [
+        {"workload": workload, "routing": routing} | dict.fromkeys(names, figure)
+        for workload, ours, theirs in (
+            ("multi-turn", (10.0, 90.0, 30.0), (20.0, 100.0, 10.0)),
+            ("unshared", (5000.0,), (7000.0,)),
+        )
+        for routing, figures in (("round_robin", theirs), ("expected", ours))
+        for figure in figures
+    ]
+    ratios = {"multi-turn": dict(zip(names, (0.9, 0.8, 0.7), strict=True)), "unshared": dict.fromkeys(names, 5 / 7)}
+    rows = results_page.routing({"figures": {"ratios": ratios, "runs": runs}}).splitlines()[2:]
+    assert rows == [
+        "| multi-turn | 30 / 20 (**0.90**) | 30 / 20 (**0.80**) | 30 / 20 (**0.70**) |",
+        "| unshared | 5000 / 7000 (**0.71**) | 5000 / 7000 (**0.71**) | 5,000 / 7,000 (**0.71**) |",
+    ]
+
+
+def test_of_the_autoscaler_s_runs_the_worst_counts() -> None:
+    def run(
+        asked_s: float, met_s: float, most: int, last: int, turns: int, p90_s: float, refused: int
+    ) -> results_page.Run:
+        return {
+            "seconds_until_needed_are_asked_for": asked_s,
+            "seconds_until_the_target_is_met": met_s,
+            "most_replicas": most,
+            "last_replicas": last,
+            "changes_of_direction": turns,
+            "p90_ttft_s_after": p90_s,
+            "refused": refused,
+        }
+
+    runs = [run(105.0, 90.0, 5, 4, 1, 0.25, 7), run(45.0, 150.0, 6, 5, 0, 0.75, 3)]
+    table = results_page.autoscale({"figures": {"rules": runs}})
+    assert table.splitlines()[2:] == ["| rules | 105 s | 150 s | 6 | 4, 5 | 1, 0 | 0.75 s | 7 |"]
+
+
+def test_a_decode_step_is_beside_the_larger_of_its_floors() -> None:
+    batches = {
+        "1": {"step_ms": {"min": 4.0, "p50": 5.0}, "floor_ms": 2.0, "compute_floor_ms": 0.5, "ratio": 2.0},
+        "8": {"step_ms": {"min": 9.0, "p50": 10.0}, "floor_ms": 3.0, "compute_floor_ms": 6.0, "ratio": 3.0},
+    }
+    run = {"figures": {"batches": batches}}
+    assert results_page.decode_floor(run).splitlines()[2:] == [
+        "| 1 | 4.0 (median 5.0) | 2.0 | 0.5 | 2.00 | 2.00 |",
+        "| 8 | 9.0 (median 10.0) | 3.0 | 6.0 | 3.00 | 1.50 |",
+    ]
+    rows = results_page.batch_throughput(run).splitlines()[2:]
+    assert rows == ["| 1 | 200 | 1.0 |", "| 8 | 800 | 4.0 |"], "of the medians, as what is usual is asked for"
+
+
+def test_clients_differ_by_the_ratio_of_their_rounds() -> None:
+    ratios = {
+        "ttft_mean_ms": {"ours": 67.714, "theirs": 69.0, "ratio": 1.031},
+        "requests_per_s": {"ours": 14.0, "theirs": 13.0, "ratio": 0.75},
+    }
+    rows = results_page.agreement({"figures": {"ratios": ratios}}).splitlines()[2:]
+    assert rows == ["| ttft mean ms | 67.71 | 69 | +3.1 % |", "| requests per s | 14 | 13 | -25.0 % |"]
+
+
+def test_requests_that_failed_beside_vllm_are_told() -> None:
+    def both(**changes: float) -> dict[str, float]:
+        return {"ours": 0.25, "theirs": 0.5, "ratio": 0.5, "ratio_min": 0.375, "ratio_max": 0.625} | changes
+
+    ratio = {"ours": "baton pair", "theirs": "vllm pair", "concurrency": 8, "ttft_p50_s": both(), "itl_p99_s": both()}
+    ratio["output_tokens_per_s"] = both(ours=400.0, theirs=80.0, ratio=5.0, ratio_min=4.0, ratio_max=6.0)
+    failures = (("baton pair", 0), ("vllm pair", 2), ("baton pair", 0), ("vllm pair", 1))
+    runs = [{"system": system, "failed": number} for system, number in failures]
+    lines = results_page.versus({"figures": {"ratios": [ratio], "runs": runs}}).splitlines()[2:]
+    row = "| baton pair / vllm pair | 8 | 400.0 / 80.0 | **5.00** (4.00 to 6.00) | 250 / 500 | 250 / 500 |"
+    assert lines == [row, "", "Failed requests: 3 of vllm pair."]
+    whole = results_page.versus({"figures": {"ratios": [ratio], "runs": runs[::2]}})
+    assert whole.splitlines()[2:] == [row]
+
+
 def test_sizes_of_the_kv_need_no_run() -> None:
     assert "| llama-2-7b | 512 KiB | 2 GiB |" in part("kv sizes")
 

@@ -1,0 +1,216 @@
+"""What benchmarks make of their measurements before it is recorded, on examples that can be counted by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from safetensors import safe_open
+
+from benchmarks import agreement, decode_floor, modes, versus
+from benchmarks.driver import Arrival
+from benchmarks.interference import gaps_around, share, summary_ms
+from benchmarks.record import load_figures, spread
+from benchmarks.steady import resident_mib
+from common.engine.runner import load_runner
+
+# --- quantiles -------------------------------------------------------------------------------------------------------
+
+
+def test_a_spread_of_known_values() -> None:
+    values = [float(value) for value in range(1, 21)]
+    random.Random(0).shuffle(values)
+    assert spread(values) == {"min": 1.0, "p50": 10.5, "p90": 19.0, "max": 20.0, "n": 20}
+    assert spread([7.0]) == {"min": 7.0, "p50": 7.0, "p90": 7.0, "max": 7.0, "n": 1}
+
+
+def test_a_share_is_never_less_than_the_quantile() -> None:
+    assert [share([4, 1, 3, 2], quantile) for quantile in (0, 0.25, 0.5, 0.99, 1)] == [1, 2, 3, 4, 4]
+    assert [share(range(1, num + 1), 0.99) for num in (1, 99, 100, 101, 200, 300)] == [1, 99, 100, 100, 199, 298]
+
+
+def test_seconds_are_told_in_milliseconds() -> None:
+    values = [number / 4 for number in range(200, 0, -1)]
+    assert summary_ms(values) == {"p50_ms": 25250.0, "p99_ms": 49750.0, "max_ms": 50000.0, "n": 200}
+
+
+# --- streams beside a long prompt ------------------------------------------------------------------------------------
+
+
+def test_gaps_are_those_of_each_stream_and_of_their_time() -> None:
+    """The prompt came at 10 and had its token at 20."""
+    one = [7.0, 7.5, 8.5, 9.25, 9.75, 12.0, 19.0, 21.0, 24.0]
+    other = [9.5, 10.0, 20.0, 20.5]
+    before, during = gaps_around([one, other], 10.0, 20.0)
+    assert before == [1.0, 0.75, 0.5, 0.5], "of the two seconds before, and nothing of the prompt's time"
+    assert during == [2.25, 7.0, 2.0, 10.0], "any part of it, and nothing of the time after"
+
+
+def test_the_gap_into_which_the_prompt_comes_is_not_one_of_those_before() -> None:
+    assert gaps_around([[9.0, 19.0]], 10.0, 20.0) == ([], [10.0])
+    assert gaps_around([[9.0]], 10.0, 20.0) == ([], []), "one token has no gap"
+
+
+# --- one trace, every mode -------------------------------------------------------------------------------------------
+
+
+def arrival(time_s: float) -> Arrival:
+    return Arrival(time_s=time_s, prompt=(1,), num_output=3, max_tokens=3)
+
+
+def test_what_users_see_of_a_mode() -> None:
+    arrivals = [arrival(2.0), arrival(3.0), arrival(4.0)]
+    outcomes = [([7, 7, 7], [0.5, 1.0, 8.0]), ([7, 7], [1.0, 1.25]), ([7], [3.0])]
+    found = modes.summary(arrivals, outcomes)
+    assert found == {
+        "ttft_mean_s": 1.5,
+        "ttft_p99_s": 3.0,
+        "itl_p50_ms": 500.0,
+        "itl_p99_ms": 7000.0,
+        "latency_mean_s": pytest.approx((8.0 + 1.25 + 3.0) / 3),
+        "tokens_per_s": 6 / 10.0,
+    }
+
+
+def test_the_rate_of_a_mode_is_over_the_time_until_the_last_token_of_all() -> None:
+    """Which is not the last arrival's here, nor that of the longest request."""
+    arrivals = [arrival(0.0), arrival(5.0), arrival(6.0)]
+    outcomes = [([7, 7], [1.0, 6.0]), ([7, 7], [1.0, 5.0]), ([7], [1.0])]
+    assert modes.summary(arrivals, outcomes)["tokens_per_s"] == 5 / 10.0
+
+
+# --- systems that take turns -----------------------------------------------------------------------------------------
+
+
+def turn(system: str, number: int, rate: float, *, concurrency: int = 8, **changes: float) -> dict[str, Any]:
+    figures = {"output_tokens_per_s": rate, "ttft_p50_s": 1.0, "itl_p99_s": 0.5} | changes
+    return {"system": system, "concurrency": concurrency, "round": number, **figures}
+
+
+def test_systems_are_compared_round_by_round() -> None:
+    """A machine that was slow for a round was slow for both: of the medians, 200 / 100, the ratio would be another."""
+    rounds = [(100.0, 100.0), (200.0, 50.0), (900.0, 300.0)]
+    runs = [turn("baton pair", number, ours) for number, (ours, _) in enumerate(rounds)]
+    runs += [turn("vllm pair", number, theirs, ttft_p50_s=4.0) for number, (_, theirs) in enumerate(rounds)][::-1]
+    [found] = versus.summary(runs)
+    assert (found["ours"], found["theirs"], found["concurrency"]) == ("baton pair", "vllm pair", 8)
+    assert found["output_tokens_per_s"] == {
+        "ours": 200.0,
+        "theirs": 100.0,
+        "ratio": 3.0,
+        "ratio_min": 1.0,
+        "ratio_max": 4.0,
+    }
+    assert found["ttft_p50_s"] == {"ours": 1.0, "theirs": 4.0, "ratio": 0.25, "ratio_min": 0.25, "ratio_max": 0.25}
+
+
+def test_a_round_that_was_cut_short_does_not_count() -> None:
+    runs = [turn("baton pair", 0, 30.0), turn("vllm pair", 0, 10.0), turn("baton pair", 1, 990.0)]
+    [found] = versus.summary(runs)
+    assert (found["output_tokens_per_s"]["ours"], found["output_tokens_per_s"]["ratio"]) == (30.0, 3.0)
+    assert versus.summary(runs[2:]) == []
+
+
+def test_every_concurrency_and_every_pair_of_systems_is_by_itself() -> None:
+    runs = [
+        turn(system, 0, rate * concurrency, concurrency=concurrency)
+        for concurrency in (32, 1)
+        for system, rate in (("vllm single", 2.0), ("baton pair", 6.0), ("vllm pair", 1.0), ("baton colocated", 8.0))
+    ]
+    found = versus.summary(runs)
+    assert [(each["ours"], each["concurrency"], each["output_tokens_per_s"]["ratio"]) for each in found] == [
+        ("baton pair", 1, 6.0),
+        ("baton pair", 32, 6.0),
+        ("baton colocated", 1, 4.0),
+        ("baton colocated", 32, 4.0),
+    ]
+    assert found[1]["output_tokens_per_s"]["ours"] == 192.0
+
+
+def test_clients_are_compared_round_by_round() -> None:
+    rounds = [(10.0, 20.0), (90.0, 100.0), (30.0, 10.0)]
+    found = agreement.summary([{"ours": {"ttft": ours}, "theirs": {"ttft": theirs}} for ours, theirs in rounds])
+    assert found == {"ttft": {"ours": 30.0, "theirs": 20.0, "ratio": 0.9, "ratio_min": 0.5, "ratio_max": 3.0}}
+
+
+def test_of_a_run_of_the_load_comparisons_keep_who_failed(tmp_path: Path) -> None:
+    summary = {
+        "requests": 64,
+        "succeeded": 62,
+        "throughput": {"requests_per_s": 9.0, "output_tokens_per_s": 100.0, "total_tokens_per_s": 300.0},
+        "ttft_s": {"mean": 9.0, "p50": 1.0, "p90": 9.0, "p99": 9.0, "max": 9.0},
+        "itl_s": {"mean": 9.0, "p50": 9.0, "p90": 9.0, "p99": 2.0, "max": 9.0},
+        "tpot_s": {"mean": 9.0, "p50": 3.0, "p90": 9.0, "p99": 9.0, "max": 9.0},
+    }
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"run": {"summary": summary}}))
+    assert load_figures(file) == {
+        "failed": 2,
+        "output_tokens_per_s": 100.0,
+        "ttft_p50_s": 1.0,
+        "itl_p99_s": 2.0,
+        "tpot_p50_s": 3.0,
+    }
+
+
+# --- the floors of a decode step -------------------------------------------------------------------------------------
+
+
+class Rates:
+    """A machine of which everything is known."""
+
+    bytes_per_s, flops_per_s = 1e9, 2e9
+
+    def measure(self) -> None:
+        """It is what it is."""
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_step_reads_every_matrix_once_and_of_the_embeddings_nothing(family: str, tied: bool, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, dtype="bfloat16", tie_word_embeddings=tied)
+    with safe_open(tmp_path / "model.safetensors", "pt") as tensors:
+        sizes = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    read = [each.numel() for name, each in sizes.items() if each.ndim == 2 and (tied or "embed" not in name)]
+    runner = load_runner(tmp_path, kv_cache_bytes=2**16, dtype="bfloat16")
+    assert decode_floor.weight_bytes(runner) == 2 * sum(read)
+
+
+def test_floors_are_what_is_read_and_what_is_multiplied(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, dtype="float32")
+    runner = load_runner(tmp_path, kv_cache_bytes=2**20, dtype="float32")
+    options = argparse.Namespace(batches=[1, 3], context=40, steps=5)
+    found = decode_floor.measure(runner, Rates(), options)  # type: ignore[arg-type]
+    # Two layers: queries, output, keys, values, three of the feed-forward network; then the head.
+    numbers = 2 * 64 * (64 + 64 + 32 + 32 + 3 * 96) + 384 * 64
+    assert (found["weight_bytes"], found["bandwidth_gb_s"], found["gflops"]) == (4 * numbers, 1.0, 2.0)
+    for batch, each in found["batches"].items():
+        kv_bytes = batch * 40 * (2 * 2 * 2 * 16 * 4)  # layers, keys and values, heads, their size, float32
+        assert each["kv_bytes"] == kv_bytes
+        assert each["floor_ms"] == pytest.approx(1e3 * (4 * numbers + kv_bytes) / 1e9)
+        assert each["compute_floor_ms"] == pytest.approx(1e3 * batch * 2 * numbers / 2e9)
+        assert each["step_ms"]["n"] == 5
+        assert each["ratio"] == pytest.approx(each["step_ms"]["min"] / each["floor_ms"])
+        assert each["ratio_p50"] == pytest.approx(each["step_ms"]["p50"] / each["floor_ms"])
+    assert found["batches"].keys() == {1, 3}
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_what_a_process_has_for_itself(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(2**20) * 48)
+    before = resident_mib(os.getpid())
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[at] for at in range(0, len(mapped), mmap.PAGESIZE)) > 0
+        assert resident_mib(os.getpid()) - before == pytest.approx(0, abs=8), "a file's pages are not its own"
+    held = bytearray(b"x") * (48 * 2**20)
+    assert resident_mib(os.getpid()) - before == pytest.approx(len(held) / 2**20, abs=8)
