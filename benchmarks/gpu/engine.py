@@ -32,10 +32,12 @@ SHAPES: dict[str, PreTrainedConfig] = {
     "llama-3-8b": LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=65536, tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
     ),
     "qwen3-0.6b": Qwen3Config(
         vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=65536, tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
     ),
 }  # fmt: skip
 DECODES = ((1, 512), (1, 2048), (8, 2048), (64, 2048), (256, 1024))
@@ -74,6 +76,7 @@ def make_runner(shape: PreTrainedConfig) -> tuple[ModelRunner, int]:
     layout = config.layout(BLOCK, "bfloat16")
     tokens = max(max(batch * (context + STEPS + BLOCK) for batch, context in DECODES), max(PREFILLS))
     cache, swap = KVCache(layout, tokens // BLOCK + 512, device), HostSwap(layout, 0, device)
+    cache.blocks.normal_()  # contexts that were never computed; zeros could be quicker to read
     runner = ModelRunner(Decoder(config, weights), cache, swap, TritonBackend(device))
     runner.capture_graphs(max(batch for batch, _ in DECODES))
     matrices = [part for layer in weights.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
