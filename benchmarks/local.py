@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -29,15 +30,27 @@ def local_stack(options: Sequence[str] = (), env: Mapping[str, str] | None = Non
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")} | dict(env or {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        found = re.search(r"http://[0-9.]+:\d+", process.stdout.readline())
-        if found is None:
-            raise SystemExit("the stack did not start")
-        pids = {"supervisor": process.pid}
-        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            pids[words[words.index(b"-m") + 1].decode() + f" {pid}"] = int(pid)
         try:
+            # What libraries print comes first: UCX warns on standard output.
+            found = next(filter(None, (re.search(r"http://[0-9.]+:\d+", line) for line in process.stdout)), None)
+            if found is None:
+                raise SystemExit("the stack did not start")
+            pids = {"supervisor": process.pid}
+            for pid in _children(process.pid):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                pids[words[words.index(b"-m") + 1].decode() + f" {pid}"] = pid
             yield Local(found.group(), pids)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
+
+
+def _children(pid: int) -> list[int]:
+    """Its processes. Not every kernel has a list of them."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            _, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid:
+                found.append(int(stat.parent.name))
+    return found

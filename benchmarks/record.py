@@ -36,13 +36,11 @@ def record(
     command: str | None = None,
 ) -> Path:
     """Write `benchmarks/results/NAME.json`; `command` is what repeats it, by default this process's command line."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    status = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
-    dirty = subprocess.run(status, capture_output=True, text=True, check=False).stdout
+    dirty = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     ours = " ".join(["python", *(["-m"] if sys.argv[0].endswith(".py") else []), *_module(), *sys.argv[1:]])
     run = {
         "command": command or ours,
-        "commit": commit + ("+changes" if dirty.strip() else ""),
+        "commit": _git("rev-parse", "HEAD") + ("+changes" if dirty else ""),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version(), **_versions()},
         "workload": workload,
         "seed": seed,
@@ -52,6 +50,14 @@ def record(
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(run, indent=2) + "\n")
     return path
+
+
+def _git(*arguments: str) -> str:
+    """What it prints; nothing where this is no checkout, or there is no git."""
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _module() -> list[str]:
