@@ -77,18 +77,19 @@ class Departure:
 class _EachStep(StoppingCriteria):  # type: ignore[misc]
     """Looks at the sequences after each step: delivers the tokens, and says which rows have ended."""
 
-    def __init__(self, jobs: Sequence[Job], width: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
         self._jobs = jobs
-        self._width = width
         self._loop = loop
+        self._outputs: list[list[int]] = [[] for _ in jobs]
         self._ended = [False] * len(jobs)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """`input_ids` is [rows, padded prompt and output]."""
         fresh = []
-        for row, job in enumerate(self._jobs):
+        tokens = input_ids[:, -1].tolist()  # of all rows, for a device is waited for
+        for row, (job, output) in enumerate(zip(self._jobs, self._outputs, strict=True)):
             if not self._ended[row]:
-                output = input_ids[row, self._width :].tolist()
+                output.append(tokens[row])
                 fresh.append((job, output[-1:]))
                 self._ended[row] = job.ends_with(output)
         self._loop.call_soon_threadsafe(_deliver, fresh)
@@ -160,7 +161,7 @@ class BatchAfterBatch:
         config = GenerationConfig(
             max_new_tokens=max(job.max_tokens for job in jobs), do_sample=False, pad_token_id=0, eos_token_id=None
         )
-        steps = StoppingCriteriaList([_EachStep(jobs, width, loop)])
+        steps = StoppingCriteriaList([_EachStep(jobs, loop)])
         with torch.inference_mode():
             self._model.generate(
                 prompts.to(self._model.device),
@@ -174,17 +175,15 @@ class Continuous:
     """The continuous batching of `transformers`: what `generate_batch` runs on, fed request by request."""
 
     def __init__(self, model: Any, *, batch_size: int, num_blocks: int, page_size: int, batch_tokens: int) -> None:
-        on_gpu = model.device.type == "cuda"
+        page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # until 5.17
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1),
+            # Graphs, batches ahead of the device and which attention there is to use: as the library decides.
             ContinuousBatchingConfig(
-                page_size=page_size,
+                **{page: page_size},
                 num_blocks=num_blocks,
                 max_batch_tokens=batch_tokens,
                 max_requests_per_batch=batch_size,
-                use_async_batching=on_gpu,
-                use_cuda_graph=on_gpu,
-                auto_switch_to_flash=False,
             ),
         )
 
