@@ -22,11 +22,14 @@ from transformers import Qwen3ForCausalLM
 from benchmarks.gpu.engine import SHAPES
 from benchmarks.local import local_stack
 from benchmarks.models import give_every_token_text
-from benchmarks.peers.process import free_port, running, wait_until_it_answers
+from benchmarks.peers.process import PeerError, free_port, running, wait_until_it_answers
 from benchmarks.record import load_figures
 
 REQUESTS, AT_A_TIME, ROUNDS = 192, 64, 2
-"""Of each run; a system has a run in each round."""
+"""Of each run, of which a system has so many after it has started."""
+WARMUP = 16
+"""Requests before the first run."""
+SYSTEMS = ("baton pair", "baton colocated", "generate_batch", "static batching")
 LENGTHS = ("--workload", "sharegpt", "--max-input-tokens", "1500", "--max-output-tokens", "400")
 KV_BYTES = 16 * 2**30
 
@@ -40,17 +43,28 @@ def run() -> dict[str, Any]:
         Qwen3ForCausalLM(SHAPES["qwen3-0.6b"]).to(torch.bfloat16).save_pretrained(folder)
         give_every_token_text(folder)
         runs: list[dict[str, Any]] = []
-        for number in range(ROUNDS):
-            for name in ("baton pair", "baton colocated", "static batching", "generate_batch"):
-                with system(name, folder, Path(scratch)) as url:
-                    load(url, seed=1000 + number, requests=16, scratch=Path(scratch))  # warms up
-                    figures = load(url, seed=number, requests=REQUESTS, scratch=Path(scratch))
-                runs.append({"system": name, "round": number, **figures})
-                print(f"{name:16} {figures['output_tokens_per_s']:8.0f} tok/s", flush=True)
+        for name in SYSTEMS:
+            try:
+                runs += runs_of(name, folder, Path(scratch))
+            except (PeerError, subprocess.CalledProcessError, SystemExit) as error:
+                print(f"{name:16} {error}", flush=True)
+                runs.append({"system": name, "error": str(error)})
     rates: dict[str, list[float]] = {}
     for each in runs:
-        rates.setdefault(each["system"], []).append(each["output_tokens_per_s"])
+        if "error" not in each:
+            rates.setdefault(each["system"], []).append(each["output_tokens_per_s"])
     return {"runs": runs, "output_tokens_per_s": {name: statistics.median(values) for name, values in rates.items()}}
+
+
+def runs_of(name: str, folder: Path, scratch: Path) -> list[dict[str, Any]]:
+    """A system's; prints as it goes."""
+    runs: list[dict[str, Any]] = []
+    with system(name, folder, scratch) as url:
+        for number in range(ROUNDS):
+            figures = load(url, seed=number, warmup=0 if runs else WARMUP, output=scratch / "run.json")
+            runs.append({"system": name, "round": number, **figures})
+            print(f"{name:16} {figures['output_tokens_per_s']:8.0f} tok/s, {figures['failed']} failed", flush=True)
+    return runs
 
 
 def system(name: str, folder: Path, scratch: Path) -> AbstractContextManager[str]:
@@ -81,10 +95,9 @@ def transformers(folder: Path, mode: str, scratch: Path) -> Iterator[str]:
         yield url
 
 
-def load(url: str, *, seed: int, requests: int, scratch: Path) -> dict[str, float]:
+def load(url: str, *, seed: int, warmup: int, output: Path) -> dict[str, float]:
     """One run of the load."""
-    output = scratch / "run.json"
     command = [sys.executable, "-m", "benchmarks.load", "--url", url, *LENGTHS, "--concurrency", str(AT_A_TIME)]
-    command += ["--requests", str(requests), "--seed", str(seed), "--output", str(output)]
-    subprocess.run(command, check=True, capture_output=True)
+    command += ["--requests", str(REQUESTS), "--warmup", str(warmup), "--seed", str(seed), "--output", str(output)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return load_figures(output)
