@@ -11,15 +11,22 @@ from kv_transfer.transport import Transport
 
 
 def transport_maker(
-    name: str, region: Region, me: Incarnation, host: str, keys: CurveKeys | None = None
+    name: str,
+    region: Region,
+    me: Incarnation,
+    host: str,
+    keys: CurveKeys | None = None,
+    enter_thread: Callable[[], None] = lambda: None,
 ) -> Callable[[], Transport]:
     """A function that makes the transport `name` ("nixl" or "zmq") over `region`, on the thread that will use it.
 
     `host` is where peers reach this worker; only the ZMQ transport binds it, and only that one is encrypted, by `keys`.
-    NIXL is loaded only when it is asked for.
+    NIXL is loaded only when it is asked for. `enter_thread` is called on the thread before: where the region is on a
+    GPU it makes that one's context current, of which UCX asks what is near to what.
     """
 
     def make() -> Transport:
+        enter_thread()
         if name == "nixl":
             from kv_transfer.nixl_transport import NixlTransport
 

@@ -28,7 +28,7 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
         device_id=cache.device.index or 0,
     )
     keys = CurveKeys.load(settings.curve_keys)
-    make_transport = transport_maker(settings.transport, region, host.me, settings.host, keys)
+    make_transport = transport_maker(settings.transport, region, host.me, settings.host, keys, cache.synchronize)
     worker = PrefillWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker
