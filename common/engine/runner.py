@@ -105,7 +105,7 @@ class ModelRunner:
         num_tokens = min(2 * self.layout.block_size, self._cache.num_blocks * self.layout.block_size)
         table = list(range(self.layout.blocks_for(num_tokens)))
         for params in (
-            SamplingParams(max_tokens=1),
+            SamplingParams(max_tokens=1, temperature=0.0),
             SamplingParams(max_tokens=1, temperature=1.0),
             SamplingParams(max_tokens=1, temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, logprobs=1),
         ):

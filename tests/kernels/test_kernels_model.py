@@ -21,13 +21,13 @@ from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
 from common.engine.ragged import RaggedBatch
-from common.engine.runner import ModelRunner, load_runner
+from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.engine.weights import load_weights
 
 BLOCK_SIZE = 16
 CHUNK = 24
 PARAMS = {
-    "greedy": SamplingParams(max_tokens=9),
+    "greedy": SamplingParams(max_tokens=9, temperature=0.0),
     "temperature": SamplingParams(max_tokens=9, temperature=1.3, seed=5),
     "top-k": SamplingParams(max_tokens=9, temperature=2.0, top_k=7, top_p=0.9, seed=6),
 }
@@ -156,18 +156,40 @@ def test_on_a_gpu_the_engine_gives_the_tokens_of_a_cpu(checkpoint: Callable[[str
         assert tokens_of(on_gpu, prompts, 9) == tokens_of(on_cpu, prompts, 9), family
 
 
+def submit_every_kind(runner: ModelRunner) -> list[Submitted]:
+    """A prompt, decode tokens that follow it, both together; rows that ask for all there is; a swap."""
+    every_params = (
+        *PARAMS.values(),
+        SamplingParams(max_tokens=9, min_p=0.1, logprobs=3, min_tokens=15, logit_bias=((3, 1.0),)),
+        SamplingParams(max_tokens=9, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1),
+    )
+    tokens = tuple(range(5, 25))
+    samples = tuple(
+        Sample(params=params, choice=0, position=len(tokens), token_ids=tokens, prompt_len=10)
+        for params in every_params
+    )
+    prompt = Slice(token_ids=tokens, start=0, block_table=[8, 9], samples=samples)
+    decodes = [
+        Slice(token_ids=[7], start=3, block_table=[row], samples=(sample,), follows=row)
+        for row, sample in enumerate(samples)
+    ]
+    submitted = [runner.submit([prompt]), runner.submit(decodes), runner.submit([*decodes, prompt])]
+    runner.copy_block(8, 10)
+    runner.swap_out([(8, 0)])
+    runner.swap_in([(0, 8)])
+    return submitted
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_a_step_is_submitted_without_waiting(checkpoint: Callable[[str], Path]) -> None:
-    runner = load_runner(checkpoint("llama"), kv_cache_bytes=2**22, dtype="float32", device="cuda")
-    runner.capture_graphs(4)
-    for follows in (None, 0, 0):
-        decode = Slice(token_ids=[7], start=3, block_table=[0], samples=(ANY,), follows=follows)
-        submitted = runner.submit([decode])  # the first one compiles
-        submitted.outcomes()
+    folder = checkpoint("llama")
+    runner = load_runner(folder, kv_cache_bytes=2**22, swap_bytes=2**20, dtype="float32", device="cuda")
+    runner.capture_graphs(8)
+    submit_every_kind(runner)[-1].outcomes()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        submitted = runner.submit([Slice(token_ids=[7], start=3, block_table=[0], samples=(ANY,), follows=0)])
+        submitted = submit_every_kind(runner)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(submitted.outcomes()) == 1
+    assert [sum(map(len, each.outcomes())) for each in submitted] == [5, 5, 10]
