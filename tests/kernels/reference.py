@@ -10,6 +10,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of ‖out - reference‖ / ‖reference‖, by the type of the operands."""
 
 
+def examples(most: int) -> int:
+    """How many shapes to draw: fewer on a GPU, for which most of them take seconds to compile."""
+    return most // 3 if torch.cuda.is_available() else most
+
+
 def error(out: torch.Tensor, reference: torch.Tensor) -> float:
     """‖out - reference‖ / ‖reference‖; infinite if anything of `out` is not finite."""
     if not bool(out.isfinite().all()):

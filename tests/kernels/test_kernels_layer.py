@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common.engine.kernels.layer import add_norm, rotate_and_write, silu_mul
 from common.engine.rope import Rope, RopeConfig, rotate
-from kernels.reference import TOLERANCE, error
+from kernels.reference import TOLERANCE, error, examples
 
 types = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 seeds = st.integers(0, 2**31)
@@ -20,7 +20,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(tokens=st.integers(1, 5), size=st.integers(1, 300), adds=st.booleans(), dtype=types, seed=seeds)
 def test_add_norm(device: torch.device, tokens: int, size: int, adds: bool, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -34,7 +34,7 @@ def test_add_norm(device: torch.device, tokens: int, size: int, adds: bool, dtyp
     assert out.dtype == h.dtype
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(tokens=st.integers(1, 4), size=st.one_of(st.integers(1, 50), st.integers(1020, 1030)), dtype=types, seed=seeds)
 def test_silu_mul(device: torch.device, tokens: int, size: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -43,7 +43,7 @@ def test_silu_mul(device: torch.device, tokens: int, size: int, dtype: torch.dty
     assert error(silu_mul(gate_up), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     slots=st.lists(st.integers(-1, 39), min_size=1, max_size=5, unique_by=lambda slot: slot if slot >= 0 else object()),
     kv_heads=st.integers(1, 3),
