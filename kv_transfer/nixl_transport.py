@@ -19,7 +19,7 @@ import importlib
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -61,7 +61,16 @@ class NixlTransport:
     name = "nixl"
     serves_by_polling = True
 
-    def __init__(self, region: Region, incarnation: Incarnation) -> None:
+    def __init__(
+        self, region: Region, incarnation: Incarnation, synchronize: Callable[[], None] = lambda: None
+    ) -> None:
+        """`synchronize()` waits until the region's device has done whatever it was asked by this process.
+
+        It has two uses on a GPU. A thread that has called it has the device's context, of which UCX asks what is near
+        to what. And the copies of an agent that is destroyed go on: the fence ends when they have.
+        """
+        synchronize()
+        self._synchronize = synchronize
         self._region = region
         self._nixl = _Nixl(region.device)
         self._name = _agent_name(incarnation)
@@ -143,6 +152,8 @@ class NixlTransport:
     def _destroy_link(self, source: Incarnation, error: str) -> None:
         reads = self._links[source].destroy()
         del self._links[source]
+        if reads:
+            self._synchronize()
         for read in reads:
             read.fail(error)
 

@@ -16,21 +16,19 @@ def transport_maker(
     me: Incarnation,
     host: str,
     keys: CurveKeys | None = None,
-    enter_thread: Callable[[], None] = lambda: None,
+    synchronize: Callable[[], None] = lambda: None,
 ) -> Callable[[], Transport]:
     """A function that makes the transport `name` ("nixl" or "zmq") over `region`, on the thread that will use it.
 
     `host` is where peers reach this worker; only the ZMQ transport binds it, and only that one is encrypted, by `keys`.
-    NIXL is loaded only when it is asked for. `enter_thread` is called on the thread before: where the region is on a
-    GPU it makes that one's context current, of which UCX asks what is near to what.
+    NIXL is loaded only when it is asked for. `synchronize` is of `NixlTransport`.
     """
 
     def make() -> Transport:
-        enter_thread()
         if name == "nixl":
             from kv_transfer.nixl_transport import NixlTransport
 
-            return NixlTransport(region, me)
+            return NixlTransport(region, me, synchronize)
         from kv_transfer.zmq_transport import ZmqTransport
 
         return ZmqTransport(region, me, host, keys)

@@ -60,12 +60,9 @@ class KVCache:
         self._blocks[dst].copy_(self._blocks[src])
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it: others reach the cache by address, in no such order.
-
-        A thread that has not called CUDA yet has the device's context from then on.
-        """
+        """Wait until the device has done what was asked of it: others reach the cache by address, in no such order."""
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            torch.cuda.synchronize(self.device)
 
 
 def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -162,6 +162,23 @@ def test_a_dropped_source_is_unknown_until_it_is_added_again(pair: Callable[...,
     assert two.end(two.sink.start_read(two.incarnation, [1], [1])) is ReadState.DONE
 
 
+def test_a_fence_in_the_middle_of_a_read_waits_for_the_device(pair: Callable[..., Pair]) -> None:
+    """A GPU goes on with the copies of an agent that is destroyed."""
+    two = pair("nixl")
+    waits: list[bool] = []
+    read = Read(two.incarnation, 1)
+    sink = NixlTransport(
+        two.sink_cache.region, new_incarnation(), lambda: waits.append(read.state is ReadState.PENDING)
+    )
+    assert waits == [True]
+    sink.add_source(two.incarnation, two.source.metadata())
+    sink._links[two.incarnation]._open[read] = None
+    sink.drop_source(two.incarnation)
+    assert waits == [True, True]
+    assert read.state is ReadState.FAILED
+    sink.close()
+
+
 def spoil(metadata: bytes, **changes: object) -> bytes:
     fields = msgpack.unpackb(metadata) | changes
     blob: bytes = msgpack.packb({name: value for name, value in fields.items() if value is not None})
