@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.engine.kernels.decode_attention import DecodeTiling, _cut, decode_attention
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention, query_tiles
 from common.engine.kernels.tiles import padded
-from kernels.reference import TOLERANCE, attention, error
+from kernels.reference import TOLERANCE, attention, error, examples
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -144,7 +144,7 @@ def prefilled(case: Case, tiling: PrefillTiling) -> torch.Tensor:
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(case=cases(decode=True), processors=st.sampled_from([1, 2, 4, 16]), tile=st.sampled_from([16, 32, 64]))
 def test_decode_attention(device: torch.device, case: Case, processors: int, tile: int) -> None:
     case.make(device)
@@ -152,7 +152,7 @@ def test_decode_attention(device: torch.device, case: Case, processors: int, til
     assert error(out, case.expected()) < TOLERANCE[case.dtype]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(case=cases(decode=False), rows=st.sampled_from([16, 32, 64]), tile=st.sampled_from([16, 32, 64]))
 def test_prefill_attention(device: torch.device, case: Case, rows: int, tile: int) -> None:
     case.make(device)
