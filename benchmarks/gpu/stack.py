@@ -32,6 +32,13 @@ WARMUP = 16
 SYSTEMS = ("baton pair", "baton colocated", "generate_batch", "static batching")
 LENGTHS = ("--workload", "sharegpt", "--max-input-tokens", "1500", "--max-output-tokens", "400")
 KV_BYTES = 16 * 2**30
+SIZES = {
+    "BATON_BLOCK_SIZE": "64",
+    "BATON_CHUNK_SIZE": "2048",
+    "BATON_TOKEN_BUDGET": "4096",
+    "BATON_PREFILL_TOKENS": "512",
+}
+"""What `k8s/overlays/gpu` says; the defaults are for CPUs."""
 
 
 def run() -> dict[str, Any]:
@@ -78,7 +85,7 @@ def system(name: str, folder: Path, scratch: Path) -> AbstractContextManager[str
 def baton(folder: Path, *, prefill: int) -> Iterator[str]:
     """The stack, all of it on the GPU."""
     options = ["--model", str(folder), "--device", "cuda", "--kv-cache-bytes", str(KV_BYTES)]
-    with local_stack([*options, "--prefill", str(prefill), "--decode", "1"]) as local:
+    with local_stack([*options, "--prefill", str(prefill), "--decode", "1"], SIZES) as local:
         yield local.url
 
 

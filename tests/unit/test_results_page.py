@@ -170,6 +170,7 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
         "gpu-kernels",
         {
             "decode_attention": [attention],
+            "decode_ragged": {"long": 32768, "short": 1024, "num_short": 32, "us": 80.0, "of_copy_rate": 0.75},
             "prefill_attention": [{"chunk": 2048, "context": 8192, "us": 500.0, "tflops": 412.0}],
             "layer": [{"kernel": "add_norm", "tokens": 64, "us": 4.0, "floor_us": 1.5}],
             "sampler": [rows],
@@ -181,6 +182,7 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
     recorded("gpu-stack", {"output_tokens_per_s": {"baton pair": 3000.0, "static batching": 250.0}})
     assert "| static batching | 250 | 12.0 |" in part("gpu-stack")
     assert "| 8 x 1024 | 20.0 | 50% | 1.25 | 99.0 |" in part("gpu decode attention")
+    assert "| 32 x 1024 and 1 x 32768 | 80.0 | 75% |  |  |" in part("gpu decode attention")
     assert "| 2048 of 8192 | 500 | 412 |" in part("gpu prefill attention")
     assert "| add_norm, 64 tokens | 4.0 | 1.5 |" in part("gpu small kernels")
     assert "| top_k_top_p, 64 rows of 128256 | 310 |  |" in part("gpu small kernels")
