@@ -293,12 +293,17 @@ def gpu_engine(run: Run) -> str:
 
 
 def gpu_transfer(run: Run) -> str:
-    """Reads between two processes on the GPU."""
+    """Reads between two processes on the GPU, and writes of as many blocks."""
     rows = [
-        [f"{each['blocks']} x {each['block_bytes'] >> 20} MiB", f"{each['us']:.0f}", f"{each['gb_per_s']:.1f}"]
-        for each in run["figures"]["reads"]
+        [
+            f"{read['blocks']} x {read['block_bytes'] >> 20} MiB",
+            f"{read['us']:.0f}",
+            f"{read['gb_per_s']:.1f}",
+            f"{write['gb_per_s']:.1f}",
+        ]
+        for read, write in zip(run["figures"]["reads"], run["figures"]["writes"], strict=True)
     ]
-    return table(["blocks", "µs", "GB/s"], rows)
+    return table(["blocks", "a read, µs", "reads, GB/s", "writes, GB/s"], rows)
 
 
 def gpu_stack(run: Run) -> str:

@@ -1,15 +1,18 @@
 """NIXL between the memories of two processes on one GPU: the smallest case of NVLink.
 
-A READ is what the protocol does. Blocks are as in a cache of Llama-3-8B: 2 MiB for 16 tokens, 8 MiB for 64.
+A READ is what the protocol does; a WRITE beside it tells whether the direction is what costs. Blocks are as in a cache
+of Llama-3-8B: 2 MiB for 16 tokens, 8 MiB for 64.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 
 from common.contract.ids import Incarnation, new_incarnation
@@ -27,21 +30,32 @@ PATIENCE_S = 60.0
 
 def run() -> dict[str, Any]:
     """Every size; prints as it goes."""
-    return {"reads": [each for block_bytes in BLOCK_BYTES for each in reads(block_bytes)]}
+    made = [each for block_bytes in BLOCK_BYTES for each in transfers(block_bytes, MOST_BYTES, "cuda")]
+    return {kind: [each for each in made if each["kind"] == kind] for kind in ("reads", "writes")}
 
 
 def region_of(memory: torch.Tensor, block_bytes: int) -> Region:
     """All of it."""
+    device = memory.device.type
     return Region(
-        address=memory.data_ptr(), num_blocks=memory.numel() // block_bytes, block_bytes=block_bytes, device="cuda"
+        address=memory.data_ptr(), num_blocks=memory.numel() // block_bytes, block_bytes=block_bytes, device=device
     )
 
 
-def serve(pipe: Connection, incarnation: Incarnation, block_bytes: int) -> None:
-    """A source: tells its metadata, and gives reads progress until it hears anything."""
-    memory = torch.arange(MOST_BYTES // 4, dtype=torch.int32, device="cuda").view(torch.uint8)
-    torch.cuda.synchronize()
-    transport = NixlTransport(region_of(memory, block_bytes), incarnation)
+def transport_over(memory: torch.Tensor, block_bytes: int, incarnation: Incarnation) -> NixlTransport:
+    """As a worker makes it."""
+
+    def synchronize() -> None:
+        if memory.is_cuda:
+            torch.cuda.synchronize()
+
+    return NixlTransport(region_of(memory, block_bytes), incarnation, synchronize)
+
+
+def serve(pipe: Connection, incarnation: Incarnation, block_bytes: int, num_bytes: int, device: str) -> None:
+    """A source: tells its metadata, and gives transfers progress until it hears anything."""
+    memory = torch.arange(num_bytes // 4, dtype=torch.int32, device=device).view(torch.uint8)
+    transport = transport_over(memory, block_bytes, incarnation)
     pipe.send(transport.metadata())
     while not pipe.poll():
         transport.poll()
@@ -49,41 +63,76 @@ def serve(pipe: Connection, incarnation: Incarnation, block_bytes: int) -> None:
     transport.close()
 
 
-def reads(block_bytes: int) -> list[dict[str, Any]]:
-    """Median seconds and rates of reads of some scattered blocks."""
+def transfers(block_bytes: int, num_bytes: int, device: str) -> list[dict[str, Any]]:
+    """Median seconds and rates of reads of some scattered blocks, and of writes of as many to where they came from."""
     processes = multiprocessing.get_context("spawn")
     ours, theirs = processes.Pipe()
     source = new_incarnation()
-    process = processes.Process(target=serve, args=(theirs, source, block_bytes), daemon=True)
+    process = processes.Process(target=serve, args=(theirs, source, block_bytes, num_bytes, device), daemon=True)
     process.start()
     theirs.close()  # whatever the source dies of is then an end of file here
-    memory = torch.zeros(MOST_BYTES, dtype=torch.uint8, device="cuda")
-    transport = NixlTransport(region_of(memory, block_bytes), new_incarnation())
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    transport = transport_over(memory, block_bytes, new_incarnation())
     if not ours.poll(PATIENCE_S):
         raise SystemExit("the source does not start")
     transport.add_source(source, ours.recv())
-    num_all = MOST_BYTES // block_bytes
+    num_all = num_bytes // block_bytes
     order = torch.randperm(num_all, generator=torch.Generator().manual_seed(0)).tolist()
     made = []
-    for num in [each for each in NUM_BLOCKS if each <= num_all]:
-        taken = []
-        for _ in range(REPEATS):
-            begin = time.perf_counter()
-            read = transport.start_read(source, order[:num], order[-num:])
-            while read.state is ReadState.PENDING and time.perf_counter() < begin + PATIENCE_S:
-                transport.poll()
-            assert read.state is ReadState.DONE, read.error or "it does not end"
-            taken.append(time.perf_counter() - begin)
-        seconds = sorted(taken)[REPEATS // 2]
-        rate = 1e-9 * num * block_bytes / seconds
-        entry = {"block_bytes": block_bytes, "blocks": num, "us": 1e6 * seconds, "gb_per_s": rate}
-        made.append(entry)
-        print(f"READ {num:4} x {block_bytes >> 20} MiB: {1e6 * seconds:8.0f} us, {rate:.1f} GB/s", flush=True)
-    check(memory, block_bytes, order, max(int(entry["blocks"]) for entry in made))
+    for num in [each for each in NUM_BLOCKS if 2 * each <= num_all]:
+        read = median_s(lambda n=num: read_blocks(transport, source, order[:n], order[-n:]))
+        made.append(entry("reads", block_bytes, num, read))
+    check(memory, block_bytes, order, max(int(each["blocks"]) for each in made))
+    for num in [int(each["blocks"]) for each in made]:
+        write = median_s(lambda n=num: write_blocks(transport, source, order[:n], order[-n:]))
+        made.append(entry("writes", block_bytes, num, write))
     transport.close()
     ours.send(None)
     process.join()
     return made
+
+
+def median_s(transfer: Callable[[], None]) -> float:
+    """Seconds, of some."""
+    taken = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        transfer()
+        taken.append(time.perf_counter() - begin)
+    return sorted(taken)[REPEATS // 2]
+
+
+def read_blocks(
+    transport: NixlTransport, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]
+) -> None:
+    """As a worker does it."""
+    end = time.perf_counter() + PATIENCE_S
+    read = transport.start_read(source, source_blocks, sink_blocks)
+    while read.state is ReadState.PENDING and time.perf_counter() < end:
+        transport.poll()
+    assert read.state is ReadState.DONE, read.error or "it does not end"
+
+
+def write_blocks(
+    transport: NixlTransport, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]
+) -> None:
+    """What no worker does: blocks of ours over those of the source."""
+    link = transport._links[source]
+    end = time.perf_counter() + PATIENCE_S
+    places = np.asarray(sink_blocks, dtype=np.int32), np.asarray(source_blocks, dtype=np.int32)
+    handle = link._agent.make_prepped_xfer("WRITE", link._sink_blocks, places[0], link._source_blocks, places[1])
+    status = link._agent.transfer(handle)
+    while status == "PROC" and time.perf_counter() < end:
+        status = link._agent.check_xfer_state(handle)
+    assert status == "DONE", status
+    handle.release()
+
+
+def entry(kind: str, block_bytes: int, num: int, seconds: float) -> dict[str, Any]:
+    """Of the record; printed."""
+    rate = 1e-9 * num * block_bytes / seconds
+    print(f"{kind:6} {num:4} x {block_bytes >> 20} MiB: {1e6 * seconds:8.0f} us, {rate:.1f} GB/s", flush=True)
+    return {"kind": kind, "block_bytes": block_bytes, "blocks": num, "us": 1e6 * seconds, "gb_per_s": rate}
 
 
 def check(memory: torch.Tensor, block_bytes: int, order: list[int], num: int) -> None:

@@ -178,7 +178,8 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
     )
     decode = {"batch": 1, "context": 2048, "step_ms": 4.2, "over_floor": 1.13}
     recorded("gpu-engine", {"llama": {"decode": [decode], "prefill": [{"tokens": 8192, "s": 0.2, "of_matmul": 0.56}]}})
-    recorded("gpu-transfer", {"reads": [{"block_bytes": 2**21, "blocks": 4, "us": 170.0, "gb_per_s": 49.3}]})
+    read = {"block_bytes": 2**21, "blocks": 4, "us": 170.0, "gb_per_s": 49.3}
+    recorded("gpu-transfer", {"reads": [read], "writes": [read | {"gb_per_s": 48.0}]})
     recorded("gpu-stack", {"output_tokens_per_s": {"baton pair": 3000.0, "static batching": 250.0}})
     assert "| static batching | 250 | 12.0 |" in part("gpu-stack")
     assert "| 8 x 1024 | 20.0 | 50% | 1.25 | 99.0 |" in part("gpu decode attention")
@@ -188,4 +189,4 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
     assert "| top_k_top_p, 64 rows of 128256 | 310 |  |" in part("gpu small kernels")
     assert "| llama, decode 1 x 2048 | 4.20 ms | 1.13 times |" in part("gpu-engine")
     assert "| llama, prefill 8192 | 200 ms | 56% of a product's rate |" in part("gpu-engine")
-    assert "| 4 x 2 MiB | 170 | 49.3 |" in part("gpu-transfer")
+    assert "| 4 x 2 MiB | 170 | 49.3 | 48.0 |" in part("gpu-transfer")
