@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,9 +37,11 @@ def run() -> dict[str, Any]:
 
 def region_of(memory: torch.Tensor, block_bytes: int) -> Region:
     """All of it."""
-    device = memory.device.type
     return Region(
-        address=memory.data_ptr(), num_blocks=memory.numel() // block_bytes, block_bytes=block_bytes, device=device
+        address=memory.data_ptr(),
+        num_blocks=memory.numel() // block_bytes,
+        block_bytes=block_bytes,
+        device="cuda" if memory.is_cuda else "cpu",
     )
 
 
@@ -80,11 +83,11 @@ def transfers(block_bytes: int, num_bytes: int, device: str) -> list[dict[str, A
     order = torch.randperm(num_all, generator=torch.Generator().manual_seed(0)).tolist()
     made = []
     for num in [each for each in NUM_BLOCKS if 2 * each <= num_all]:
-        read = median_s(lambda n=num: read_blocks(transport, source, order[:n], order[-n:]))
+        read = median_s(partial(read_blocks, transport, source, order[:num], order[-num:]))
         made.append(entry("reads", block_bytes, num, read))
     check(memory, block_bytes, order, max(int(each["blocks"]) for each in made))
     for num in [int(each["blocks"]) for each in made]:
-        write = median_s(lambda n=num: write_blocks(transport, source, order[:n], order[-n:]))
+        write = median_s(partial(write_blocks, transport, source, order[:num], order[-num:]))
         made.append(entry("writes", block_bytes, num, write))
     transport.close()
     ours.send(None)
