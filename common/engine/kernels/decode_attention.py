@@ -21,7 +21,7 @@ from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, 
 
 MAX_SPLITS = 128
 _PROGRAMS = 16
-"""For each multiprocessor, in a grid: most of them have no run, and cost about 0.1 µs of it."""
+"""For each multiprocessor, in a grid; most of them have no run."""
 _LENS = tl.constexpr(128)
 """Lengths that are read at a time."""
 
