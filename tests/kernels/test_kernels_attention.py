@@ -207,11 +207,12 @@ def test_one_long_context_among_short_ones_is_cut_and_they_are_not(device: torch
 
 def test_of_one_length_all_are_cut_alike(device: torch.device) -> None:
     assert runs_of(device, [16 * 64] * 4, 2**31 - 1, 16, 64) == [[0, 64, 16]] * 4
+    assert runs_of(device, [16 * 64] * 4, 2**31 - 1, 5, 64) == [[0, 64, 64]] * 4  # shares of 52: no second run for 12
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    lens=st.lists(st.integers(0, 3000), min_size=1, max_size=140),
+    lens=st.lists(st.integers(0, 3000), min_size=1, max_size=12),
     window=st.sampled_from([1, 100, 2**31 - 1]),
     num_runs=st.integers(1, 40),
     splits=st.sampled_from([1, 4, 32]),
@@ -226,7 +227,7 @@ def test_no_run_is_much_longer_than_its_share(
         assert end == -(-length // 16)
         used = -(-(end - begin) // max(1, per_run))
         assert used <= splits
-        assert per_run <= share or used == splits
+        assert per_run < 1.5 * share + 1 or used == splits
 
 
 def test_tiles_of_queries_cover_every_token_once() -> None:

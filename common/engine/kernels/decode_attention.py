@@ -147,7 +147,7 @@ def _cut(lens_ptr, row, window, num_runs, num_splits, tile, least_tiles):
     first = tl.maximum(seq_len - window, 0)
     begin, end = first // tile, tl.cdiv(seq_len, tile)
     share = tl.maximum(tl.cdiv(total, num_runs), least_tiles)
-    runs = tl.minimum(tl.cdiv(end - begin, share), num_splits)
+    runs = tl.minimum((end - begin + share // 2) // share, num_splits)
     return seq_len, first, begin, end, tl.cdiv(end - begin, tl.maximum(runs, 1))
 
 
