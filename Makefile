@@ -13,9 +13,10 @@ STAMP := .venv/.installed
 serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
 
-# Files in the order in which they are dealt out to two processes: what takes longest comes first.
+# Files are dealt out, in this order, to two processes, which have one core each: what takes longest comes first.
 DEALT := -n 2 --dist loadfile --no-loadscope-reorder
 
+test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest $(DEALT) -m "not gpu" tests/kernels tests/parity tests/model tests/property tests/unit
 	$(BIN)/python -m pytest $(DEALT) --durations 15 -m "not gpu and not chaos" tests/chaos tests/e2e
