@@ -1,4 +1,7 @@
-"""What the engine needs to know of a checkpoint, read from its `config.json` with `transformers`."""
+"""What the engine needs to know of a checkpoint, read from its `config.json` as `transformers` reads it.
+
+`transformers` itself takes three seconds to import beside torch, more than everything else of a worker's start.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from transformers import AutoConfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.contract.kv_layout import DTYPE_BYTES, KVLayout
@@ -24,6 +27,49 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 """Supported architectures and the `model_type` that each must have."""
+
+_UNSTATED: dict[str, dict[str, Any]] = {
+    "llama": {"eos_token_id": 2},
+    "mistral": {"eos_token_id": 2, "num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+"""What a family means where its file says nothing, if it is not what `_Stated` has."""
+
+_Positive = Annotated[int, Field(ge=1)]
+
+
+class _Stated(BaseModel):
+    """The keys of `config.json` that matter to the engine. Defaults are those of `transformers`; the shape, which every
+    file states, has none."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    vocab_size: _Positive
+    hidden_size: _Positive
+    intermediate_size: _Positive
+    num_hidden_layers: _Positive
+    num_attention_heads: _Positive
+    max_position_embeddings: _Positive
+    num_key_value_heads: _Positive | None = None
+    head_dim: _Positive | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: _Positive | None = 4096
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float | None = 10000.0
+    partial_rotary_factor: float | None = None
+    eos_token_id: int | list[int] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    per_layer_config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,43 +110,37 @@ class ModelConfig:
         architecture = _architecture(raw, folder)
         if raw.get("quantization_config") is not None:
             raise ModelNotSupportedError(f"{folder}: quantised checkpoints (quantization_config) are not supported")
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise OperatorError(f"{folder / 'config.json'} is not a valid {architecture} config: {reason}") from error
-        if config.model_type != MODEL_TYPES[architecture]:
-            raise ModelNotSupportedError(f"{folder}: model_type {config.model_type!r} is not that of {architecture}")
-        if config.hidden_act != "silu":
-            raise ModelNotSupportedError(f"{folder}: hidden_act {config.hidden_act!r} is not supported, only 'silu'")
-        family = config.model_type
-        attention_bias = bool(getattr(config, "attention_bias", False))
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if config.num_attention_heads % config.num_key_value_heads or head_dim % 2:
-            raise OperatorError(
-                f"{folder}: {config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads of "
-                f"dimension {head_dim}: KV heads must divide query heads, and the dimension must be even"
+        family = MODEL_TYPES[architecture]
+        if raw.get("model_type") != family:
+            raise ModelNotSupportedError(
+                f"{folder}: model_type {raw.get('model_type')!r} is not that of {architecture}"
             )
+        stated = _stated(_UNSTATED[family] | raw, architecture, folder)
+        if stated.hidden_act != "silu":
+            raise ModelNotSupportedError(f"{folder}: hidden_act {stated.hidden_act!r} is not supported, only 'silu'")
+        if stated.per_layer_config is not None:
+            raise ModelNotSupportedError(f"{folder}: layers that differ (per_layer_config) are not supported")
+        num_kv_heads, head_dim = _heads(stated, folder)
         return cls(
             architecture=architecture,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
+            vocab_size=stated.vocab_size,
+            hidden_size=stated.hidden_size,
+            intermediate_size=stated.intermediate_size,
+            num_layers=stated.num_hidden_layers,
+            num_heads=stated.num_attention_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            tie_word_embeddings=config.tie_word_embeddings,
-            qkv_bias=attention_bias or family == "qwen2",
-            output_bias=attention_bias,
-            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            rms_norm_eps=stated.rms_norm_eps,
+            tie_word_embeddings=stated.tie_word_embeddings,
+            qkv_bias=stated.attention_bias or family == "qwen2",
+            output_bias=stated.attention_bias,
+            mlp_bias=stated.mlp_bias,
             qk_norm=family == "qwen3",
-            windows=_windows(config, folder),
-            rope=_rope(config, folder),
-            max_sequence_tokens=config.max_position_embeddings,
-            eos_token_ids=_eos_token_ids(config, folder),
-            dtype=_dtype(config, folder),
+            windows=_windows(stated, family, folder),
+            rope=_rope(stated, folder),
+            max_sequence_tokens=stated.max_position_embeddings,
+            eos_token_ids=_eos_token_ids(stated, folder),
+            dtype=_dtype(stated, folder),
         )
 
     def objection(self, token_ids: Sequence[int]) -> str | None:
@@ -145,30 +185,59 @@ def _architecture(raw: dict[str, Any], folder: Path) -> str:
     return architecture
 
 
-def _windows(config: Any, folder: Path) -> tuple[int | None, ...]:
-    """Mistral slides in every layer; the Qwen families in those that `layer_types` names (as transformers derives it
-    from `use_sliding_window` and `max_window_layers`); Llama in none."""
-    num_layers: int = config.num_hidden_layers
-    if config.model_type == "llama":
+def _stated(raw: dict[str, Any], architecture: str, folder: Path) -> _Stated:
+    try:
+        return _Stated.model_validate(raw)
+    except ValidationError as error:
+        problems = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+        raise OperatorError(f"{folder / 'config.json'} is not a valid {architecture} config: {problems}") from error
+
+
+def _heads(stated: _Stated, folder: Path) -> tuple[int, int]:
+    """KV heads, and the dimension of every head."""
+    num_heads, num_kv_heads = stated.num_attention_heads, stated.num_key_value_heads or stated.num_attention_heads
+    head_dim = stated.head_dim or stated.hidden_size // num_heads
+    if num_heads % num_kv_heads or head_dim % 2 or head_dim == 0:
+        raise OperatorError(
+            f"{folder}: {num_heads} query heads, {num_kv_heads} KV heads of dimension {head_dim}: KV heads must divide "
+            "query heads, and the dimension must be even"
+        )
+    return num_kv_heads, head_dim
+
+
+def _windows(stated: _Stated, family: str, folder: Path) -> tuple[int | None, ...]:
+    """Mistral slides in every layer; the Qwen families in those that `layer_types` names, or else from layer
+    `max_window_layers` on, if `use_sliding_window` is set; Llama in none."""
+    num_layers = stated.num_hidden_layers
+    if family == "llama":
         return (None,) * num_layers
-    window: int | None = config.sliding_window
-    if config.model_type == "mistral":
-        return (window,) * num_layers
-    layer_types: list[str] = config.layer_types
+    if family == "mistral":
+        if stated.layer_types is not None:
+            raise ModelNotSupportedError(f"{folder}: a Mistral model with layer_types is not supported")
+        return (stated.sliding_window,) * num_layers
+    window = stated.sliding_window if stated.use_sliding_window else None
+    layer_types = stated.layer_types
+    if layer_types is None:
+        return tuple(window if layer >= stated.max_window_layers else None for layer in range(num_layers))
     unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-    if unknown or len(layer_types) != num_layers or ("sliding_attention" in layer_types and not window):
+    if unknown or len(layer_types) != num_layers or ("sliding_attention" in layer_types and window is None):
         raise OperatorError(f"{folder}: layer_types {layer_types} with sliding_window {window} makes no sense")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _rope(config: Any, folder: Path) -> RopeConfig:
-    """From `rope_parameters`, into which transformers also brings `rope_theta` and `rope_scaling` of older files."""
-    parameters: dict[str, Any] = config.rope_parameters
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+def _rope(stated: _Stated, folder: Path) -> RopeConfig:
+    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files."""
+    parameters = dict(stated.rope_scaling or stated.rope_parameters or {})
+    parameters.setdefault("rope_theta", stated.rope_theta)
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    parameters.setdefault("original_max_position_embeddings", stated.max_position_embeddings)
+    if parameters.get("partial_rotary_factor", stated.partial_rotary_factor) not in (None, 1.0):
         raise ModelNotSupportedError(f"{folder}: a partial_rotary_factor is not supported")
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise ModelNotSupportedError(f"{folder}: RoPE parameters that differ between layers are not supported")
     try:
         return RopeConfig(theta=float(parameters["rope_theta"]), scaling=_scaling(parameters, folder))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise OperatorError(f"{folder}: incomplete RoPE parameters {parameters}: {error!r}") from error
 
 
@@ -206,7 +275,7 @@ def _scaling(parameters: dict[str, Any], folder: Path) -> Scaling | None:
             )
 
 
-def _eos_token_ids(config: Any, folder: Path) -> frozenset[int]:
+def _eos_token_ids(config: _Stated, folder: Path) -> frozenset[int]:
     """As `generate` does: those of `generation_config.json` if it states any, otherwise those of `config.json`."""
     path = folder / "generation_config.json"
     stated = _read_json(path).get("eos_token_id") if path.exists() else None
@@ -223,10 +292,12 @@ def _eos_token_ids(config: Any, folder: Path) -> frozenset[int]:
     raise OperatorError(f"{folder}: eos_token_id is neither a token id nor a list of them")
 
 
-def _dtype(config: Any, folder: Path) -> str | None:
-    if config.dtype is None:
+def _dtype(stated: _Stated, folder: Path) -> str | None:
+    """Older files call it `torch_dtype`."""
+    stated_name = stated.torch_dtype if stated.dtype is None else stated.dtype
+    if stated_name is None:
         return None
-    name = str(config.dtype).removeprefix("torch.")
+    name = stated_name.removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ModelNotSupportedError(f"{folder}: dtype {name} is not supported; supported are {', '.join(DTYPE_BYTES)}")
     return name

@@ -7,11 +7,12 @@ import atexit
 import ctypes
 import gc
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 from common.contract.errors import OperatorError
 
@@ -84,3 +85,14 @@ def freeze_startup_objects() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # extension modules complain of what is still there when they are unloaded
+
+
+def leave() -> NoReturn:
+    """End the process at once, with code 0, when it has closed what it had.
+
+    The interpreter would take most of a second of a core to take apart what the libraries have made.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -26,6 +26,7 @@ from common.runtime.lifecycle import (
     end_with_parent,
     exit_on_operator_error,
     freeze_startup_objects,
+    leave,
     run,
 )
 from common.runtime.logs import configure_logging
@@ -147,3 +148,4 @@ def run_worker(
         run(lambda stop: serve(settings, stop))
 
     exit_on_operator_error(main)
+    leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,35 @@ _WIRES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="session")
-def pools() -> Iterator[dict[str, Workers]]:
-    """Every pool that was started, ended when the session ends."""
-    started: dict[str, Workers] = {}
-    yield started
-    for workers in started.values():
+_SHARED = {"llama", *_WIRES, "small decode"}
+"""Pools that tests of several files use."""
+MODEL = "tiny"
+"""What the gateway of the main pool calls it."""
+
+
+def _end(pools: list[Workers]) -> None:
+    for workers in pools:
         workers.signal()
-    for workers in started.values():
+    for workers in pools:
         workers.wait()
     # At rest they had nothing to drain: whoever took its grace period held something.
-    stuck = [
-        line for workers in started.values() for p in workers.all for line in p.log if "not drained within" in line
-    ]
+    stuck = [line for workers in pools for p in workers.all for line in p.log if "not drained within" in line]
     assert not stuck, stuck
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[str, Workers]]:
+    """Every pool that runs, ended when the session ends."""
+    started: dict[str, Workers] = {}
+    yield started
+    _end(list(started.values()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pools_of_one_file(pools: dict[str, Workers]) -> Iterator[None]:
+    """Pools that no other file uses end with the file that has started them: even at rest they take memory and time."""
+    yield
+    _end([pools.pop(name) for name in pools.keys() - _SHARED])
 
 
 @pytest.fixture
@@ -63,6 +79,22 @@ def main_pool(pool: Callable[..., Workers]) -> Workers:
         prefill_options=_PULLING,
         decode_options=("--max-num-seqs", "16"),
     )
+
+
+@pytest.fixture(scope="session")
+def gateways(pools: dict[str, Workers]) -> Iterator[tuple[ExitStack, list[Process]]]:
+    """The gateway of the main pool, once it was started, and what ends it, before the pools."""
+    with ExitStack() as stack:
+        yield stack, []
+
+
+@pytest.fixture
+def main_gateway(main_pool: Workers, gateways: tuple[ExitStack, list[Process]]) -> Process:
+    """A gateway before the main pool."""
+    stack, started = gateways
+    if not started:
+        started.append(stack.enter_context(main_pool.gateway("--served-model-name", MODEL)))
+    return started[0]
 
 
 @pytest.fixture

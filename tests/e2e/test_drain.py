@@ -69,11 +69,12 @@ async def streaming(
 
 async def has_moved_before(workers: Workers, dispatcher: Dispatcher, registry: Registry) -> None:
     """The first read from a worker takes as long as many tokens: the connection is made."""
+    if workers.decode[1].metric("baton_move_tail_blocks_total"):
+        return
     address = workers.decode[0].facts["control"]
     async with streaming(workers, dispatcher, registry, 50) as (task, _):
         dispatcher.tell(address, drain=True)
         await asyncio.wait_for(task, 60)
-    assert dispatcher.recovery.moves == {"moved": 1}
     dispatcher.tell(address, drain=False)
     await until(lambda: registry.workers[address].usable, "it does not resume")
 
@@ -99,7 +100,7 @@ async def test_a_stream_moves_and_computes_nothing_again(
         await has_moved_before(workers, dispatcher, registry)
         tail = other.metric("baton_move_tail_blocks_total")
         async with streaming(workers, dispatcher, registry, length, **sampling) as (task, _):
-            computed = computed_by(workers)
+            computed, moves = computed_by(workers), dispatcher.recovery.moves["moved"]
             assert dispatcher.tell(address, drain=True)
             found = await asyncio.wait_for(task, 60)
         assert found.tokens == expected.tokens
@@ -108,7 +109,7 @@ async def test_a_stream_moves_and_computes_nothing_again(
         assert len(numbers) == (LONG["max_tokens"] if "logprobs" in sampling else 0)
         assert [each.logprob for each in numbers] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
         assert computed_by(workers) == computed, "something was computed again"
-        assert dispatcher.recovery.moves == {"moved": 2}
+        assert dispatcher.recovery.moves == {"moved": moves + 1}
         assert other.metric("baton_move_tail_blocks_total") - tail <= 3, "the pause grows with the sequence"
         await until(lambda: leaving.get("/ready")["safe_to_delete"], "it is not drained")
         assert leaving.get("/ready")["phase"] == "drained"

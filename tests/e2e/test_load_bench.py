@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stack import Workers
+from stack import Process, Workers
 
 COMMON = ("--requests", "12", "--warmup", "2", "--output-tokens", "7", "--ttft-target-s", "60", "--timeline")
 
 
-def bench(gateway: Any, path: Path, *options: str) -> dict[str, Any]:
+def bench(gateway: Process, path: Path, *options: str) -> dict[str, Any]:
     """Run it and read its results, which a report must confirm."""
     arguments: Sequence[str] = ("--url", gateway.facts["url"], *COMMON, *options, "--output", str(path))
     for each in (arguments, ("report", str(path))):
@@ -27,9 +27,8 @@ def bench(gateway: Any, path: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pattern", [("--rate", "20"), ("--concurrency", "4"), ("--arrivals", "gamma", "--rate", "30")])
-def test_completions(main_pool: Workers, tmp_path: Path, pattern: tuple[str, ...]) -> None:
-    with main_pool.gateway() as gateway:
-        body = bench(gateway, tmp_path / "run.json", "--input-tokens", "90", *pattern)
+def test_completions(main_gateway: Process, tmp_path: Path, pattern: tuple[str, ...]) -> None:
+    body = bench(main_gateway, tmp_path / "run.json", "--input-tokens", "90", *pattern)
     summary = body["run"]["summary"]
     assert summary["outcomes"] == {"ok": 12}
     assert (summary["tokens"]["prompt"], summary["tokens"]["output"]) == (12 * 90, 12 * 7)
@@ -39,10 +38,9 @@ def test_completions(main_pool: Workers, tmp_path: Path, pattern: tuple[str, ...
     assert body["endpoint"]["server"].startswith("Python")
 
 
-def test_conversations(main_pool: Workers, tmp_path: Path) -> None:
+def test_conversations(main_gateway: Process, tmp_path: Path) -> None:
     options = ("--api", "chat", "--turns", "3", "--input-tokens", "8", "--requests", "3", "--warmup", "0")
-    with main_pool.gateway() as gateway:
-        body = bench(gateway, tmp_path / "run.json", *options)
+    body = bench(main_gateway, tmp_path / "run.json", *options)
     summary = body["run"]["summary"]
     assert summary["outcomes"] == {"ok": 9}
     assert summary["tokens"]["output"] == 9 * 7
@@ -50,7 +48,7 @@ def test_conversations(main_pool: Workers, tmp_path: Path) -> None:
     assert all(prompts[3 * i] < prompts[3 * i + 1] < prompts[3 * i + 2] for i in range(3)), prompts
 
 
-def test_prompts_of_a_trace_share_their_prefixes(main_pool: Workers, tmp_path: Path) -> None:
+def test_prompts_of_a_trace_share_their_prefixes(main_pool: Workers, main_gateway: Process, tmp_path: Path) -> None:
     lines = [
         {"timestamp": 0, "input_length": 600 + 10 * index, "output_length": 5, "hash_ids": [0, 1 + index]}
         for index in range(4)
@@ -59,8 +57,7 @@ def test_prompts_of_a_trace_share_their_prefixes(main_pool: Workers, tmp_path: P
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     before = main_pool.metric("vllm:prefix_cache_hits_total")
     options = ("--arrivals", "trace", "--workload", "trace", "--trace", str(trace), "--requests", "4", "--warmup", "0")
-    with main_pool.gateway() as gateway:
-        body = bench(gateway, tmp_path / "run.json", *options, "--rate", "2", "--concurrency", "1")
+    body = bench(main_gateway, tmp_path / "run.json", *options, "--rate", "2", "--concurrency", "1")
     assert body["run"]["summary"]["outcomes"] == {"ok": 4}
     assert body["run"]["summary"]["tokens"]["output"] == 20
     assert main_pool.metric("vllm:prefix_cache_hits_total") - before >= 3 * 496

@@ -25,7 +25,6 @@ def mixed_prompts(seed: int, count: int = NUM_REQUESTS, longest: int = 700) -> l
 
 def transformers_greedy(workers: Workers, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """What `generate` gives, in left-padded batches of prompts of similar length."""
-    torch.set_num_threads(2)
     model = AutoModelForCausalLM.from_pretrained(workers.folder, dtype=torch.float32)
     outputs: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))

@@ -11,15 +11,13 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from stack import BLOCK_BYTES, Workers, generation, prompt
+from stack import BLOCK_BYTES, Process, Workers, generation, prompt
 
 from gateway.intake.structured_output import compile_grammar
 from gateway.routing.dispatcher import Dispatcher
 from gateway.serving.generation import Generation
 
 Pool = Callable[..., Workers]
-
-MODEL = "tiny"
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "object": {
@@ -81,23 +79,22 @@ QUESTION: Any = [{"role": "user", "content": "tell me " * 40}]
 WEIGHTLESS: Any = {"seed": 5, "temperature": 1.0}
 
 
-async def test_what_stops_follows_the_schema_and_nearly_everything_stops(main_pool: Workers) -> None:
+async def test_what_stops_follows_the_schema_and_nearly_everything_stops(main_gateway: Process) -> None:
     """With random weights, at temperature 1: nothing but the grammar makes it so."""
-    with main_pool.gateway("--served-model-name", MODEL) as gateway:
-        async with openai.AsyncOpenAI(base_url=f"{gateway.facts['url']}/v1", api_key="any") as client:
+    async with openai.AsyncOpenAI(base_url=f"{main_gateway.facts['url']}/v1", api_key="any") as client:
 
-            async def ask(name: str, seed: int) -> tuple[str, Any]:
-                form: Any = {"type": "json_schema", "json_schema": {"name": name, "schema": SCHEMAS[name]}}
-                return name, await client.chat.completions.create(
-                    model=MODEL,
-                    messages=QUESTION,
-                    temperature=1.0,
-                    seed=seed,
-                    max_completion_tokens=400,
-                    response_format=form,
-                )
+        async def ask(name: str, seed: int) -> tuple[str, Any]:
+            form: Any = {"type": "json_schema", "json_schema": {"name": name, "schema": SCHEMAS[name]}}
+            return name, await client.chat.completions.create(
+                model="tiny",
+                messages=QUESTION,
+                temperature=1.0,
+                seed=seed,
+                max_completion_tokens=400,
+                response_format=form,
+            )
 
-            answers = await asyncio.gather(*(ask(name, seed) for name in SCHEMAS for seed in range(20)))
+        answers = await asyncio.gather(*(ask(name, seed) for name in SCHEMAS for seed in range(20)))
     for name, schema in SCHEMAS.items():
         choices = [answer.choices[0] for asked, answer in answers if asked == name]
         stopped = [choice.message.content for choice in choices if choice.finish_reason == "stop"]
@@ -120,21 +117,20 @@ async def test_what_stops_follows_the_schema_and_nearly_everything_stops(main_po
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-async def test_each_kind_of_grammar(main_pool: Workers, asked: dict[str, Any], expected: str, stream: bool) -> None:
+async def test_each_kind_of_grammar(main_gateway: Process, asked: dict[str, Any], expected: str, stream: bool) -> None:
     """Three choices of a short prompt, which a decode worker computes itself; each ends where its grammar lets it."""
-    with main_pool.gateway("--served-model-name", MODEL) as gateway:
-        async with openai.AsyncOpenAI(base_url=f"{gateway.facts['url']}/v1", api_key="any") as client:
-            texts, reasons = ["", "", ""], [None, None, None]
-            many: Any = {"model": MODEL, "prompt": "say it:", "n": 3, "max_tokens": 300}
-            if stream:
-                async for chunk in await client.completions.create(**many, **WEIGHTLESS, extra_body=asked, stream=True):
-                    for choice in chunk.choices:
-                        texts[choice.index] += choice.text
-                        reasons[choice.index] = choice.finish_reason or reasons[choice.index]  # type: ignore[call-overload]
-            else:
-                answer = await client.completions.create(**many, **WEIGHTLESS, extra_body=asked)
-                texts = [choice.text for choice in answer.choices]
-                reasons = [choice.finish_reason for choice in answer.choices]  # type: ignore[misc]
+    async with openai.AsyncOpenAI(base_url=f"{main_gateway.facts['url']}/v1", api_key="any") as client:
+        texts, reasons = ["", "", ""], [None, None, None]
+        many: Any = {"model": "tiny", "prompt": "say it:", "n": 3, "max_tokens": 300}
+        if stream:
+            async for chunk in await client.completions.create(**many, **WEIGHTLESS, extra_body=asked, stream=True):
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                    reasons[choice.index] = choice.finish_reason or reasons[choice.index]  # type: ignore[call-overload]
+        else:
+            answer = await client.completions.create(**many, **WEIGHTLESS, extra_body=asked)
+            texts = [choice.text for choice in answer.choices]
+            reasons = [choice.finish_reason for choice in answer.choices]  # type: ignore[misc]
     ended = [text for text, reason in zip(texts, reasons, strict=True) if reason == "stop"]
     assert ended
     for text in ended:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.contract.kv_layout import KVLayout
-from common.engine.model_config import ModelConfig
-from common.engine.rope import LinearScaling, RopeConfig, YarnScaling, inverse_frequencies
+from common.engine.model_config import MODEL_TYPES, ModelConfig
+from common.engine.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling, inverse_frequencies
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -131,6 +132,71 @@ def test_rotation_frequencies_are_those_of_transformers(tmp_path: Path, rope: di
         assert factor == pytest.approx(expected_factor)
 
 
+WRITTEN: dict[str, dict[str, Any]] = {
+    "the shape alone": {},
+    "null": {"eos_token_id": None, "rope_scaling": None, "sliding_window": None},
+    "own heads": {"num_key_value_heads": 1, "head_dim": 48},
+    "ends": {"eos_token_id": [3, 4], "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "a window that is not used": {"sliding_window": 17, "max_window_layers": 3},
+    "a window": {"sliding_window": 17, "use_sliding_window": True, "max_window_layers": 3},
+    "windows by default": {"use_sliding_window": True},
+    "no window": {"sliding_window": None, "use_sliding_window": True},
+    "layers by name": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 18},
+    "an older file": {"rope_theta": 5e5, "torch_dtype": "float16"},
+    "an older file, scaled": {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+    "both names": {"dtype": "bfloat16", "torch_dtype": "float16"},
+    "both ropes": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "no rope": {"rope_parameters": {}, "rope_theta": 3e4},
+    "scaled from elsewhere": {
+        "original_max_position_embeddings": 96,
+        "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    "all of it rotates": {"partial_rotary_factor": 1.0},
+}
+"""What files say beside the shape, which takes 36 layers here: more than any family's `max_window_layers`."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "written"),
+    [each for each in product(MODEL_TYPES, WRITTEN) if each != ("MistralForCausalLM", "layers by name")],
+)
+def test_a_file_means_what_it_means_to_transformers(tmp_path: Path, architecture: str, written: str) -> None:
+    shape = {key: LLAMA[key] for key in ("vocab_size", "intermediate_size", "max_position_embeddings")}
+    shape |= {"num_hidden_layers": 36, "num_attention_heads": 32, "hidden_size": 1024}
+    named = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+    ours = read(tmp_path, shape | named | WRITTEN[written])
+    theirs = AutoConfig.from_pretrained(tmp_path)
+
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert (ours.num_layers, ours.rms_norm_eps) == (theirs.num_hidden_layers, theirs.rms_norm_eps)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.output_bias == getattr(theirs, "attention_bias", False)
+    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    stated = theirs.eos_token_id
+    assert ours.eos_token_ids == set(stated if isinstance(stated, list) else [stated] if stated is not None else ())
+    assert ours.dtype == (None if theirs.dtype is None else str(theirs.dtype).removeprefix("torch."))
+    match theirs.model_type:
+        case "llama":
+            assert set(ours.windows) == {None}
+        case "mistral":
+            assert set(ours.windows) == {theirs.sliding_window}
+        case _:
+            kinds = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+            assert list(ours.windows) == kinds
+    rope = theirs.rope_parameters
+    assert ours.rope.theta == rope["rope_theta"]
+    scalings = {"default": type(None), "linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+    assert type(ours.rope.scaling) is scalings[rope["rope_type"]]
+    assert getattr(ours.rope.scaling, "factor", None) == rope.get("factor")
+    original = getattr(ours.rope.scaling, "original_max_position_embeddings", None)
+    assert original == rope.get("original_max_position_embeddings")
+
+
 def test_rope_of_older_files(tmp_path: Path) -> None:
     old = LLAMA | {"rope_theta": 1000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
     assert read(tmp_path, old).rope == RopeConfig(theta=1000.0, scaling=LinearScaling(factor=4.0))
@@ -166,6 +232,9 @@ def test_end_of_sequence_tokens(
         (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"torch_dtype": "float64"}, "dtype float64 is not supported"),
+        (MISTRAL | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        (QWEN2 | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
+        (LLAMA | {"per_layer_config": {"0": {"intermediate_size": 32}}}, "per_layer_config"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:
@@ -178,7 +247,13 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, config: dict
     [
         ({k: v for k, v in LLAMA.items() if k != "architectures"}, "names no architecture"),
         (LLAMA | {"architectures": []}, "names no architecture"),
-        (LLAMA | {"hidden_size": "many"}, "not a valid LlamaForCausalLM config"),
+        (LLAMA | {"hidden_size": "many"}, "not a valid LlamaForCausalLM config: hidden_size"),
+        ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "not a valid LlamaForCausalLM config: vocab_size"),
+        (LLAMA | {"num_hidden_layers": True}, "not a valid LlamaForCausalLM config: num_hidden_layers"),
+        (LLAMA | {"hidden_size": 3}, "must be even"),
+        (LLAMA | {"rope_theta": None}, "incomplete RoPE parameters"),
+        (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "incomplete RoPE parameters"),
+        (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "incomplete RoPE parameters"),
         (LLAMA | {"num_key_value_heads": 3}, "KV heads must divide"),
         (LLAMA | {"head_dim": 15}, "must be even|even rotary"),
         (LLAMA | {"eos_token_id": [True]}, "eos_token_id|valid"),

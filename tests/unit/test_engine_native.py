@@ -491,7 +491,14 @@ def test_a_compiler_that_fails_is_done_without(
     assert list((tmp_path / "baton").iterdir()) == []
 
 
-def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+    """What is kept, and where, does not depend on how well it is compiled, which takes four times as long."""
+    monkeypatch.setattr(native, "_FLAGS", ("-O0", *native._FLAGS[1:]))
+
+
+@pytest.mark.usefixtures("quickly")
+def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native._load()
     (library,) = (tmp_path / "baton").iterdir()
@@ -501,7 +508,8 @@ def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert library.stat().st_mtime_ns == made
 
 
-def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+@pytest.mark.usefixtures("quickly")
+def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native._load()
     (library,) = (tmp_path / "baton").iterdir()
@@ -532,11 +540,11 @@ def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path.home()
 
 
+@pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("trouble", [others_can_write, cannot_be_made, no_home])
 def test_without_a_cache_that_can_be_trusted_the_kernels_are_compiled_and_nothing_is_left(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    kernels: Kernels,
     trouble: Callable[[Path, pytest.MonkeyPatch], None],
 ) -> None:
     trouble(tmp_path, monkeypatch)
