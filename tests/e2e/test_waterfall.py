@@ -86,7 +86,7 @@ class Told:
     """What a client has seen of an answer."""
 
     e2e_s: float
-    """From asking to the last token."""
+    """From asking to the chunk that says how long it was."""
     usage: dict[str, Any]
     id: str
     request_id: str
@@ -127,7 +127,7 @@ class Client:
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line[6:])
                     assert "error" not in chunk, chunk
-                    ended = time.monotonic() if chunk["choices"] else ended
+                    ended = time.monotonic()
             told = Told(ended - began, chunk["usage"], chunk["id"], response.headers["X-Request-Id"])
         told.check()
         return told
