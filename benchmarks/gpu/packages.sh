@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# What a machine with a GPU, torch, triton and transformers, but no network, lacks for `benchmarks.gpu`: one small archive.
+#
+#   benchmarks/gpu/packages.sh ARCHIVE.tar.xz [PYTHON_VERSION]      # there: tar xf it, and put the folder on PYTHONPATH
+#
+# Of NIXL it keeps what UCX needs between processes of one machine: the plugins for storage and other fabrics are most of
+# its 56 MiB.
+set -euo pipefail
+archive=$(realpath "$1")
+python=${2:-3.12}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+platforms=()
+for each in manylinux_2_39 manylinux_2_35 manylinux_2_34 manylinux_2_31 manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux1; do
+  platforms+=(--platform "${each}_x86_64")
+done
+python3 -m pip install --quiet --no-deps --no-compile --only-binary=:all: --implementation cp \
+  --python-version "$python" "${platforms[@]}" --target "$scratch/site" \
+  'pydantic>=2.11,<3' pydantic-settings annotated-types typing-inspection typing-extensions python-dotenv \
+  'llguidance>=1.9,<2' 'pyzmq>=27,<28' 'msgpack>=1.1,<2' 'nixl>=1.5,<2' 'nixl-cu13>=1.5,<2' 'pytest-asyncio>=1.2'
+# The one version of pydantic-core that this pydantic wants.
+core=$(grep -h '^Requires-Dist: pydantic-core==' "$scratch"/site/pydantic-*.dist-info/METADATA | sed 's/.*: //; s/;.*//')
+python3 -m pip install --quiet --no-deps --no-compile --only-binary=:all: --implementation cp \
+  --python-version "$python" "${platforms[@]}" --target "$scratch/site" "$core"
+
+cd "$scratch/site"
+find .nixl_cu13.mesonpy.libs/plugins -name '*.so*' ! -name 'libplugin_UCX.so' -delete
+find nixl_cu13.libs/ucx -name '*.so*' ! -name 'libuct_cuda*' ! -name 'libucm_cuda*' ! -name 'libuct_cma*' -delete
+tar cJf "$archive" .
+ls -l "$archive"
