@@ -37,6 +37,8 @@ from gateway.workers.registry import Given, Registry
 START_TIMEOUT_S = 120.0
 BASELINE_TIMEOUT_S = 10.0
 WAIT_TIMEOUT_S = 30.0
+MODEL = "tiny"
+"""What the gateway of the main pool calls its checkpoint."""
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 4
 """Of the tiny llama: layers, keys and values, heads, slots, head size, float32."""

@@ -20,7 +20,7 @@ from common.engine.kernels.tuning import TABLE
 _SHAPES = ((1, 1024), (1, 16384), (8, 1024), (8, 16384), (32, 4096), (64, 8192), (256, 1024))
 _BLOCK_SIZES = (16, 64)
 _PROGRAMS = (1.0, 4.0)
-"""For each multiprocessor, of decode attention, besides the default: tried with the tilings that are best by that."""
+"""Of decode attention, for each multiprocessor: tried with the tilings that were best with the default."""
 _NUM_BEST = 4
 _MOST_STACK_BYTES = 128
 """Of a thread: a kernel that keeps more of what it uses in memory is not worth a try."""

@@ -11,7 +11,7 @@ import chromium
 import pytest
 import pytest_asyncio
 from playwright.async_api import Browser
-from stack import BLOCK_BYTES, Process, Workers
+from stack import BLOCK_BYTES, MODEL, Process, Workers
 
 NUM_SMALL_BLOCKS = 40
 _PULLING = ("--chunk-size", "64", "--pull-prefixes", "always")
@@ -23,8 +23,6 @@ _WIRES: dict[str, Any] = {
 
 _SHARED = {"llama", *_WIRES, "small decode"}
 """Pools that tests of several files use."""
-MODEL = "tiny"
-"""What the gateway of the main pool calls it."""
 
 
 def _end(pools: list[Workers]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,25 +49,37 @@ PULSE = Pulse(interval_s=0.05, timeout_s=20)
 
 
 class HeldRunner:
-    """A real runner whose steps wait for a gate, but for the next `num_free_steps`."""
+    """A real runner whose steps can be held."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.gate = threading.Event()
-        self.gate.set()
+        self._changed = threading.Condition()
+        self._num_free_steps = math.inf
         self.in_step = threading.Event()
-        self.num_free_steps = 0
+        """Set while a step is held."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
+    def hold(self, *, after: int = 0) -> None:
+        """Hold every step but for the next `after`: those that are held now are among them."""
+        with self._changed:
+            self._num_free_steps = after
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        """Let steps run again."""
+        with self._changed:
+            self._num_free_steps = math.inf
+            self._changed.notify_all()
+
     def submit(self, slices: Sequence[Slice]) -> Submitted:
-        if self.num_free_steps > 0:
-            self.num_free_steps -= 1
-            return self._runner.submit(slices)
-        self.in_step.set()
-        assert self.gate.wait(30)
-        self.in_step.clear()
+        with self._changed:
+            if self._num_free_steps < 1:
+                self.in_step.set()
+                assert self._changed.wait_for(lambda: self._num_free_steps >= 1, 30)
+                self.in_step.clear()
+            self._num_free_steps -= 1
         return self._runner.submit(slices)
 
 
@@ -95,7 +108,7 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
         yield made, held, f"127.0.0.1:{port}", me
         made.check_invariants()
     finally:
-        held.gate.set()
+        held.release()
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
@@ -139,7 +152,7 @@ async def test_heartbeats_and_aborts_are_answered_while_a_step_runs(
         d_gateway, d_link = await stack.enter_async_context(gateway_of(decode_at))
         held = prefill_runner if role is Role.PREFILL else decode_runner
         tested, gateway, link = (prefill, p_gateway, p_link) if role is Role.PREFILL else (decode, d_gateway, d_link)
-        held.gate.clear()
+        held.hold()
         request = work(100, 50)
         p_link.send(Prefill(**request))
         d_link.send(decode_from(request, prefill_at, prefill_me))
@@ -153,7 +166,7 @@ async def test_heartbeats_and_aborts_are_answered_while_a_step_runs(
         assert state["requests"] == 0
         assert state["blocks_limbo"] > 0, "blocks that the running step names are free already"
         tested.check_invariants()
-        held.gate.set()
+        held.release()
         await eventually(lambda: tested.ready()[1]["blocks_limbo"] == 0)
         p_link.send(Abort(request=request["request"], attempt=1))
         d_link.send(Abort(request=request["request"], attempt=1))
@@ -167,11 +180,11 @@ async def test_an_engine_that_hangs_in_a_prompt_shows(checkpoint: Callable[[str]
         _, held, address, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
         gateway, link = await stack.enter_async_context(gateway_of(address))
         assert (await gateway.until(Heartbeat)).running == 0
-        held.gate.clear()
+        held.hold()
         link.send(Decode(**work(40, 5), source=None))
         assert await asyncio.to_thread(held.in_step.wait, 20)
         assert (await gateway.until(Heartbeat, 2)).running == 1
-        held.gate.set()
+        held.release()
         await gateway.until(Finished)
 
 
@@ -191,8 +204,7 @@ async def test_blocks_cross_while_the_prompt_is_still_computed(checkpoint: Calla
             return float(num_bytes / held.layout.block_bytes)
 
         request = work(200, 5)
-        held.num_free_steps = 2
-        held.gate.clear()
+        held.hold(after=2)
         p_link.send(Prefill(**request))
         d_link.send(decode_from(request, prefill_at, prefill_me))
         assert await asyncio.to_thread(held.in_step.wait, 20), "the third step never began"
@@ -200,7 +212,7 @@ async def test_blocks_cross_while_the_prompt_is_still_computed(checkpoint: Calla
         assert held.in_step.is_set()
         assert (prefill.ready()[1]["running"], decode.ready()[1]["pulling"]) == (1, 1)
         assert not any(isinstance(message, Tokens) for message in (*p_gateway.heard, *d_gateway.heard))
-        held.gate.set()
+        held.release()
         await d_gateway.until(Finished)
         assert num_blocks_read() == 13  # each block once
         await eventually(lambda: all(w.ready()[1]["blocks_used"] == 0 for w in (prefill, decode)))
@@ -211,7 +223,7 @@ async def test_a_replayed_or_older_attempt_is_inert_and_a_newer_one_fences(check
         prefill, held, address, _ = await stack.enter_async_context(worker(Role.PREFILL, checkpoint("llama")))
         gateway, link = await stack.enter_async_context(gateway_of(address))
         request = work(40, 5)
-        held.gate.clear()
+        held.hold()
         link.send(Prefill(**(request | {"attempt": 2})))
         assert await asyncio.to_thread(held.in_step.wait, 20)
         link.send(Prefill(**(request | {"attempt": 2})))
@@ -222,7 +234,7 @@ async def test_a_replayed_or_older_attempt_is_inert_and_a_newer_one_fences(check
         link.send(Prefill(**(request | {"attempt": 3})))
         await gateway.until(Heartbeat, 2)
         assert prefill.ready()[1]["requests"] == 1
-        held.gate.set()
+        held.release()
         first = await gateway.until(Tokens)
         assert first.attempt == 3
         await gateway.until(Heartbeat, 3)
@@ -298,20 +310,17 @@ async def test_suspects_have_steps_of_their_own_and_their_gateways_know(checkpoi
 
         links[0][1].send(Decode(**works[0]))
         await links[0][0].until(Tokens, 3)
-        held.gate.clear()
+        held.hold()
         assert await asyncio.to_thread(held.in_step.wait, 20)
-        for (_, link), suspect in zip(links[1:], works[1:], strict=True):
-            link.send(Decode(**suspect))
-        await eventually(lambda: decode.ready()[1]["requests"] == 3)
+        for index in (1, 2):  # one after the other: they come by sessions of their own, which may overtake one another
+            links[index][1].send(Decode(**works[index]))
+            await eventually(lambda index=index: decode.ready()[1]["requests"] == index + 1)  # type: ignore[misc]
         num_before = sum(len(tokens.token_ids) for tokens in heard(0, Tokens))
-        held.in_step.clear()
-        held.num_free_steps = 0
-        held.gate.set()
-        held.gate.clear()  # the step of the first one is over, and the first suspect's is held
+        held.hold(after=1)  # the step of the first one; the first suspect's is held
         await eventually(lambda: bool(heard(1, Alone)))
         assert [message.alone for message in heard(1, Alone)] == [True], "it is told before the step is over"
         assert not heard(2, Alone)
-        held.gate.set()
+        held.release()
         for index in range(3):
             await eventually(lambda index=index: bool(heard(index, Finished)))  # type: ignore[misc]
         assert [message.alone for message in heard(1, Alone)] == [message.alone for message in heard(2, Alone)]

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from stack import BLOCK_BYTES, Process, Workers, generation, prompt
+from stack import BLOCK_BYTES, MODEL, Process, Workers, generation, prompt
 
 from gateway.intake.structured_output import compile_grammar
 from gateway.routing.dispatcher import Dispatcher
@@ -86,7 +86,7 @@ async def test_what_stops_follows_the_schema_and_nearly_everything_stops(main_ga
         async def ask(name: str, seed: int) -> tuple[str, Any]:
             form: Any = {"type": "json_schema", "json_schema": {"name": name, "schema": SCHEMAS[name]}}
             return name, await client.chat.completions.create(
-                model="tiny",
+                model=MODEL,
                 messages=QUESTION,
                 temperature=1.0,
                 seed=seed,
@@ -121,7 +121,7 @@ async def test_each_kind_of_grammar(main_gateway: Process, asked: dict[str, Any]
     """Three choices of a short prompt, which a decode worker computes itself; each ends where its grammar lets it."""
     async with openai.AsyncOpenAI(base_url=f"{main_gateway.facts['url']}/v1", api_key="any") as client:
         texts, reasons = ["", "", ""], [None, None, None]
-        many: Any = {"model": "tiny", "prompt": "say it:", "n": 3, "max_tokens": 300}
+        many: Any = {"model": MODEL, "prompt": "say it:", "n": 3, "max_tokens": 300}
         if stream:
             async for chunk in await client.completions.create(**many, **WEIGHTLESS, extra_body=asked, stream=True):
                 for choice in chunk.choices:

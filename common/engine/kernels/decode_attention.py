@@ -181,12 +181,12 @@ def _decode(
     WIDEN: tl.constexpr,
 ):
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    seq_len, first, begin, last, per_run = _cut(
+    seq_len, first, begin, end, per_run = _cut(
         lens_ptr, row, window, num_runs, tl.num_programs(2), TILE, LEAST_TILES
     )  # fmt: skip
-    alone = per_run >= last - begin
+    alone = per_run >= end - begin
     begin += split * per_run
-    if (split > 0) & (begin >= last):
+    if (split > 0) & (begin >= end):
         return
     heads = kv_head * GROUP + tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, D_PAD)
@@ -198,7 +198,7 @@ def _decode(
     max_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     sum_G = tl.zeros([GROUP_PAD], tl.float32)
     acc_GD = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-    for tile in range(begin, tl.minimum(begin + per_run, last)):
+    for tile in range(begin, tl.minimum(begin + per_run, end)):
         start = tile * TILE
         positions = start + tl.arange(0, TILE)
         written = positions < seq_len

@@ -23,6 +23,7 @@ _CHUNK = 8192
 """Tokens of a chunk."""
 _TILE = 1024
 _NUM_RUNGS = 16
+"""Distances from the best logit, for which it is counted how much is nearer."""
 _WINDOW = 4096
 """Tokens that are searched, instead of all."""
 _EVERYTHING = tl.constexpr(0x7F800000)
