@@ -64,6 +64,8 @@ _PRODUCTS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
 class Case:
     """A launch, or some that belong together: "decode", "prefill", "layer" or "sampler"."""
 
+    capability: int
+    """Of the GPU to compile for, times ten."""
     kernel: str
     dtype: str = "bfloat16"
     head_dim: int = 128
@@ -93,8 +95,8 @@ class Binary:
 def run(capability: int) -> dict[str, Any]:
     """All of them by the defaults for this compute capability; prints as it goes."""
     figures = []
-    cases = list(default_cases())
-    for case, binaries in zip(cases, compile_all(cases, capability), strict=True):
+    cases = list(default_cases(capability))
+    for case, binaries in zip(cases, compile_all(cases), strict=True):
         for each in binaries:
             shape = {"dtype": case.dtype, "head_dim": case.head_dim, "block_size": case.block_size, "group": case.group}
             figures.append({**shape, **asdict(each)})
@@ -107,24 +109,23 @@ def run(capability: int) -> dict[str, Any]:
     return {"capability": capability, "triton": triton.__version__, "binaries": figures}
 
 
-def default_cases() -> Iterator[Case]:
+def default_cases(capability: int) -> Iterator[Case]:
     """Attention by type and head dimension, then the others."""
     for dtype, head_dim, kernel in itertools.product(("bfloat16", "float32"), HEAD_DIMS, ("decode", "prefill")):
-        yield Case(kernel=kernel, dtype=dtype, head_dim=head_dim)
-    yield Case(kernel="layer")
-    yield Case(kernel="sampler")
+        yield Case(capability=capability, kernel=kernel, dtype=dtype, head_dim=head_dim)
+    for kernel in ("layer", "sampler"):
+        yield Case(capability=capability, kernel=kernel)
 
 
-def compile_all(cases: Sequence[Case], capability: int) -> list[list[Binary]]:
+def compile_all(cases: Sequence[Case]) -> list[list[Binary]]:
     """The binaries of each case; by as many processes as there are cores."""
     assert not INTERPRETED, "unset TRITON_INTERPRET"
     with ProcessPoolExecutor(
         max_workers=min(len(cases), os.cpu_count() or 1),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_compile_only,
-        initargs=(capability,),
     ) as pool:
-        return list(pool.map(_binaries, cases, [capability] * len(cases)))
+        return list(pool.map(_binaries, cases))
 
 
 class _Target:
@@ -137,7 +138,7 @@ class _Target:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self._target.arch)  # what has been compiled is kept by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -147,8 +148,8 @@ _compiled: list[Any] = []
 """By the launches of this process."""
 
 
-def _compile_only(capability: int) -> None:
-    """From now on every launch of this process compiles for that capability, and does nothing else."""
+def _compile_only() -> None:
+    """From now on every launch of this process compiles, and does nothing else."""
     launch = JITFunction.run
 
     def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -156,18 +157,18 @@ def _compile_only(capability: int) -> None:
         return _compiled[-1]
 
     JITFunction.run = compiled
-    driver.set_active(_Target(capability))
 
 
-def _binaries(case: Case, capability: int) -> list[Binary]:
+def _binaries(case: Case) -> list[Binary]:
     _compiled.clear()
+    driver.set_active(_Target(case.capability))
     if case.kernel in ("decode", "prefill"):
-        _attend(case, Tuning("", Multiprocessor.of(capability).shared_bytes))
+        _attend(case, Tuning("", Multiprocessor.of(case.capability).shared_bytes))
     elif case.kernel == "layer":
         _layer(getattr(torch, case.dtype), case.head_dim, case.block_size)
     else:
         _sample()
-    return [_binary(each, capability) for each in _compiled]
+    return [_binary(each, case.capability) for each in _compiled]
 
 
 def _attend(case: Case, tuning: Tuning) -> None:

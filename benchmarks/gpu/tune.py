@@ -67,12 +67,12 @@ def compiled(kernel: str, block_size: int, tilings: Sequence[_Tiling]) -> list[_
     major, minor = torch.cuda.get_device_capability()
     cases = [
         Case(
-            kernel=kernel, head_dim=kernels.HEAD_DIM, block_size=block_size, group=kernels.HEADS // kernels.KV_HEADS,
-            tiling=tiling,
+            capability=10 * major + minor, kernel=kernel, head_dim=kernels.HEAD_DIM, block_size=block_size,
+            group=kernels.HEADS // kernels.KV_HEADS, tiling=tiling,
         )
         for tiling in tilings
     ]  # fmt: skip
-    compared = zip(cases, compile_all(cases, 10 * major + minor), strict=True)
+    compared = zip(cases, compile_all(cases), strict=True)
     unfit = [
         case.tiling
         for case, binaries in compared

@@ -26,7 +26,7 @@ GATEWAYS = [{"pod": "g1", "process": "0"}, {"pod": "g1", "process": "1"}, {"pod"
 SCRAPE_S = 15
 
 Labels = frozenset[tuple[str, str]]
-Series = dict[tuple[str, Labels], list[str]]
+Series = dict[tuple[str, Labels], tuple[str, ...]]
 
 
 def promtool(*arguments: str | Path) -> str:
@@ -74,13 +74,14 @@ def parsed(selector: str) -> tuple[str, list[tuple[str, str, str]]]:
     return name, re.findall(r'(\w+)(=~|=)"([^"]*)"', rest)
 
 
-def values(pattern: str) -> list[str]:
+@cache
+def values(pattern: str) -> tuple[str, ...]:
     """The samples of promtool's `a+bxn` and `axn`, one after the other."""
     samples: list[str] = []
     for part in pattern.split():
         start, step, times = re.fullmatch(r"([\d.]+)(?:\+([\d.]+))?(?:x(\d+))?", part).groups("0")  # type: ignore[union-attr]
         samples += [f"{float(start) + index * float(step):.10g}" for index in range(int(times) + 1)]
-    return samples
+    return tuple(samples)
 
 
 def healthy() -> Series:
@@ -128,7 +129,8 @@ def changed(case: Mapping[str, Any]) -> Series:
             for (name, labels), samples in series.items():
                 if ("pod", pod) in labels:
                     answers = how == "down" and name == "up"
-                    samples[index:] = ["0"] * len(samples[index:]) if answers else ["stale"]
+                    after = ("0",) * len(samples[index:]) if answers else ("stale",)
+                    series[name, labels] = samples[:index] + after
     return series
 
 
