@@ -64,9 +64,10 @@ class Fingerprint:
 
     protocol_version: Annotated[int, Field(strict=True, ge=0)] = PROTOCOL_VERSION
     config_hash: _Text
-    """SHA-256 of the model's canonical `config.json`; a gateway, which loads no weights, compares this alone."""
+    """SHA-256 of the model's configuration and its tokenizer's files; a gateway, which loads no weights, compares this
+    alone."""
     weights_hash: _Text
-    """SHA-256 over the headers and sampled contents of the weight files."""
+    """SHA-256 of every byte of the weight files."""
     layout: KVLayout
 
     def require_equal(self, other: Fingerprint, mine: str, theirs: str) -> None:

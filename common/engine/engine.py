@@ -21,6 +21,7 @@ from common.engine.costs import Costs
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.config import WorkerSettings
+from common.runtime.daemon_threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
@@ -99,16 +100,20 @@ class Engine:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
         if device == "cuda":
             log.warning("the kernels have not been tested on a GPU")
+        num_threads = settings.num_threads or os.cpu_count() or 1
         if device == "cpu":
-            torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+            torch.set_num_threads(num_threads)
+        # Every byte is hashed beside loading, which brings it into memory.
+        hashing = DaemonThreads(1, "hash-weights").submit(lambda: weights_hash(folder, num_threads))
         try:
-            runner, costs = cls._load_runner(settings, folder, device, progress, swap_bytes, graph_seqs)
+            runner = cls._load_runner(settings, folder, device, progress, swap_bytes, graph_seqs)
+            fingerprint = Fingerprint(
+                config_hash=config_hash(folder), weights_hash=hashing.result(), layout=runner.layout
+            )
+            costs = measure_costs(runner)
         except torch.OutOfMemoryError as error:
             advice = "lower --kv-cache-bytes or --max-num-seqs, or raise --gpu-reserve-bytes"
             raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
-        fingerprint = Fingerprint(
-            config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=runner.layout
-        )
         log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
         log.info("prefill takes %.3f ms for a token", 1e3 * costs.prefill_s_per_token)
         if runner.num_host_blocks:
@@ -123,7 +128,7 @@ class Engine:
         progress: Callable[[int, int], None],
         swap_bytes: int,
         graph_seqs: int,
-    ) -> tuple[ModelRunner, Costs]:
+    ) -> ModelRunner:
         runner = load_runner(
             folder,
             kv_cache_bytes=settings.kv_cache_bytes,
@@ -139,7 +144,7 @@ class Engine:
             if graph_seqs:
                 runner.capture_graphs(graph_seqs, progress)
             runner.warm_up()
-        return runner, measure_costs(runner)
+        return runner
 
     def submit(
         self,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import struct
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from common.contract.errors import OperatorError
+
+log = logging.getLogger(__name__)
 
 DEMO_MODEL = "demo"
 """The name of the bundled model."""
@@ -17,9 +22,21 @@ DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
 
-_SAMPLES_PER_FILE = 64
-_SAMPLE_BYTES = 64 * 1024
+_PIECE_BYTES = 4 * 1024 * 1024
 _VOLATILE_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path"})
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_PARTS = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    _TOKENIZER_CONFIG,
+    "vocab.json",
+    "vocab.txt",
+)
+"""What decides the tokens of a text."""
+_VOLATILE_TOKENIZER_KEYS = frozenset({"chat_template", "name_or_path", "transformers_version"})
 
 
 def resolve_model(name: str, *, weights: bool) -> Path:
@@ -48,12 +65,15 @@ def _download(hub_id: str, weights: bool) -> Path:
 
     patterns = TOKENIZER_FILES + (WEIGHT_FILES if weights else [])
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        folder = Path(snapshot_download(hub_id, allow_patterns=patterns))
     except Exception as error:  # the hub client raises a dozen unrelated types; each means the same to the operator
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OperatorError(
             f"model {hub_id!r} is no local folder and could not be had from the hub: {reason}"
         ) from error
+    # A name for people: two workers compare the files themselves.
+    log.info("%s at revision %s", hub_id, folder.name)
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -68,38 +88,73 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_hash(folder: Path) -> str:
-    """SHA-256 of the canonical configuration, without the keys that change without changing the model."""
+    """SHA-256 of what a gateway reads: the canonical configuration and the tokenizer's files.
+
+    Leaves out what changes without changing the model, and the chat template: what it makes of messages reaches workers
+    as tokens. Raises `OperatorError`.
+    """
     config = {key: value for key, value in read_config(folder).items() if key not in _VOLATILE_CONFIG_KEYS}
-    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    digest = hashlib.sha256(_canonical(config))
+    for name in _TOKENIZER_PARTS:
+        try:
+            content = (folder / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise OperatorError(f"cannot read {folder / name}: {error}") from error
+        if name == _TOKENIZER_CONFIG:
+            content = _without_template(content)
+        digest.update(name.encode() + hashlib.sha256(content).digest())
+    return digest.hexdigest()
 
 
-def weights_hash(folder: Path) -> str:
-    """SHA-256 over each weight file's size, header (names, shapes, offsets) and 64 evenly spread pieces of 64 KiB.
+def _without_template(content: bytes) -> bytes:
+    try:
+        config = json.loads(content)
+    except ValueError:
+        return content  # whoever loads the tokenizer says what is wrong with it
+    if not isinstance(config, dict):
+        return content
+    return _canonical({key: value for key, value in config.items() if key not in _VOLATILE_TOKENIZER_KEYS})
 
-    Files of up to 4 MiB are hashed whole; of a larger one enough is read to tell two revisions apart, in
-    milliseconds rather than minutes. Raises `OperatorError` if there are no weights.
+
+def _canonical(config: dict[str, Any]) -> bytes:
+    return json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
+
+
+def weights_hash(folder: Path, num_threads: int = 1) -> str:
+    """SHA-256 of every byte of the weights: over each file's name, size and digests of its pieces of 4 MiB.
+
+    `num_threads` threads read and hash the pieces. Raises `OperatorError` if there are no weights, or if a file changes
+    meanwhile.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise OperatorError(f"model folder {folder} has no *.safetensors weights")
+    files += sorted(folder.glob("*.safetensors.index.json"))
     digest = hashlib.sha256()
     try:
-        for path in files:
-            _hash_file(path, digest)
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="hash") as threads:
+            for path in files:
+                _hash_file(path, digest, threads)
     except OSError as error:
         raise OperatorError(f"cannot read the weights in {folder}: {error}") from error
     return digest.hexdigest()
 
 
-def _hash_file(path: Path, digest: hashlib._Hash) -> None:
-    size = path.stat().st_size
-    digest.update(path.name.encode() + struct.pack("<Q", size))
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        header_bytes = min(struct.unpack("<Q", prefix)[0], size) if len(prefix) == 8 else 0
-        digest.update(file.read(header_bytes))
-        start = 8 + header_bytes
-        step = max(_SAMPLE_BYTES, (size - start) // _SAMPLES_PER_FILE)
-        for offset in range(start, size, step):
-            file.seek(offset)
-            digest.update(file.read(_SAMPLE_BYTES))
+def _hash_file(path: Path, digest: hashlib._Hash, threads: Executor) -> None:
+    with path.open("rb", buffering=0) as file:
+        before = os.fstat(file.fileno())
+        digest.update(path.name.encode() + struct.pack("<Q", before.st_size))
+
+        def piece(offset: int) -> bytes:
+            content = os.pread(file.fileno(), _PIECE_BYTES, offset)
+            if len(content) != min(_PIECE_BYTES, before.st_size - offset):
+                raise OSError(f"{path.name} has become shorter while it was read")
+            return hashlib.sha256(content).digest()
+
+        for each in threads.map(piece, range(0, before.st_size, _PIECE_BYTES)):
+            digest.update(each)
+        after = path.stat()
+    if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
+        raise OperatorError(f"{path} has changed while it was read")

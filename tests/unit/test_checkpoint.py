@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ from common.contract.errors import OperatorError
 from common.runtime.checkpoint import DEMO_FOLDER, config_hash, read_config, resolve_model, weights_hash
 
 CONFIG = {"model_type": "llama", "vocab_size": 7, "rope_scaling": {"factor": 2.0}}
-_HASHED_WHOLE_BYTES = 4 * 2**20
+_PIECE_BYTES = 4 * 2**20
+Change = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 @pytest.fixture
@@ -162,6 +165,28 @@ def test_the_hash_sees_what_changes_the_model(folder: Path, change: dict[str, ob
     assert len(config_hash(folder)) == 64
 
 
+def test_the_hash_sees_another_tokenizer(folder: Path) -> None:
+    hashes = {config_hash(folder)}
+    for name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"):
+        (folder / name).write_text("{}")
+        hashes.add(config_hash(folder))
+        (folder / name).write_text("{ }")
+        hashes.add(config_hash(folder))
+    for config in ("{", "[]", '{"add_bos_token": true}', '{"add_bos_token": false}'):
+        (folder / "tokenizer_config.json").write_text(config)
+        hashes.add(config_hash(folder))
+    assert len(hashes) == 13
+
+
+def test_the_hash_ignores_the_chat_template(folder: Path) -> None:
+    hashes = set()
+    for config in ({"a": 1}, {"a": 1, "chat_template": "x"}, {"chat_template": "y", "a": 1, "name_or_path": "z"}):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        hashes.add(config_hash(folder))
+    (folder / "chat_template.jinja").write_text("x")
+    assert hashes == {config_hash(folder)}
+
+
 # --- the weights -----------------------------------------------------------------------------------------------------
 
 
@@ -179,27 +204,66 @@ def test_the_same_weights_elsewhere_have_the_same_hash(folder: Path, tmp_path: P
     assert weights_hash(folder) == weights_hash(other)
 
 
-@pytest.mark.parametrize("elements", [1, 1000, 16_384, 100_000], ids=lambda n: f"{n} elements")
-def test_a_changed_byte_anywhere_in_a_small_file_shows(folder: Path, elements: int) -> None:
+@pytest.mark.parametrize("elements", [1, 1000, 100_000, 1_200_000], ids=lambda n: f"{n} elements")
+def test_a_changed_byte_anywhere_shows(folder: Path, elements: int) -> None:
     path = write_weights(folder / "model.safetensors", elements=elements)
     start, size = data_start(path), path.stat().st_size
-    assert size < _HASHED_WHOLE_BYTES
     before = weights_hash(folder)
-    for offset in (9, start - 1, start, start + 1, start + (size - start) // 2, size - 1):
+    seams = [at for piece in range(_PIECE_BYTES, size, _PIECE_BYTES) for at in (piece - 1, piece)]
+    for offset in {9, start - 1, start, start + 1, start + (size - start) // 2, size - 1, *seams}:
         flip(path, offset)
         assert weights_hash(folder) != before, f"byte {offset} of {size}"
         flip(path, offset)
     assert weights_hash(folder) == before
 
 
-def test_a_small_file_is_hashed_whole_up_to_its_documented_size(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    save_file({"w": np.zeros(_HASHED_WHOLE_BYTES - 4096, dtype=np.uint8)}, path)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: {name: t * 1.5 if "norm" in name else t for name, t in tensors.items()},
+        lambda tensors: tensors | {"layers.7.norm": tensors["layers.7.norm"] * 1.01},
+        lambda tensors: (
+            tensors | {"layers.3.mlp": np.concatenate([np.zeros((30, 1024), "f4"), tensors["layers.3.mlp"][30:]])}
+        ),
+    ],
+    ids=["every norm scaled", "one norm scaled", "30 rows zeroed"],
+)
+def test_a_revision_that_changes_little_of_a_large_file_shows(folder: Path, change: Change) -> None:
+    ramp = np.arange(1, 2 * 2**20 + 1, dtype=np.float32).reshape(2048, 1024)
+    tensors = {f"layers.{layer}.mlp": ramp + layer for layer in range(8)}
+    tensors |= {f"layers.{layer}.norm": np.ones(1024, dtype=np.float32) for layer in range(8)}
+    save_file(tensors, folder / "model.safetensors")
     before = weights_hash(folder)
-    for offset in range(data_start(path), path.stat().st_size, 499_979):
-        flip(path, offset)
-        assert weights_hash(folder) != before, f"byte {offset}"
-        flip(path, offset)
+    save_file(change(tensors), folder / "model.safetensors")
+    assert weights_hash(folder) != before
+
+
+def test_the_hash_does_not_depend_on_the_number_of_threads(folder: Path) -> None:
+    write_weights(folder / "model.safetensors", elements=5_000_000)
+    assert len({weights_hash(folder, num_threads) for num_threads in (1, 2, 5)}) == 1
+
+
+def test_what_names_the_files_of_the_tensors_counts(folder: Path) -> None:
+    write_weights(folder / "model-1.safetensors")
+    write_weights(folder / "model-2.safetensors")
+    hashes = set()
+    for file in ("model-1.safetensors", "model-2.safetensors"):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+        hashes.add(weights_hash(folder))
+    assert len(hashes) == 2
+
+
+def test_a_file_that_is_replaced_while_it_is_hashed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_weights(folder / "model.safetensors")
+    pread = os.pread
+
+    def replace_it(file: int, length: int, offset: int) -> bytes:
+        os.utime(path, ns=(0, 0))
+        return pread(file, length, offset)
+
+    monkeypatch.setattr(os, "pread", replace_it)
+    with pytest.raises(OperatorError, match="has changed"):
+        weights_hash(folder)
 
 
 def test_another_size_or_shape_shows(folder: Path) -> None:
@@ -249,11 +313,3 @@ def test_a_link_to_weights_that_are_gone_is_the_operators_to_mend(folder: Path) 
     (folder / "model.safetensors").symlink_to(folder / "blobs" / "gone")
     with pytest.raises(OperatorError, match="model"):
         weights_hash(folder)
-
-
-def test_a_large_file_is_sampled_from_its_first_byte_on(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    save_file({"w": np.zeros(3 * _HASHED_WHOLE_BYTES, dtype=np.uint8)}, path)
-    before = weights_hash(folder)
-    flip(path, data_start(path))
-    assert weights_hash(folder) != before
