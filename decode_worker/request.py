@@ -143,11 +143,11 @@ class DecodeRequest:
     order: int = 0
     """When it was let in, as a number."""
     gave_way: bool = False
-    """Whether its prompt, while it was computed here, lost its blocks to a higher tier: it does so only once."""
+    """Whether it has lost its blocks to a higher tier before its choices began: it does so only once."""
     num_passed: int = 0
     """Later requests that came in while this one did not fit."""
     sent_back: bool = False
-    """Whether it waits again, after its prompt had been computed here in part."""
+    """Whether it had to wait again, after it had been let in."""
     num_charged: int = 0
     """Leading tokens whose computation its tenant has been charged for."""
     fork_blocks: list[int] = field(default_factory=list)

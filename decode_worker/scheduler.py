@@ -3,13 +3,14 @@
 Every step takes one token of every running sequence; sequences that end leave at once and settled ones join at the
 next step. What comes in is judged by a forecast of the blocks that all sequences will need, not by the worst case, so
 the cache is kept full; when the forecast was wrong, the newest sequence of the lowest tier gives its blocks up, by swap
-to host memory or by forgetting them, whichever costs less time, and comes back before anyone of its tier comes in.
+to host memory or by forgetting them, whichever costs less time, and comes back before anyone of its tier comes in. A
+reservation that nothing was read into yet is taken back likewise.
 
 Pure state: requests, finished steps and a time in, decisions out. A step costs what changed, not what runs.
 
 Life cycle of a request here:
 
-    waiting ──► reserved (pulling) ──► ready ──► running ──► ended
+    waiting ◄─► reserved (pulling) ──► ready ──► running ──► ended
        └──────► computed here ───────────┘▲        │
                                           └─ preempted (in host memory, or to be recomputed)
 """
@@ -46,6 +47,10 @@ _OUTPUT_CHARGE = 2.0
 """Service of an output token, where a computed prompt token counts 1 (VTC, section 3)."""
 
 
+Holder = Generation | LocalPrompt | DecodeRequest
+"""Who has blocks that can be taken: a sequence, a prompt computed here, a request whose pull has read nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Room for a pull: its blocks, of which the first `num_held` hold the right KV already."""
@@ -64,8 +69,10 @@ class DecodeScheduler:
         self._costs = costs
         self._block_size = policy.block_size
         self._waiting: FairQueue[DecodeRequest] = FairQueue(ageing_s=policy.ageing_s)
-        self._reserved: dict[DecodeRequest, None] = {}
-        """Requests with blocks, whose pull is not settled."""
+        self._reserved: dict[DecodeRequest, list[int]] = {}
+        """Requests whose pull is not settled, and its blocks."""
+        self._newest_unread: LazyHeap[DecodeRequest] = LazyHeap()
+        """Those of them whose pull may still be without reads, the newest of the lowest tier first."""
         self._prompts: dict[DecodeRequest, LocalPrompt] = {}
         """Requests whose prompt is being computed here."""
         self._recomputing: dict[Generation, LocalPrompt] = {}
@@ -90,6 +97,8 @@ class DecodeScheduler:
         """Preemptions by swap."""
         self.num_recomputed = 0
         """Preemptions by recompute."""
+        self.num_revoked = 0
+        """Reservations that were taken back before the first read."""
         self.num_prefix_queried = 0
         """Tokens of prompts that were looked up in the prefix cache."""
         self.num_prefix_hit = 0
@@ -206,6 +215,7 @@ class DecodeScheduler:
     def settled(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
         """The pulled blocks are valid: the request's choices go on after their first tokens."""
         del self._reserved[request]
+        self._newest_unread.discard(request)
         self._begin(request, block_ids, first_tokens, now)
 
     def computed(self, request: DecodeRequest, first_tokens: Seq[Tokens], now: float) -> None:
@@ -329,6 +339,7 @@ class DecodeScheduler:
         self.trials.discard(request.key)
         if request in self._reserved or request in self._prompts:
             self._reserved.pop(request, None)
+            self._newest_unread.discard(request)
             prompt = self._prompts.pop(request, None)
             if prompt is not None:
                 self._chunks.remove(prompt)
@@ -348,6 +359,8 @@ class DecodeScheduler:
         holders = [*self._batch.running(), *self._batch.ready(), *self._recomputing]
         self._admission.check_invariants()
         assert booked | {generation.key for generation in holders} == set(self._admission.keys())
+        unread = {request for request in self._reserved if _unread(request) and not request.work.moving}
+        assert unread <= set(self._newest_unread) <= self._reserved.keys()
         assert len(set(self._newest_prompts)) == len(self._chunks) == len(self._prompts) + len(self._recomputing)
         for generation in holders:
             assert generation.finish_reason is None, generation.sequence
@@ -424,7 +437,9 @@ class DecodeScheduler:
             self.num_prefix_queried += num_tokens
             self.num_prefix_hit += len(held) * size
         if request.pull is not None:
-            self._reserved[request] = None
+            self._reserved[request] = blocks
+            if not work.moving:
+                self._newest_unread.add(request, (-work.tier.rank, -order))
             granted.append(Reservation(request, blocks, len(held)))
         else:
             self._prompts[request] = self._compute(request, None, work.token_ids, len(held) * size, blocks, now)
@@ -604,8 +619,9 @@ class DecodeScheduler:
         if self._pressure is None:
             return
         (rank, lacking), self._pressure = self._pressure, None
-        holders = (*self._batch.running(), *self._batch.ready(), *self._newest_prompts)
-        victims = [each for each in holders if each.request.work.tier.rank > rank and not each.gave_way]
+        unread = [request for request in self._newest_unread if _unread(request)]
+        holders = (*self._batch.running(), *self._batch.ready(), *self._newest_prompts, *unread)
+        victims = [each for each in holders if _seniority(each)[0] > rank and not each.gave_way]
         victims.sort(key=_seniority, reverse=True)
         for victim in victims:
             if lacking <= 0:
@@ -613,15 +629,17 @@ class DecodeScheduler:
             victim.gave_way = True
             lacking -= self._preempt(victim, step, now)
 
-    def _newest(self) -> Generation | LocalPrompt | None:
-        """The newest of the lowest tier, of all that hold blocks but those that pull."""
-        generation, prompt = self._batch.newest(), self._newest_prompts.first()
-        if generation is None or prompt is None:
-            return generation or prompt
-        return prompt if _seniority(prompt) > _seniority(generation) else generation
+    def _newest(self) -> Holder | None:
+        """The newest of the lowest tier, of all that hold blocks but those whose blocks are being read."""
+        while (unread := self._newest_unread.first()) is not None and not _unread(unread):
+            self._newest_unread.discard(unread)
+        newest = (self._batch.newest(), self._newest_prompts.first(), unread)
+        return max((each for each in newest if each is not None), key=_seniority, default=None)
 
-    def _preempt(self, victim: Generation | LocalPrompt, step: Step, now: float) -> int:
+    def _preempt(self, victim: Holder, step: Step, now: float) -> int:
         """Take its blocks; how many come back with this step's end."""
+        if isinstance(victim, DecodeRequest):
+            return self._revoke(victim, step)
         if isinstance(victim, LocalPrompt):
             if victim.generation is None:
                 return self._send_back(victim)
@@ -655,6 +673,18 @@ class DecodeScheduler:
         prompt.request.started_at = None
         self.want(prompt.request, prompt.request.arrived)
         self.num_recomputed += 1
+        return num_freed
+
+    def _revoke(self, request: DecodeRequest, step: Step) -> int:
+        """A request whose pull has reserved blocks, and read nothing, waits again."""
+        blocks = self._reserved[request]
+        num_freed = self._num_private(blocks) + len(request.fork_blocks)
+        self.forget(request)
+        self._pool.release(blocks)
+        request.sent_back = True
+        step.revoked.append(request)
+        self.want(request, request.arrived)
+        self.num_revoked += 1
         return num_freed
 
     def _swaps(self, generation: Generation, num_content: int) -> bool:
@@ -714,7 +744,13 @@ class DecodeScheduler:
         return -(-num_tokens // self._block_size)
 
 
-def _seniority(holder: Generation | LocalPrompt) -> Seniority:
+def _unread(request: DecodeRequest) -> bool:
+    return request.pull is not None and request.pull.revocable
+
+
+def _seniority(holder: Holder) -> Seniority:
+    if isinstance(holder, DecodeRequest):
+        return holder.work.tier.rank, holder.order
     if isinstance(holder, LocalPrompt):
         return holder.urgency[0], holder.urgency[2]
     return seniority(holder)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from common.engine.batch import Sample, Slice
 from common.engine.chunked_prefill import Chunk
 from common.engine.prompt import prompt_slice
-from decode_worker.request import Generation, LocalPrompt
+from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 
 
 @dataclass(slots=True)
@@ -22,6 +22,8 @@ class Step:
     """(block, slot of host memory)."""
     swap_ins: list[tuple[int, int]] = field(default_factory=list)
     """(slot of host memory, block)."""
+    revoked: list[DecodeRequest] = field(default_factory=list)
+    """Requests that wait again: what was reserved for their pulls, and not read into yet, is taken back."""
 
     @property
     def empty(self) -> bool:

@@ -190,6 +190,9 @@ class DecodeWorker:
             number = self._pool.step_started()
             step_before = None if before is None else before.step
             step = self._scheduler.schedule(self._clock(), step_before)
+            for request in step.revoked:
+                assert request.pull is not None, request.work
+                self._intake.revoke(request.pull)
             if step.empty:
                 self._pool.step_finished(number)
                 if before is None:
@@ -725,6 +728,8 @@ class DecodeWorker:
         preempted = {"swap": scheduler.num_swapped, "recompute": scheduler.num_recomputed}
         yield counter("vllm:num_preemptions", "Preemptions.", {name: sum(preempted.values())}, "model_name")
         yield counter("baton_preemptions", "Preemptions by kind.", preempted, "kind")
+        revoked = scheduler.num_revoked
+        yield counter("baton_reservations_revoked", "Reservations taken back before their first read.", revoked)
         queried, hit = {name: scheduler.num_prefix_queried}, {name: scheduler.num_prefix_hit}
         yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")
         yield counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.", hit, "model_name")

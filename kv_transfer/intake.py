@@ -175,6 +175,10 @@ class Intake:
         pull.times.reserved_at = self._clock()
         self._do(pull, pull.reserve(block_ids, num_held))
 
+    def revoke(self, pull: Pull) -> None:
+        """The blocks that were reserved for a pull that is `revocable` are the worker's again; `reserve` may follow."""
+        pull.revoke()
+
     def abandon(self, pull: Pull, cause: Cause | None, why: str) -> None:
         """Give a pull up; inert when it is over."""
         self._do(pull, pull.abandon(cause, why))

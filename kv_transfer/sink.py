@@ -2,6 +2,7 @@
 
 Life cycle of a pull:
 
+                     ┌─revoke──┐
     attaching ──► offered ──► pulling ──► settling ──► settled      (its blocks are the sequence's)
         │            │           │           │
         └────────────┴───────────┴───────────┴───────► abandoned    (its blocks are free, or in quarantine)
@@ -64,7 +65,7 @@ class PullState(StrEnum):
 _TRANSITIONS: dict[PullState, frozenset[PullState]] = {
     PullState.ATTACHING: frozenset({PullState.OFFERED, PullState.ABANDONED}),
     PullState.OFFERED: frozenset({PullState.PULLING, PullState.ABANDONED}),
-    PullState.PULLING: frozenset({PullState.SETTLING, PullState.ABANDONED}),
+    PullState.PULLING: frozenset({PullState.OFFERED, PullState.SETTLING, PullState.ABANDONED}),
     PullState.SETTLING: frozenset({PullState.SETTLED, PullState.ABANDONED}),
     PullState.SETTLED: frozenset(),
     PullState.ABANDONED: frozenset(),
@@ -174,6 +175,11 @@ class Pull:
         return self._reading() if self.state is PullState.ABANDONED else ()
 
     @property
+    def revocable(self) -> bool:
+        """Whether its blocks are reserved, and no read into them has begun."""
+        return self.state is PullState.PULLING and self._num_requested == self._num_held
+
+    @property
     def told(self) -> bool:
         """Whether the first tokens are known."""
         return self._first_tokens is not None
@@ -233,13 +239,21 @@ class Pull:
         return self._read_more()
 
     def reserve(self, block_ids: Sequence[int], num_held: int = 0) -> list[Action]:
-        """One block for each of the offer: reading begins. The first `num_held` are valid already, and are not read."""
+        """One block for each of the offer: reading begins with what is announced. The first `num_held` are valid, and
+        not read."""
         assert len(block_ids) == self.num_blocks, self.story
         assert 0 <= num_held <= len(block_ids), (num_held, self.story)
         self._enter(PullState.PULLING)
         self._sink_blocks = tuple(block_ids)
         self._num_held = self._num_requested = num_held
         return self._read_more() + self._settle_if_read()
+
+    def revoke(self) -> None:
+        """The reserved blocks, of which none has been read, are the caller's again; `reserve` may come again."""
+        assert self.revocable, self.story
+        self._enter(PullState.OFFERED)
+        self._sink_blocks = ()
+        self._num_held = self._num_requested = 0
 
     def read_done(self, start: int, error: str | None) -> list[Action]:
         """The read that began at block `start` has ended; `error` says why, if it failed."""

@@ -54,8 +54,8 @@ class TierHoldings:
             return True
         for limited in _counted_in(tier):
             holders = self._holders[limited]
-            num_blocks = self._num_blocks[limited] + num_new + sum(holders[block] == 0 for block in cached)
-            if num_blocks > self._most[limited]:
+            num_left = self._most[limited] - self._num_blocks[limited] - num_new
+            if num_left < len(cached) and num_left < sum(holders[block] == 0 for block in cached):
                 return False
         return True
 

@@ -57,6 +57,10 @@ class PrefillRequest:
     """Names of its full blocks."""
     num_cached: int = 0
     """Leading tokens that the prefix cache had: when it was admitted, and before that, when it arrived."""
+    matched: list[int] = field(default_factory=list)
+    """While it waits: blocks of its beginning that the prefix cache had when it was last asked."""
+    matched_at: int = 0
+    """Blocks that the pool had evicted by then."""
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Leading tokens whose KV is in `block_table`."""
@@ -149,8 +153,13 @@ class PrefillScheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests with blocks and tokens still to compute."""
-        return len(self._requests) - len(self._waiting)
+        """Requests with blocks and tokens that the engine is to compute."""
+        return len(self._chunks)
+
+    @property
+    def num_on_hold(self) -> int:
+        """Requests with blocks that wait for more of their beginning from elsewhere."""
+        return len(self._on_hold)
 
     @property
     def num_uncomputed(self) -> int:
@@ -178,10 +187,11 @@ class PrefillScheduler:
         """Blocks that would have to come free for the next request that waits for blocks; 0 when none does."""
         horizons = self._horizons(now)
         for request in self._waiting.first(now, LOOK_AHEAD):
+            if not self._within(horizons, request, now):
+                continue
             cached = self._cached(request)
             num_new = self.blocks_for(request) - len(cached)
-            fits_tier = self._holdings.has_room(request.tier, cached, num_new)
-            if fits_tier and self._within(horizons, request, now):
+            if self._holdings.has_room(request.tier, cached, num_new):
                 coming = self._pool.num_free + self._pool.num_limbo  # soon: when the steps in flight have ended
                 return max(0, num_new + self._pool.num_unreferenced(cached) - coming)
         return 0
@@ -371,7 +381,7 @@ class PrefillScheduler:
         """None when there is room for `request`; else from which rank on a request takes what this one lacks: 0 for
         blocks of the pool, its own where its tier has its share, which higher tiers do not touch."""
         num_new = self.blocks_for(request) - len(cached)
-        if num_new + self._pool.num_unreferenced(cached) > self._pool.num_free:
+        if num_new > self._pool.num_free or num_new + self._pool.num_unreferenced(cached) > self._pool.num_free:
             return 0
         return None if self._holdings.has_room(request.tier, cached, num_new) else request.tier.rank
 
@@ -379,6 +389,7 @@ class PrefillScheduler:
         """Give `request` its blocks, for which there is room."""
         self._waiting.take(request, now)
         self._backlog_waiting.change(request.tier, request.length, -request.length)
+        request.matched = []
         self._pool.share(cached)
         request.block_table = cached + self._pool.allocate(self.blocks_for(request) - len(cached))
         self._num_uncomputed -= request.num_uncomputed
@@ -404,9 +415,15 @@ class PrefillScheduler:
         return horizons
 
     def _cached(self, request: PrefillRequest) -> list[int]:
-        """Blocks of its beginning that the prefix cache has. The last token is computed in any case, for its logits."""
-        num_usable = (len(request.token_ids) - 1) // self._block_size
-        return self._pool.match(request.block_hashes[:num_usable])
+        """Blocks of its beginning that the prefix cache has. The last token is computed in any case, for its logits.
+
+        Only an eviction takes a name away: until the next one, what was matched is only added to.
+        """
+        if request.matched_at != self._pool.num_evicted:
+            request.matched, request.matched_at = [], self._pool.num_evicted
+        unmatched = range(len(request.matched), (len(request.token_ids) - 1) // self._block_size)
+        request.matched += self._pool.match(request.block_hashes[index] for index in unmatched)
+        return request.matched
 
     def _urgency(self, request: PrefillRequest, now: float) -> Urgency:
         """If it is admitted now. That it may have waited long, behind others of its tenant, puts it before nobody."""
@@ -436,6 +453,8 @@ class PrefillScheduler:
         assert set(self._deadlines) <= set(places)
         for request in self._waiting:
             assert not request.block_table
+            if request.matched_at == self._pool.num_evicted:
+                assert request.matched == self._pool.match(request.block_hashes[: len(request.matched)])
             assert request.num_computed == 0
             assert request.num_passed <= MAX_PASSED
         for request in (*self._chunks, *self._on_hold):

@@ -539,7 +539,7 @@ class PrefillWorker:
             sent=sent,
             steps=self._engine.num_steps,
             running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
+            waiting=self._scheduler.num_waiting + self._scheduler.num_on_hold,
             blocks_used=self._pool.num_used,
             blocks_total=self._pool.num_blocks,
             phase=self.phase,
@@ -560,6 +560,7 @@ class PrefillWorker:
             "blocks_limbo": self._pool.num_limbo,
             "blocks_total": self._pool.num_blocks,
             "waiting": self._scheduler.num_waiting,
+            "on_hold": self._scheduler.num_on_hold,
             "running": self._scheduler.num_running,
             "blocks_quarantined": self._intake.num_quarantined,
             "blocks_cached": self._pool.num_cached,
@@ -577,7 +578,9 @@ class PrefillWorker:
         model = {"model_name": self._settings.model}
         used = self._pool.num_used / self._pool.num_blocks
         yield gauge("vllm:num_requests_running", "Prompts being computed.", self._scheduler.num_running, model)
-        yield gauge("vllm:num_requests_waiting", "Prompts waiting for blocks.", self._scheduler.num_waiting, model)
+        waiting = self._scheduler.num_waiting + self._scheduler.num_on_hold
+        text = "Prompts waiting for blocks, or for what another worker holds of them."
+        yield gauge("vllm:num_requests_waiting", text, waiting, model)
         yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used, model)
         yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
         queued = self._scheduler.num_uncomputed

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from common.contract.block_hashes import BlockChain
-from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import Decode, Source, Tokens
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.messages import BlocksReady, Decode, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
@@ -37,6 +37,37 @@ Choose = Callable[[Seq[Any]], Any]
 AT = Source(address="p:1", incarnation=Incarnation("p"))
 Content = tuple[Any, ...]
 """A salt and the tokens up to this one."""
+
+
+def offered(work: Decode, computed: bool) -> Pull:
+    """A pull whose source has opened its offer, and may have computed the prompt already."""
+    pull = Pull(work.key, AT)
+    pull.attach()
+    num_blocks = -(-len(work.token_ids) // BLOCK_SIZE)
+    pull.blocks_ready(ready(work, num_blocks, num_ready=num_blocks if computed else 0))
+    return pull
+
+
+def announce(request: DecodeRequest) -> None:
+    """The source has computed the prompt."""
+    assert request.pull is not None
+    num_blocks = request.pull.num_blocks
+    assert num_blocks is not None
+    request.pull.blocks_ready(ready(request.work, num_blocks, num_ready=num_blocks))
+
+
+def ready(work: Decode, num_blocks: int, *, num_ready: int) -> BlocksReady:
+    """What the source says of its offer."""
+    request, attempt = work.key
+    return BlocksReady(
+        request=request,
+        attempt=attempt,
+        lease=LeaseId("lease"),
+        epoch=1,
+        start=0,
+        block_ids=tuple(range(num_ready)),
+        num_blocks=num_blocks,
+    )
 
 
 class Write:
@@ -104,6 +135,7 @@ class Traffic:
         steps += [self.begin_step] * (10 if self.in_flight else 5) if self.may_begin() else []
         steps += [self.run_step, *[self.end_step] * 4] if self.in_flight else []
         steps += [self.settle] * 4 if self.pulling else []
+        steps += [self.begin_read] if any(map(self.unread, self.pulling)) else []
         steps += [self.give_up] if self.waiting or self.pulling or self.computing or self.decoding else []
         steps += [self.lend] + ([self.take_back] * 3 if self.lent else [])
         return steps
@@ -137,7 +169,7 @@ class Traffic:
             source=None if local else AT,
             offered=None if local else RequestKey(RequestId(f"r{self.num_requests}"), 1),
         )
-        pull = None if local else Pull(work.key, AT)
+        pull = None if local else offered(work, self.read_at_once())
         chain = BlockChain(BLOCK_SIZE, work.cache_salt)
         request = DecodeRequest(work, Incarnation("g"), 1.0, self.now, chain, pull)
         if self.scheduler.fits(work):
@@ -150,8 +182,31 @@ class Traffic:
             assert request.pull is not None
             self.waiting.remove(request)
             self.pulling[request] = reservation.block_ids, reservation.num_held
-            self.read(request, reservation.block_ids, reservation.num_held)
+            request.pull.reserve(reservation.block_ids, reservation.num_held)
+            if not request.pull.revocable:
+                self.read(request)
         self.sort_out_local()
+
+    def read_at_once(self) -> bool:
+        """Whether a source has computed the prompt when its offer opens."""
+        return bool(self.pick([False] * 5 + [True]))
+
+    def begin_read(self) -> None:
+        """A source announces the blocks of a prompt."""
+        request = self.pick([each for each in self.pulling if self.unread(each)])
+        announce(request)
+        self.read(request)
+
+    def unread(self, request: DecodeRequest) -> bool:
+        return request.pull is not None and request.pull.revocable
+
+    def take_revoked(self, step: Step) -> None:
+        """Their blocks are others' now: should one of them be read into, that would show."""
+        for request in step.revoked:
+            assert request.pull is not None
+            request.pull.revoke()
+            del self.pulling[request]
+            self.waiting.append(request)
 
     def sort_out_local(self) -> None:
         """Prompts computed here come and (when they are preempted) go by themselves."""
@@ -162,9 +217,10 @@ class Traffic:
             self.computing.remove(request)
             self.waiting.append(request)
 
-    def read(self, request: DecodeRequest, blocks: list[int], num_held: int) -> None:
-        """The pull writes at once: a block that somebody still uses would show; and so would a wrong one held."""
+    def read(self, request: DecodeRequest) -> None:
+        """The read writes at once: a block that somebody still uses would show; and so would a wrong one held."""
         work = request.work
+        blocks, num_held = self.pulling[request]
         for position in range(len(work.token_ids)):
             at = blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
             content = (work.cache_salt, *work.token_ids[: position + 1])
@@ -175,6 +231,9 @@ class Traffic:
 
     def settle(self) -> None:
         request = self.pick(list(self.pulling))
+        if self.unread(request):
+            announce(request)
+            self.read(request)
         first_tokens = self.first_tokens(request)
         if all(token.finish_reason is not None for token in first_tokens):
             self.give_up_pull(request)
@@ -218,6 +277,7 @@ class Traffic:
         held = batch.num_running + batch.num_ready
         before = self.in_flight[0].step if self.in_flight else None
         step = self.scheduler.schedule(self.now, before)
+        self.take_revoked(step)
         self.sort_out_local()
         num_tokens = len(step.decodes) + sum(chunk.end - chunk.start for chunk in step.chunks)
         assert num_tokens <= max(self.policy.token_budget, self.policy.max_num_seqs), "the budget is exceeded"
@@ -426,7 +486,7 @@ def test_every_token_is_where_the_block_table_says(data: st.DataObject, num_even
 
 def test_many_long_runs() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
-    num_finished = num_swapped = num_recomputed = num_hit = num_steps = num_ahead = 0
+    num_finished = num_swapped = num_recomputed = num_revoked = num_hit = num_steps = num_ahead = 0
     for seed in range(500):
         traffic = Traffic(Random(seed).choice)
         try:
@@ -437,12 +497,14 @@ def test_many_long_runs() -> None:
         num_finished += traffic.num_finished
         num_swapped += traffic.scheduler.num_swapped
         num_recomputed += traffic.scheduler.num_recomputed
+        num_revoked += traffic.scheduler.num_revoked
         num_hit += traffic.scheduler.num_prefix_hit
         num_steps += traffic.num_steps
         num_ahead += traffic.num_ahead
     print(f"{num_steps} steps, {num_ahead} of them planned ahead, {num_finished} finished")
-    print(f"{num_swapped} swapped, {num_recomputed} recomputed")
+    print(f"{num_swapped} swapped, {num_recomputed} recomputed, {num_revoked} revoked")
     assert num_steps > 10_000
     assert num_ahead > 1000, "the runs show nothing of planning ahead"
     assert min(num_finished, num_hit) > 1000, "the runs show nothing"
     assert min(num_swapped, num_recomputed) > 100, "the runs show nothing of preemption"
+    assert num_revoked > 20, "the runs show nothing of reservations that are taken back"

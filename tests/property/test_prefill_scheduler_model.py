@@ -270,7 +270,7 @@ class Traffic:
         references.update(block for request in running for block in request.block_table)
         references.update(block for blocks in self.reads for block in blocks)
         assert all(self.pool.ref_count(block) == references[block] for block in range(NUM_BLOCKS))
-        assert self.scheduler.num_running == len(running)
+        assert self.scheduler.num_running + self.scheduler.num_on_hold == len(running)
         assert self.scheduler.num_waiting == len(self.here) - len(running)
         assert set(self.scheduler.requests()) == set(self.here)
         assert self.scheduler.num_uncomputed == sum(request.num_uncomputed for request in self.here)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from decode_bench import EAGER, Bench, request, tokens
 
+from common.contract.ids import LeaseId
+from common.contract.messages import BlocksReady
 from common.contract.tiers import Tier
 from common.engine.costs import Costs
-from decode_worker.request import Generation, Stage
+from decode_worker.request import DecodeRequest, Generation, Stage
 
 INTERACTIVE, STANDARD, BATCH = Tier
 CHEAP_SWAP = Costs(prefill_s_per_token=1.0, swap_s_per_block=1e-6)
@@ -64,6 +66,78 @@ def test_no_more_give_way_than_need_be() -> None:
     assert bench.pool.num_free == 0
     bench.preempt()
     assert [each.stage is Stage.PREEMPTED for each in (a, b, c)] == [False, False, True]
+
+
+def unread(name: str, num_tokens: int, tier: Tier = STANDARD) -> DecodeRequest:
+    """A request whose source has opened its offer, and computed nothing yet."""
+    subject = request(name, num_tokens, tier=tier)
+    assert subject.pull is not None
+    subject.pull.attach()
+    subject.pull.blocks_ready(offer(subject, 0))
+    return subject
+
+
+def offer(subject: DecodeRequest, num_ready: int) -> BlocksReady:
+    return BlocksReady(
+        request=subject.work.request,
+        attempt=1,
+        lease=LeaseId("lease"),
+        epoch=1,
+        start=0,
+        block_ids=tuple(range(num_ready)),
+        num_blocks=-(-len(subject.work.token_ids) // 4),
+    )
+
+
+def reserve(bench: Bench, subject: DecodeRequest) -> None:
+    """There is room for it: its pull has blocks."""
+    assert bench.reserve(subject) == [subject.work.request]
+    assert subject.pull is not None
+    subject.pull.reserve(bench.pulling[subject.work.request].block_ids)
+
+
+def test_a_reservation_that_nothing_was_read_into_gives_way_to_older_sequences() -> None:
+    bench = Bench(6, memory_reserve=EAGER)
+    older = bench.run(request("older", 8))
+    newer = unread("newer", 12)
+    reserve(bench, newer)
+    while not bench.scheduler.num_revoked:
+        step = bench.begin_step()
+        bench.end_step(step)
+    assert step.revoked == [newer]
+    assert newer.pull is not None
+    newer.pull.revoke()
+    del bench.pulling["newer"]
+    assert (older.stage, bench.num_preemptions) == (Stage.RUNNING, 0)
+    assert (bench.scheduler.num_waiting, bench.scheduler.num_pulling) == (1, 0)
+    bench.step(ends=[older])
+    assert list(bench.pulling) == ["newer"], "it gets room again"
+    bench.settle(newer)
+
+
+def test_a_reservation_of_a_lower_tier_gives_way_to_a_request_that_waits() -> None:
+    bench = Bench(6, memory_reserve=EAGER)
+    low = unread("low", 16, BATCH)
+    reserve(bench, low)
+    assert bench.reserve(request("high", 12, tier=INTERACTIVE)) == []
+    step = bench.begin_step()
+    assert step.revoked == [low]
+    assert low.pull is not None
+    low.pull.revoke()
+    del bench.pulling["low"]
+    bench.end_step(step)
+    assert bench.reserve() == ["high"]
+
+
+def test_a_pull_that_has_begun_to_read_keeps_its_blocks() -> None:
+    bench = Bench(6, memory_reserve=EAGER)
+    older = bench.run(request("older", 8))
+    newer = unread("newer", 12)
+    reserve(bench, newer)
+    assert newer.pull is not None
+    newer.pull.blocks_ready(offer(newer, 1))
+    bench.preempt()
+    assert (older.stage, bench.scheduler.num_revoked) == (Stage.PREEMPTED, 0)
 
 
 def test_a_prompt_that_is_computed_here_gives_way_to_older_sequences() -> None:

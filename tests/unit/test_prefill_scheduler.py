@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
+from common.contract.block_hashes import BlockHash
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
@@ -452,6 +453,36 @@ def test_cached_blocks_count_as_free_but_once() -> None:
     assert bench.scheduler.blocks_missing(0.0) == 1
 
 
+def test_what_a_waiting_prompt_matches_is_not_looked_up_again_in_every_step() -> None:
+    bench = Bench(num_blocks=1200, token_budget=10**6, chunk_size=10**6)
+    text = range(4000)
+    bench.compute(request("cached", 4000, token_ids=text))
+    running = request("running", 700, tier=INTERACTIVE)
+    bench.admit(running)
+    waiting = [request(f"w{i}", 4200, token_ids=[*text, *range(10_000 * i, 10_000 * i + 200)]) for i in range(1, 17)]
+    for each in waiting:
+        bench.scheduler.add(each)
+    num_matched = 0
+    match = bench.pool.match
+
+    def counted(names: Iterable[BlockHash]) -> list[int]:
+        nonlocal num_matched
+        blocks = match(names)
+        num_matched += len(blocks)
+        return blocks
+
+    bench.pool.match = counted  # type: ignore[method-assign]
+    for now in range(10):
+        assert bench.scheduler.blocks_missing(float(now)) > 0
+        assert bench.scheduler.admit(float(now)) == []
+    assert num_matched == 0, "nothing has come or gone since they were enqueued"
+    bench.check()
+    bench.pool.release(bench.pool.allocate(bench.pool.num_free))  # every name goes
+    bench.scheduler.remove(running)
+    [admitted] = bench.scheduler.admit(11.0)
+    assert (admitted.num_cached, len(set(admitted.block_table))) == (0, 1050), "a match does not outlive an eviction"
+
+
 # --- on hold -----------------------------------------------------------------------------------------------------
 
 
@@ -460,7 +491,8 @@ def test_a_request_on_hold_is_not_computed_until_more_of_it_is_there() -> None:
     prompt, other = request("a", 20, token_ids=range(20)), request("b", 4)
     bench.admit(prompt, other)
     bench.scheduler.hold(prompt)
-    assert (bench.scheduler.num_running, bench.scheduler.num_uncomputed) == (2, 24)
+    scheduler = bench.scheduler
+    assert (scheduler.num_running, scheduler.num_on_hold, scheduler.num_uncomputed) == (1, 1, 24)
     assert bench.step() == [("b", 0, 4)]
     bench.scheduler.resume(prompt, 16)
     assert (prompt.num_cached, prompt.num_computed, bench.scheduler.num_uncomputed) == (0, 16, 4)
@@ -476,6 +508,7 @@ def test_a_request_on_hold_may_go_on_as_it_was() -> None:
     prompt = request("a", 20)
     bench.admit(prompt)
     bench.scheduler.hold(prompt)
+    assert bench.scheduler.num_running == 0, "an engine that does no step for it does not hang"
     bench.scheduler.resume(prompt, 0)
     bench.check()
     assert bench.step() == [("a", 0, 8)]

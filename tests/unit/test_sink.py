@@ -95,6 +95,31 @@ def pulling(pull: Pull) -> Pull:
     return pull
 
 
+def test_blocks_that_nothing_was_read_into_can_be_taken_back(pull: Pull) -> None:
+    offered(pull)
+    assert not pull.revocable
+    pull.reserve(SINK_BLOCKS, 1)
+    assert pull.revocable
+    pull.revoke()
+    assert (pull.state, pull.revocable) == (PullState.OFFERED, False)
+    assert pull.blocks_ready(ready(0, 10, 11)) == [], "nothing is read without blocks"
+    assert pull.prefill_done(done(None)) == [SendToSource(ATTACH)]
+    assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
+    assert pull.reserve((60, 61, 62)) == [StartRead(0, (10, 11, 12), (60, 61, 62), None)]
+    assert not pull.revocable
+    with pytest.raises(AssertionError):
+        pull.revoke()
+    assert sent(pull.read_done(0, None)) == [Settle]
+    assert pull.settled(settled())[0] == Admit((60, 61, 62), done(None).first_tokens)
+
+
+def test_a_pull_whose_blocks_were_taken_back_releases_none_of_them(pull: Pull) -> None:
+    offered(pull)
+    pull.reserve(SINK_BLOCKS)
+    pull.revoke()
+    assert released(pull.abandon(None, "aborted")) == []
+
+
 def settling(pull: Pull) -> Pull:
     pulling(pull)
     pull.blocks_ready(ready(1, 11, 12))
