@@ -39,7 +39,7 @@ class Restarts:
             self._recent.popleft()
         if len(self._recent) == MAX_RESTARTS:
             return None
-        pause_s = FIRST_PAUSE_S * 2 ** len(self._recent)
+        pause_s: float = FIRST_PAUSE_S * 2 ** len(self._recent)
         self._recent.append(self._served_s)
         self.num += 1
         return pause_s
