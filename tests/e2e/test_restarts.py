@@ -21,6 +21,8 @@ from common.runtime.restarts import MAX_RESTARTS
 
 NUM_REQUESTS = int(os.environ.get("RESTART_REQUESTS", 24))
 """In flight when something befalls a process; 300 in the run that is asked for by hand."""
+PATIENT = ("--heartbeat-timeout-s", "5")
+"""Many processes share the machine: nobody is taken for lost who is only slow."""
 SEEN_TOKENS = 8
 """Of an answer that a decode worker is generating when something befalls it."""
 
@@ -149,7 +151,7 @@ class Answers:
 @pytest.fixture(scope="module")
 def answers(checkpoint: Callable[[str], Path]) -> Iterator[Answers]:
     folder = checkpoint("llama")
-    with Stack("--model", str(folder), "--prefill", "2", "--decode", "2") as stack:
+    with Stack("--model", str(folder), "--prefill", "2", "--decode", "2", *PATIENT) as stack:
         assert stack.ready.startswith("ready"), stack.wait()
         yield Answers(stack, folder)
         code, log = stack.end(signal.SIGTERM)
@@ -200,7 +202,7 @@ async def test_streams_wait_for_the_only_worker_of_a_role(checkpoint: Callable[[
     """Longer than a gateway waits by itself, however long that takes."""
     folder = checkpoint("llama")
     requests = bodies(4)
-    with Stack("--model", str(folder)) as stack:
+    with Stack("--model", str(folder), *PATIENT) as stack:
         async with new_session() as session:
             expected = [await ask(session, stack.url, request) for request in requests]
             for role in ("decode", "prefill"):
