@@ -15,7 +15,7 @@ import pytest
 from chaos.client import Outcome, ask
 from near_ties import is_near_tie
 from served import Stack
-from stack import prompt, until, wait_until
+from stack import START_TIMEOUT_S, prompt, until, wait_until
 
 from common.runtime.restarts import MAX_RESTARTS
 
@@ -64,7 +64,7 @@ async def worker(session: aiohttp.ClientSession, url: str, address: str) -> dict
 
 async def busy(session: aiohttp.ClientSession, url: str, role: str, number: int = NUM_REQUESTS) -> str:
     """Wait until half of so many requests are in flight, and a worker has its part of some; its address."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             view = await pools(session, url)
             if view["in_flight"] >= number / 2:
@@ -79,7 +79,7 @@ async def busy(session: aiohttp.ClientSession, url: str, role: str, number: int 
 
 async def becomes(condition: Callable[[], Any]) -> None:
     """Wait until an awaitable condition holds."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(START_TIMEOUT_S):
         while not await condition():
             await asyncio.sleep(0.02)
 
@@ -176,7 +176,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(answers: Answers, befalls: C
     if befalls is killed:
         (line,) = stack.logged(rf"{role}-\d ended with signal SIGKILL")
         assert "restart 1 begins in 0.5 s" in line
-        await until(lambda: bool(stack.logged(rf"{role}-\d serves again")), "it does not say so")
+        await until(lambda: bool(stack.logged(rf"{role}-\d serves again")), "it does not say so", START_TIMEOUT_S)
 
 
 async def test_a_gateway_that_dies_is_back_at_its_ports(answers: Answers) -> None:
@@ -190,7 +190,7 @@ async def test_a_gateway_that_dies_is_back_at_its_ports(answers: Answers) -> Non
         os.kill(pid, signal.SIGKILL)
         for outcome in await asyncio.gather(*asking, return_exceptions=True):
             assert isinstance(outcome, aiohttp.ClientError) or outcome in answers.expected, "it was cut, or had ended"
-        await until(lambda: bool(stack.logged("gateway serves again")), "no gateway")
+        await until(lambda: bool(stack.logged("gateway serves again")), "no gateway", START_TIMEOUT_S)
         await until(lambda: not stack.leftovers(), "what nobody waits for is not given up")
         assert (await pools(session, url))["admin_port"] == admin_port
         found = list(await asyncio.gather(*(ask(session, url, body) for body in bodies())))
@@ -244,7 +244,7 @@ def taken(port: int) -> socket.socket | None:
     return listener
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_after_five_restarts_it_gives_up_and_says_why() -> None:
     """Somebody has taken the port of a gateway that has died."""
     with Stack("--prefill", "0") as stack:
@@ -255,7 +255,7 @@ def test_after_five_restarts_it_gives_up_and_says_why() -> None:
         port = int(stack.url.rpartition(":")[2])
         wait_until(lambda: bool(thief.extend(filter(None, [taken(port)])) or thief), "the port is not free")
         with thief[0]:
-            wait_until(lambda: stack.popen.poll() is not None, "it does not give up", 120)
+            wait_until(lambda: stack.popen.poll() is not None, "it does not give up", 2 * START_TIMEOUT_S)
         code, log = stack.wait()
     assert code == 2
     assert "Traceback" not in log, log
