@@ -25,8 +25,10 @@ class Local:
 
 @contextmanager
 def local_stack(options: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Iterator[Local]:
-    """Start `baton serve` on a free port with `options` and `BATON_*` variables; end it afterwards."""
-    command = [sys.executable, "-m", "common.runtime.cli", "serve", "--port", "0", "--log-level", "warning", *options]
+    """Start `baton serve` on a free port with `options` and `BATON_*` variables; end it afterwards. Nothing is measured
+    of a stack in which a process has died."""
+    command = [sys.executable, "-m", "common.runtime.cli", "serve", "--port", "0", "--restart", "never"]
+    command += ["--log-level", "warning", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")} | dict(env or {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

@@ -76,7 +76,8 @@ async def run(
 ) -> tuple[list[list[int]], list[dict[str, float]]]:
     """Every request's tokens, at most `in_flight` at a time, and the decode worker's counters over time."""
     os.environ.update(environment)
-    settings = ServeSettings(model=str(folder), port=0, kv_cache_bytes=num_blocks * BLOCK_BYTES, log_level="warning")
+    size = num_blocks * BLOCK_BYTES
+    settings = ServeSettings(model=str(folder), port=0, kv_cache_bytes=size, log_level="warning", restart="never")
     stack = LocalStack(settings)
     samples: list[dict[str, float]] = []
     try:

@@ -150,7 +150,8 @@ async def measure(stack: LocalStack, local: Local, folder: Path, args: argparse.
 async def run(folder: Path, args: argparse.Namespace) -> list[dict[str, object]]:
     """The stack, and everything played to it."""
     os.environ["BATON_NUM_THREADS"] = "1"
-    stack = LocalStack(ServeSettings(model=str(folder), port=0, prefill=2, decode=2, log_level="warning"))
+    settings = ServeSettings(model=str(folder), port=0, prefill=2, decode=2, log_level="warning", restart="never")
+    stack = LocalStack(settings)
     try:
         return await measure(stack, Local(await stack.start(), {}), folder, args)
     finally:

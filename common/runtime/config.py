@@ -303,6 +303,9 @@ class ServeSettings(ProcessSettings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
     kv_cache_bytes: int = Field(256 * 2**20, ge=1, description="bytes of the KV cache of each worker")
+    restart: Literal["always", "never"] = Field(
+        "always", description="whether a process that ends is started again; never: the stack ends with it"
+    )
     grace_s: float = Field(10.0, gt=0, le=600, description="seconds that processes get to end on Ctrl-C")
 
 

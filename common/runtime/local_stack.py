@@ -1,7 +1,8 @@
 """`baton serve`: gateway and workers as separate processes on this machine, started, watched and ended together.
 
-Nothing is restarted silently: when one process ends, the stack says which one and ends. With `--prefill 0` there are
-decode workers alone, which compute the prompts too, and share the cores among themselves.
+A process that ends is started again with the same ports (`Restarts` says when), and the others serve meanwhile: to them
+it is a worker, or a gateway, that has crashed. Nothing is restarted silently, nor while the stack starts. With
+`--prefill 0` there are decode workers alone, which compute the prompts too, and share the cores among themselves.
 """
 
 from __future__ import annotations
@@ -19,22 +20,35 @@ from dataclasses import dataclass, field
 
 from common.contract.errors import OperatorError
 from common.runtime.checkpoint import DEMO_FOLDER, resolve_model
-from common.runtime.config import ServeSettings, load
+from common.runtime.clock import monotonic
+from common.runtime.config import ENV_PREFIX, ServeSettings, load
 from common.runtime.lifecycle import end_with_parent, exit_on_operator_error, run
 from common.runtime.logs import configure_logging
+from common.runtime.restarts import MAX_RESTARTS, WINDOW_S, Restarts
 
 log = logging.getLogger(__name__)
 
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+_PATIENCE_S = "86400"
+"""As long as a gateway can be told to wait for a worker."""
 
 
 @dataclass(eq=False)
 class Child:
-    """One process of the stack and what it has announced."""
+    """One process of the stack, in all its lives, and what its present one has announced."""
 
     name: str
-    process: asyncio.subprocess.Process
+    role: str
+    options: Sequence[str]
+    restarts: Restarts = field(default_factory=Restarts)
+    process: asyncio.subprocess.Process | None = None
     facts: dict[str, object] = field(default_factory=dict)
+    listener: asyncio.Task[None] | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a process."""
+        return self.process is not None and self.process.returncode is None
 
 
 class LocalStack:
@@ -43,36 +57,42 @@ class LocalStack:
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         self._children: list[Child] = []
+        self._keepers: list[asyncio.Task[None]] = []
+        """One for each child. They end only by what ends the stack."""
+        self._ports: list[socket.socket] = []
         self._changed = asyncio.Condition()
         """Notified of every announcement of a process."""
-        self._listeners: list[asyncio.Task[None]] = []
+        self._serves = False
+        """Whether all processes have been ready: before, none that ends is restarted."""
         self._screen = _Progress()
 
     async def start(self) -> str:
         """Start everything; the gateway's URL once the stack can serve. Raises `OperatorError`."""
         settings = self._settings
-        _require_free_port(settings.host, settings.port)
+        port = self._reserve(settings.host, settings.port, "the API's port ")
+        admin_port = self._reserve("127.0.0.1", settings.admin_port, "the admin port ")
         workers = [("prefill", i) for i in range(settings.prefill)] + [("decode", i) for i in range(settings.decode)]
         threads = max(1, (os.cpu_count() or 1) // len(workers))
         common = ["--model", settings.model, "--log-level", settings.log_level, "--log-format", settings.log_format]
         common += ["--heartbeat-interval-s", str(settings.heartbeat_interval_s)]
         common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
         common += [] if settings.curve_keys is None else ["--curve-keys", settings.curve_keys]
+        addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         for role, index in workers:
+            control, http = (self._reserve("127.0.0.1", 0) for _ in range(2))
+            addresses[role].append(f"127.0.0.1:{control}")
             options = ["--num-threads", str(threads), "--kv-cache-bytes", str(settings.kv_cache_bytes)]
             options += ["--dtype", settings.dtype, "--transport", settings.transport, "--device", settings.device]
-            options += ["--host", "127.0.0.1", "--control-port", "0", "--http-port", "0"]
-            await self._spawn(f"{role}-{index}", role, [*common, *options])
-        addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
-        for child in self._children:
-            addresses[child.name.split("-")[0]].append(str(await self._fact(child, "control")))
-        options = ["--host", settings.host, "--port", str(settings.port)]
+            options += ["--host", "127.0.0.1", "--control-port", str(control), "--http-port", str(http)]
+            self._children.append(Child(f"{role}-{index}", role, [*common, *options]))
+        options = ["--host", settings.host, "--port", str(port)]
         options += ["--prefill-workers", ",".join(addresses["prefill"])]
         options += ["--decode-workers", ",".join(addresses["decode"])]
-        options += ["--admin-port", str(settings.admin_port), "--explain-routing"]
-        await self._spawn("gateway", "gateway", [*common, *options])
-        for child in self._children:
-            await self._fact(child, "ready")
+        options += ["--admin-port", str(admin_port), "--explain-routing"]
+        self._children.append(Child("gateway", "gateway", [*common, *options]))
+        self._keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
+        await self._all_ready()
+        self._serves = True
         self._screen.clear()
         return str(self._children[-1].facts["url"])
 
@@ -88,87 +108,131 @@ class LocalStack:
         return {child.name: str(child.facts["http"]) for child in self._children if "http" in child.facts}
 
     async def watch(self) -> None:
-        """Return when a process has ended by itself. Raises `OperatorError`, naming it."""
-        waits = {asyncio.create_task(child.process.wait()): child for child in self._children}
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        ended = ", ".join(f"{waits[task].name} with {_describe_exit(task.result())}" for task in done)
-        raise OperatorError(f"ended unexpectedly: {ended}; the stack stops (see the log above)")
+        """Wait until a process has ended that is not started again. Raises `OperatorError`, naming it."""
+        done, _ = await asyncio.wait(self._keepers, return_when=asyncio.FIRST_COMPLETED)
+        for keeper in done:
+            keeper.result()
 
     async def stop(self) -> None:
         """End every process: the gateway, which lets open requests finish for a while, and then the workers."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
         await self._end([child for child in self._children if child.name == "gateway"])
         await self._end(self._children)
-        for listener in self._listeners:
-            listener.cancel()
-        await asyncio.gather(*self._listeners, return_exceptions=True)
+        for child in self._children:
+            await _dismiss(child.listener)
+        for port in self._ports:
+            port.close()
 
     async def _end(self, children: Sequence[Child]) -> None:
         """SIGTERM, and SIGKILL to whoever outlives the grace period."""
-        for child in children:
-            if child.process.returncode is None:
-                child.process.send_signal(signal.SIGTERM)
-        waits = [asyncio.create_task(child.process.wait()) for child in children]
-        if waits:
-            await asyncio.wait(waits, timeout=self._settings.grace_s)
-        for child in children:
-            if child.process.returncode is None:
-                log.error("%s did not end within %.0f s; killing it", child.name, self._settings.grace_s)
-                child.process.kill()
-                await child.process.wait()
+        running = [(child.name, child.process) for child in children if child.process is not None and child.runs]
+        for _, process in running:
+            process.send_signal(signal.SIGTERM)
+        if running:
+            await asyncio.wait(
+                [asyncio.create_task(process.wait()) for _, process in running], timeout=self._settings.grace_s
+            )
+        for name, process in running:
+            if process.returncode is None:
+                log.error("%s did not end within %.0f s; killing it", name, self._settings.grace_s)
+                process.kill()
+                await process.wait()
 
-    async def _spawn(self, name: str, role: str, options: Sequence[str]) -> None:
+    def _reserve(self, host: str, port: int, what: str = "") -> int:
+        """Bind a port (0: any free one) without listening, for as long as the stack lives: in between two lives of its
+        process the kernel gives it to nobody else. That process can listen on it: both sockets have `SO_REUSEADDR`.
+        Raises `OperatorError` at once, not after the models are loaded, when it is taken."""
+        reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._ports.append(reserved)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            reserved.bind((host, port))
+        except OSError as error:
+            raise OperatorError(f"cannot bind {what}{host}:{port}: {error.strerror}") from error
+        bound: int = reserved.getsockname()[1]
+        return bound
+
+    # --- one process -------------------------------------------------------------------------------------------------
+
+    async def _keep(self, child: Child) -> None:
+        """Start a process, and start it again when it has ended. Raises `OperatorError` when it shall not be."""
+        while True:
+            process = await self._spawn(child)
+            how = _describe_exit(await process.wait())
+            if not self._serves:
+                raise OperatorError(f"{child.name} ended with {how} while starting (see the log above)")
+            if self._settings.restart == "never":
+                raise OperatorError(f"ended unexpectedly: {child.name} with {how}; the stack stops (see the log above)")
+            pause_s = child.restarts.ended(monotonic())
+            if pause_s is None:
+                raise OperatorError(
+                    f"{child.name} ended with {how} after {MAX_RESTARTS} restarts in {WINDOW_S:.0f} s of service; the "
+                    "stack gives it up and stops (see the log above)"
+                )
+            log.error("%s ended with %s; restart %d begins in %.1f s", child.name, how, child.restarts.num, pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
+        """Begin a life of a process."""
+        await _dismiss(child.listener)
+        child.facts.clear()
         reader, writer = os.pipe()
         try:
-            process = await asyncio.create_subprocess_exec(
+            child.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                _MODULES[role],
-                *options,
+                _MODULES[child.role],
+                *child.options,
                 "--announce-fd",
                 str(writer),
                 "--end-with-parent",
                 str(os.getpid()),
                 pass_fds=(writer,),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=_environment(),
+                env=_environment(self._settings),
                 start_new_session=True,  # Ctrl-C reaches the stack alone, which then ends its processes in order
             )
         finally:
             os.close(writer)
-        child = Child(name, process)
-        self._children.append(child)
-        self._listeners.append(asyncio.create_task(self._listen(child, reader)))
+        child.listener = asyncio.create_task(self._listen(child, reader))
+        return child.process
 
     async def _listen(self, child: Child, fd: int) -> None:
         """Collect what a process announces, until it closes the pipe."""
+        began = monotonic()
         stream = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(fd, "rb"))
         try:
             while line := await stream.readline():
+                facts = json.loads(line)
                 async with self._changed:
-                    child.facts.update(json.loads(line))
+                    child.facts.update(facts)
                     self._changed.notify_all()
                 self._screen.show(self._children)
+                if facts.get("ready"):
+                    child.restarts.ready(monotonic())
+                    if child.restarts.num > 0:
+                        log.warning("%s serves again, %.1f s after it was started", child.name, monotonic() - began)
         finally:
             transport.close()
-            async with self._changed:
-                child.facts["ended"] = True
-                self._changed.notify_all()
 
-    async def _fact(self, child: Child, name: str) -> object:
-        """Wait until a process has announced `name`. Raises `OperatorError` if any process ends before."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: name in child.facts or any("ended" in c.facts for c in self._children))
-        for each in self._children:
-            if "ended" in each.facts:
-                code = await each.process.wait()
-                raise OperatorError(f"{each.name} ended with {_describe_exit(code)} while starting (see the log above)")
-        return child.facts[name]
+    async def _all_ready(self) -> None:
+        """Wait until every process is. Raises `OperatorError` if one ends before."""
+
+        async def ready() -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: all(child.facts.get("ready") for child in self._children))
+
+        waiting = asyncio.create_task(ready())
+        try:
+            done, _ = await asyncio.wait([waiting, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            waiting.cancel()
 
 
 class _Progress:
@@ -178,13 +242,14 @@ class _Progress:
         self._on = sys.stderr.isatty()
 
     def show(self, children: Sequence[Child]) -> None:
-        if self._on and not all(child.facts.get("ready") for child in children):
+        if self._on:
             states = "  ".join(f"{child.name} {_describe(child.facts)}" for child in children)
             print(f"\r\033[K{states[:118]}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self._on:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._on = False
 
 
 def _describe(facts: dict[str, object]) -> str:
@@ -199,22 +264,20 @@ def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _environment() -> dict[str, str]:
-    """This process's: `BATON_*` reaches the roles too, beneath the options given here. Idle OpenMP threads sleep."""
-    return os.environ | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"), "PYTHONUNBUFFERED": "1"}
+def _environment(settings: ServeSettings) -> dict[str, str]:
+    """This process's: `BATON_*` reaches the roles too, beneath the options given here. Idle OpenMP threads sleep.
+    Requests whose worker comes back wait for it as long as their own time allows, unless a variable says otherwise."""
+    defaults = {"OMP_WAIT_POLICY": "passive"}
+    if settings.restart == "always":
+        defaults[f"{ENV_PREFIX}PATIENCE_S"] = _PATIENCE_S
+    return defaults | os.environ | {"PYTHONUNBUFFERED": "1"}
 
 
-def _require_free_port(host: str, port: int) -> None:
-    """Raise `OperatorError` at once, not after the models are loaded, when the API's port is taken."""
-    if port == 0:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise OperatorError(f"cannot bind the API's port {host}:{port}: {error.strerror}") from error
+async def _dismiss(listener: asyncio.Task[None] | None) -> None:
+    """Hear no more of a life that is over; somebody whom that process has started may hold its pipe."""
+    if listener is not None:
+        listener.cancel()
+        await asyncio.gather(listener, return_exceptions=True)
 
 
 def _curl(url: str, model: str) -> str:

@@ -59,6 +59,7 @@ def worker_view(worker: WorkerView) -> dict[str, object]:
         "phase": said.phase.value if said else None,
         "refused": worker.refused,
         "stalled": worker.stalled,
+        "restarts": worker.restarts,
         "transport": worker.welcome.transport if worker.welcome else None,
         "in_flight": worker.in_flight,
         "running": load.running if load else None,

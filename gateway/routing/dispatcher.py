@@ -272,6 +272,7 @@ class Dispatcher(Collector):
                 "usable": worker.usable,
                 "transport": worker.welcome.transport if worker.welcome else None,
                 "refused": worker.refused,
+                "restarts": worker.restarts,
                 "in_flight": worker.in_flight,
                 "blocks_used": worker.load.blocks_used if worker.load else None,
                 "blocks_total": worker.load.blocks_total if worker.load else None,
@@ -300,6 +301,12 @@ class Dispatcher(Collector):
         for role in (Role.PREFILL, Role.DECODE):
             usable.add_metric([role], len(self._registry.usable(role)))
         yield usable
+        restarts = CounterMetricFamily(
+            "baton_gateway_worker_restarts", "Times that a worker's address was another process's.", labels=["role"]
+        )
+        for role in (Role.PREFILL, Role.DECODE):
+            restarts.add_metric([role], self._registry.num_restarts[role])
+        yield restarts
         yield GaugeMetricFamily(
             "baton_gateway_prefix_blocks", "Cached blocks that workers have told of.", self._index.num_blocks
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -47,6 +47,8 @@ class WorkerView:
     """The number of its last session, of all workers': one that is larger has begun later."""
     life: Incarnation | None = None
     """The last one whose session was open: requests are counted for each."""
+    restarts: int = 0
+    """How often another life has taken the place of the last one."""
     welcome: Welcome | None = None
     load: Heartbeat | None = None
     """The last heartbeat of this session."""
@@ -144,6 +146,8 @@ class Registry:
         self.colocated = not prefill if colocated is None else colocated
         """Whether decode workers are there to compute every prompt."""
         self._sessions = itertools.count(1)
+        self.num_restarts: Counter[Role] = Counter()
+        """Times that another life of a worker was met at its address."""
 
     def add(self, role: Role, endpoint: Endpoint) -> None:
         """There is a worker at an address where none was known."""
@@ -172,6 +176,9 @@ class Registry:
         worker.session = next(self._sessions)
         worker.forget_given()
         if worker.life != incarnation:
+            if worker.life is not None:
+                worker.restarts += 1
+                self.num_restarts[worker.role] += 1
             worker.life = incarnation
             worker.in_flight = 0
         worker.refused, worker.stalled = None, False

@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from near_ties import margin_at
+from near_ties import is_near_tie
 from stack import BLOCK_BYTES, prompt
 
 from benchmarks.record import record
@@ -32,8 +32,6 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 NUM_BLOCKS = 256
 CONCURRENCY = 8
-NEAR_TIE = 1e-5
-"""A difference is excused, and counted, where a logit or a probability that far off would have made it."""
 KILL_SPACING_S = 4.0
 """Between two kills: a request whose worker is killed, too, while it computes nothing else is refused, and rightly."""
 
@@ -155,7 +153,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(
                 await asyncio.to_thread(stage.revive)
             different = [index for index in range(number) if found[index] != expected[index]]
             wrong = [
-                index for index in different if not _near_tie(folder, bodies[index], expected[index], found[index])
+                index for index in different if not is_near_tie(folder, bodies[index], expected[index], found[index])
             ]
             text = gateway.get("/metrics")
         num_near_ties = len(different) - len(wrong)
@@ -189,15 +187,3 @@ async def _all(session: aiohttp.ClientSession, url: str, bodies: list[dict[str, 
             return await ask(session, url, request)
 
     return list(await asyncio.gather(*(one(request) for request in bodies)))
-
-
-def _near_tie(folder: Path, request: dict[str, Any], expected: Outcome, found: Outcome) -> bool:
-    """Whether the first difference is where another batch may decide otherwise."""
-    pairs = zip(expected.tokens, found.tokens, strict=False)
-    first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-    same_otherwise = (found.error, found.reason, found.usage) == ("", expected.reason, expected.usage)
-    if first is None or not same_otherwise:
-        return False
-    margin = margin_at(folder, request, first)
-    print(f"{request['temperature']=} output token {first}: margin {margin:.2g}")
-    return margin < NEAR_TIE

@@ -310,6 +310,19 @@ async def test_a_crowd_at_a_worker_stays_in_its_card(browser: Browser, width: in
         assert await seen.accessibility() == []
 
 
+async def test_a_worker_that_was_restarted_says_so(browser: Browser) -> None:
+    async with serve_dashboard() as server, visit(browser, server.url) as seen:
+        page = await seen.live()
+        decode, prefill = (page.locator(f"#{role}-workers .address") for role in ("decode", "prefill"))
+        assert await decode.text_content() == "d:1 · zmq"
+        for _ in range(2):
+            server.bench.lose("d:1")
+            server.bench.open("d:1", restarted=True)
+        await page.get_by_text("d:1 · zmq · restarted 2×").wait_for()
+        assert await prefill.text_content() == "p:1 · zmq"
+        assert await seen.accessibility() == []
+
+
 async def test_without_prefill_workers_there_is_one_pool(browser: Browser) -> None:
     async with serve_dashboard(prefill=()) as server, visit(browser, server.url) as seen:
         page = await seen.live()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -12,10 +11,7 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
-import threading
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +19,12 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from stack import leftovers_in, wait_until
+from served import Stack
+from stack import wait_until
 
 from common.runtime.checkpoint import DEMO_FOLDER
 
 MIRA = "The code of Mira is 4817. The code of Otto is 2093. What is the code of Mira?"
-_numbers = itertools.count()
 
 
 def open_sockets() -> dict[str, int]:
@@ -56,72 +52,6 @@ def listening(stack: Stack) -> set[int]:
     owners = open_sockets()
     found = [(int(line[1].rpartition(":")[2], 16), owners.get(line[9])) for line in lines if line[3] == "0A"]
     return {port for port, pid in found if pid is None or is_of(stack, pid)}
-
-
-class Stack:
-    """A running `baton serve`."""
-
-    def __init__(self, *options: str, wait: bool = True) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-        self.mark = f"STACK={next(_numbers)}-of-{os.getpid()}"
-        environment |= dict([self.mark.split("=")])
-        self.shared_memory = set(os.listdir("/dev/shm"))
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "common.runtime.cli", "serve", "--port", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        self.log: list[str] = []
-        self._logger = threading.Thread(target=self._collect_log, daemon=True)
-        self._logger.start()
-        assert self.popen.stdout is not None
-        self.ready = self.popen.stdout.readline() if wait else ""
-        self.url = ""
-        if found := re.search(r"http://[0-9.]+:\d+", self.ready):
-            self.url = found.group()
-
-    def __enter__(self) -> Stack:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Whatever a test came to, nothing goes on running."""
-        if self.popen.poll() is None:
-            self.popen.kill()
-        self.popen.wait()
-
-    def children(self) -> list[int]:
-        path = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children")
-        return [int(pid) for pid in path.read_text().split()]
-
-    def leftovers(self) -> list[dict[str, int]]:
-        """What the workers hold that they should not hold at rest."""
-        probes = [match.group(1) for line in self.log if (match := re.search(r"probes on (\S+)", line))]
-        assert len(probes) == len(self.children()) - 1
-        left = []
-        for probe in probes:
-            with urllib.request.urlopen(f"http://{probe}/ready", timeout=10) as response:
-                left.append(leftovers_in(json.load(response)))
-        return [each for each in left if each]
-
-    def wait(self) -> tuple[int, str]:
-        """Its exit code and everything that it logged."""
-        code = self.popen.wait(timeout=40)
-        self._logger.join(5)
-        return code, "\n".join(self.log)
-
-    def end(self, number: int) -> tuple[int, str]:
-        """Signal the stack and wait."""
-        self.popen.send_signal(number)
-        return self.wait()
-
-    def _collect_log(self) -> None:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            self.log.append(line.rstrip())
 
 
 @pytest.fixture(scope="module")
@@ -362,8 +292,8 @@ def test_it_ends_cleanly_and_leaves_nothing(number: int) -> None:
         wait_until(lambda: set(os.listdir("/dev/shm")) <= stack.shared_memory, "shared memory is left")
 
 
-def test_a_worker_that_dies_ends_the_stack_with_its_name() -> None:
-    with Stack() as stack:
+def test_with_restart_never_a_worker_that_dies_ends_the_stack_with_its_name() -> None:
+    with Stack("--restart", "never") as stack:
         for pid in stack.children():
             if b"decode_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)

@@ -121,6 +121,14 @@ async def test_workers_say_what_they_do(bench: Bench) -> None:
     assert (lost["connected"], lost["usable"], lost["phase"], lost["prompt_tokens_per_s"]) == (False, False, None, None)
 
 
+async def test_restarts_show_in_the_view_in_what_operators_are_told_and_as_a_metric(bench: Bench) -> None:
+    bench.lose(D)
+    bench.open(D, restarted=True)
+    assert [worker["restarts"] for worker in seen(bench)["workers"]] == [0, 1]
+    assert {worker["id"]: worker["restarts"] for worker in bench.dispatcher.workers()} == {P: 0, D: 1}
+    assert [bench.counted("worker_restarts_total", role=role) for role in ("prefill", "decode")] == [0, 1]
+
+
 async def test_the_list_is_bounded_and_the_count_is_not(bench: Bench) -> None:
     for _ in range(MAX_REQUESTS + 3):
         await bench.request()

@@ -219,6 +219,23 @@ def test_a_session_that_opens_again_in_the_same_life_never_counts_below_zero(reg
     assert in_flight(registry, D1) == 1
 
 
+def test_a_restart_is_another_life_at_the_same_address(registry: Registry) -> None:
+    def restarts() -> tuple[int, int, int]:
+        return registry.workers[D1].restarts, registry.num_restarts[Role.DECODE], registry.num_restarts[Role.PREFILL]
+
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    assert restarts() == (0, 0, 0), "the first life is no restart"
+    registry.lost(D1)
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    assert restarts() == (0, 0, 0), "it was only out of reach"
+    registry.lost(D1)
+    assert restarts() == (0, 0, 0), "nobody has come back yet"
+    registry.opened(D1, NEXT_LIFE, welcome(Role.DECODE))
+    assert restarts() == (1, 1, 0)
+    registry.remove(D1)
+    assert registry.num_restarts == {Role.DECODE: 1}, "the metric never goes down"
+
+
 # --- roles -----------------------------------------------------------------------------------------------------------
 
 

@@ -200,7 +200,7 @@ class WorkerCard {
     setText(this.running, count(worker.running));
     setText(this.waiting, count(worker.waiting));
     setText(this.rate, count(rateOf(worker)));
-    setText(this.address, worker.transport ? `${worker.id} · ${worker.transport}` : worker.id);
+    setText(this.address, describeProcess(worker));
     this.verb = worker.phase === 'draining' || worker.phase === 'drained' ? 'resume' : 'drain';
     setText(this.button, this.verb === 'drain' ? 'Drain' : 'Resume');
     this.button.setAttribute('aria-label', `${this.verb === 'drain' ? 'Drain' : 'Resume'} ${this.name}`);
@@ -234,6 +234,11 @@ class WorkerCard {
 function lengthOf(request) {
   if (request.stage !== 'decode' && request.stage !== 'moving') return 10;
   return Math.round(10 + Math.min(46, 6 * Math.log2(1 + request.tokens / 4)));
+}
+
+function describeProcess(worker) {
+  const restarts = worker.restarts ? `restarted ${worker.restarts}×` : null;
+  return [worker.id, worker.transport, restarts].filter(Boolean).join(' · ');
 }
 
 function rateOf(worker) {

@@ -1,0 +1,266 @@
+"""`baton serve` goes on when one of its processes dies: nothing is lost but what only a dead gateway knew."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from chaos.client import Outcome, ask
+from near_ties import is_near_tie
+from served import Stack
+from stack import START_TIMEOUT_S, prompt, until, wait_until
+
+from common.runtime.restarts import MAX_RESTARTS
+
+NUM_REQUESTS = int(os.environ.get("RESTART_REQUESTS", 24))
+"""In flight when something befalls a process; 300 in the run that is asked for by hand."""
+PATIENT = ("--heartbeat-timeout-s", "5")
+"""Many processes share the machine: nobody is taken for lost who is only slow."""
+SEEN_TOKENS = 8
+"""Of an answer that a decode worker is generating when something befalls it."""
+
+
+def bodies(number: int = NUM_REQUESTS) -> list[dict[str, Any]]:
+    """Requests of their own: greedy or seeded, short or long, streaming or not."""
+    return [
+        {
+            "prompt": prompt(1000 + index, (40, 150, 400)[index % 3]),
+            "max_tokens": 600,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "stream": index % 4 != 0,
+            **({"temperature": 1.0, "top_k": 20, "seed": index} if index % 2 else {"temperature": 0.0}),
+        }
+        for index in range(number)
+    ]
+
+
+def new_session() -> aiohttp.ClientSession:
+    """For as many requests at once as a test likes."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=180), read_bufsize=2**20
+    )
+
+
+async def pools(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with session.get(f"{url}/pools") as response:
+        view: dict[str, Any] = await response.json()
+        return view
+
+
+async def worker(session: aiohttp.ClientSession, url: str, address: str) -> dict[str, Any]:
+    """What operators are told of a worker."""
+    admin_port = (await pools(session, url))["admin_port"]
+    async with session.get(f"http://127.0.0.1:{admin_port}/workers") as response:
+        return next(each for each in (await response.json())["workers"] if each["id"] == address)
+
+
+async def busy(session: aiohttp.ClientSession, url: str, role: str, number: int = NUM_REQUESTS) -> str:
+    """Wait until half of so many requests are in flight, and a worker has its part of some; its address."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            view = await pools(session, url)
+            if view["in_flight"] >= number / 2:
+                decoding = {each["decode"] for each in view["requests"] if each["tokens"] >= SEEN_TOKENS}
+                of_role = [each for each in view["workers"] if each["role"] == role]
+                for each in sorted(of_role, key=lambda each: -each["in_flight"]):
+                    if (each["in_flight"] and role == "prefill") or each["id"] in decoding:
+                        return str(each["id"])
+                if decoding and role == "prefill":
+                    return str(of_role[0]["id"])  # every prompt has been computed already
+
+
+async def becomes(condition: Callable[[], Any]) -> None:
+    """Wait until an awaitable condition holds."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+def pid_at(stack: Stack, address: str) -> int:
+    pid = stack.pid_of(f"--control-port {address.rpartition(':')[2]}")
+    assert pid is not None
+    return pid
+
+
+async def back(session: aiohttp.ClientSession, url: str, address: str, restarts: int) -> None:
+    """Wait until a worker has been restarted so often, and is used again."""
+
+    async def condition() -> bool:
+        found = await worker(session, url, address)
+        return bool(found["usable"] and found["restarts"] == restarts)
+
+    await becomes(condition)
+
+
+async def killed(session: aiohttp.ClientSession, stack: Stack, address: str) -> None:
+    before = (await worker(session, stack.url, address))["restarts"]
+    os.kill(pid_at(stack, address), signal.SIGKILL)
+    await back(session, stack.url, address, before + 1)
+
+
+async def frozen(session: aiohttp.ClientSession, stack: Stack, address: str) -> None:
+    """Until the gateway has lost it; then it wakes up."""
+
+    async def lost() -> bool:
+        return not (await worker(session, stack.url, address))["usable"]
+
+    pid = pid_at(stack, address)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await becomes(lost)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def failovers(session: aiohttp.ClientSession, url: str) -> float:
+    async with session.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("baton_gateway_failovers_total{"))
+
+
+class Answers:
+    """Two prefill and two decode workers, and what they answer when nothing happens."""
+
+    def __init__(self, stack: Stack, folder: Path) -> None:
+        self.stack = stack
+        self.folder = folder
+        self.expected = asyncio.run(self._undisturbed())
+        assert {outcome.error for outcome in self.expected} == {""}
+
+    async def _undisturbed(self) -> list[Outcome]:
+        async with new_session() as session:
+            return list(await asyncio.gather(*(ask(session, self.stack.url, body) for body in bodies())))
+
+    def wrong(self, found: list[Outcome]) -> list[tuple[str, Outcome, Outcome]]:
+        """Answers that are not what they would have been, near ties excepted."""
+        return [
+            (outcome.error, outcome, expected)
+            for body, expected, outcome in zip(bodies(), self.expected, found, strict=True)
+            if outcome != expected and not is_near_tie(self.folder, body, expected, outcome)
+        ]
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Callable[[str], Path]) -> Iterator[Answers]:
+    folder = checkpoint("llama")
+    with Stack("--model", str(folder), "--prefill", "2", "--decode", "2", *PATIENT) as stack:
+        assert stack.ready.startswith("ready"), stack.wait()
+        yield Answers(stack, folder)
+        code, log = stack.end(signal.SIGTERM)
+    assert code == 0, log
+    assert "Traceback" not in log, log
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("befalls", [killed, frozen])
+async def test_nothing_is_lost_and_nothing_is_wrong(answers: Answers, befalls: Callable[..., Any], role: str) -> None:
+    stack = answers.stack
+    async with new_session() as session:
+        before = await failovers(session, stack.url)
+        asking = [asyncio.create_task(ask(session, stack.url, body)) for body in bodies()]
+        address = await busy(session, stack.url, role)
+        await befalls(session, stack, address)
+        found = list(await asyncio.gather(*asking))
+        assert not answers.wrong(found)
+        assert role == "prefill" or await failovers(session, stack.url) > before, "nobody was there"
+        await until(lambda: not stack.leftovers(), "something is left")
+    if befalls is killed:
+        (line,) = stack.logged(rf"{role}-\d ended with signal SIGKILL")
+        assert "restart 1 begins in 0.5 s" in line
+        await until(lambda: bool(stack.logged(rf"{role}-\d serves again")), "it does not say so", START_TIMEOUT_S)
+
+
+async def test_a_gateway_that_dies_is_back_at_its_ports(answers: Answers) -> None:
+    stack, url = answers.stack, answers.stack.url
+    async with new_session() as session:
+        asking = [asyncio.create_task(ask(session, url, body)) for body in bodies()]
+        await busy(session, url, "decode")
+        admin_port = (await pools(session, url))["admin_port"]
+        pid = stack.pid_of("-m gateway")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        for outcome in await asyncio.gather(*asking, return_exceptions=True):
+            assert isinstance(outcome, aiohttp.ClientError) or outcome in answers.expected, "it was cut, or had ended"
+        await until(lambda: bool(stack.logged("gateway serves again")), "no gateway", START_TIMEOUT_S)
+        await until(lambda: not stack.leftovers(), "what nobody waits for is not given up")
+        assert (await pools(session, url))["admin_port"] == admin_port
+        found = list(await asyncio.gather(*(ask(session, url, body) for body in bodies())))
+        assert not answers.wrong(found)
+    assert len(stack.logged("gateway ended with signal SIGKILL; restart 1 begins in 0.5 s")) == 1
+
+
+async def test_streams_wait_for_the_only_worker_of_a_role(checkpoint: Callable[[str], Path]) -> None:
+    """Longer than a gateway waits by itself, however long that takes."""
+    folder = checkpoint("llama")
+    requests = bodies(4)
+    with Stack("--model", str(folder), *PATIENT) as stack:
+        async with new_session() as session:
+            expected = [await ask(session, stack.url, request) for request in requests]
+            for role in ("decode", "prefill"):
+                asking = [asyncio.create_task(ask(session, stack.url, request)) for request in requests]
+                address = await busy(session, stack.url, role, len(requests))
+                await killed(session, stack, address)
+                for request, one, other in zip(requests, expected, await asyncio.gather(*asking), strict=True):
+                    assert one == other or is_near_tie(folder, request, one, other)
+        code, log = stack.end(signal.SIGTERM)
+        assert code == 0, log
+
+
+@pytest.mark.parametrize("when", ["in the pause", "while it starts"])
+def test_a_stack_ends_cleanly_while_a_process_is_to_come_back(when: str) -> None:
+    with Stack("--prefill", "0") as stack:
+        old = stack.pid_of("-m decode_worker")
+        assert old is not None
+        os.kill(old, signal.SIGKILL)
+        wait_until(lambda: bool(stack.logged("decode-0 ended with signal SIGKILL; restart 1")), "it says nothing")
+        if when == "while it starts":
+            wait_until(lambda: stack.pid_of("-m decode_worker") is not None, "it does not come back")
+        children = stack.children()
+        code, log = stack.end(signal.SIGINT)
+        assert code == 0, log
+        assert "Traceback" not in log, log
+        assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def taken(port: int) -> socket.socket | None:
+    """A listener on a port that the stack has reserved, once nobody else listens there."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+@pytest.mark.timeout(400)
+def test_after_five_restarts_it_gives_up_and_says_why() -> None:
+    """Somebody has taken the port of a gateway that has died."""
+    with Stack("--prefill", "0") as stack:
+        pid = stack.pid_of("-m gateway")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        thief: list[socket.socket] = []
+        port = int(stack.url.rpartition(":")[2])
+        wait_until(lambda: bool(thief.extend(filter(None, [taken(port)])) or thief), "the port is not free")
+        with thief[0]:
+            wait_until(lambda: stack.popen.poll() is not None, "it does not give up", 2 * START_TIMEOUT_S)
+        code, log = stack.wait()
+    assert code == 2
+    assert "Traceback" not in log, log
+    pauses = [line.rpartition("begins in ")[2] for line in log.splitlines() if "begins in" in line]
+    assert pauses == ["0.5 s", "1.0 s", "2.0 s", "4.0 s", "8.0 s"]
+    assert log.count(f"cannot bind 127.0.0.1:{port}") == MAX_RESTARTS
+    last = log.splitlines()[-1]
+    assert last.startswith("error: gateway ended with exit code 2 after 5 restarts in 60 s of service"), last
