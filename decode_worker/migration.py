@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey, new_request_id
-from common.contract.messages import AttachSequence, Cut, Decode, Message, Moved, Tokens
+from common.contract.messages import MAX_TOLD_TOKENS, AttachSequence, Cut, Decode, Message, Moved, Tokens
 from common.engine.block_pool import BlockPool
 from decode_worker.request import DecodeRequest, Generation, Stage
 from decode_worker.scheduler import DecodeScheduler, Reservation
@@ -102,6 +102,9 @@ class Departures:
         for generation, message in wanted.items():
             if generation.stage is not Stage.RUNNING or not self._lender.awaits(message.key):
                 self._lender.withdraw(message.request, Cause.LEASE_LOST, "the sequence does not run any more")
+                continue
+            if generation.sequence.num_tokens - message.position > MAX_TOLD_TOKENS:
+                self._lender.withdraw(message.request, Cause.LEASE_LOST, "the sequence has run too far meanwhile")
                 continue
             request = generation.request
             blocks = self._scheduler.leave(generation)

@@ -8,7 +8,15 @@ from enum import StrEnum
 
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Decode, FinishReason, PromptTimes, Timings, TokenLogprobs, Tokens
+from common.contract.messages import (
+    MAX_TOLD_TOKENS,
+    Decode,
+    FinishReason,
+    PromptTimes,
+    Timings,
+    TokenLogprobs,
+    Tokens,
+)
 from common.engine.sequence import Sequence
 from kv_transfer.pull_times import PullTimes
 from kv_transfer.sink import Pull
@@ -103,18 +111,20 @@ class Generation:
         self.finish_reason = finish_reason
 
     def tokens(self, position: int) -> Tokens:
-        """The tokens from `position` on, as a message."""
+        """The tokens from `position` on, as a message: at most `MAX_TOLD_TOKENS` of them."""
         sequence = self.sequence
         position = min(max(position, self.first_position), sequence.num_tokens)
+        end = min(position + MAX_TOLD_TOKENS, sequence.num_tokens)
         asked = sequence.sampling.logprobs is not None
+        told = slice(position - self.first_position, end - self.first_position)
         return Tokens(
             request=sequence.key.request,
             attempt=sequence.key.attempt,
             choice=sequence.choice,
             position=position,
-            token_ids=tuple(sequence.token_ids[position:]),
-            logprobs=tuple(self.logprobs[position - self.first_position :]) if asked else None,
-            finish_reason=self.finish_reason,
+            token_ids=tuple(sequence.token_ids[position:end]),
+            logprobs=tuple(self.logprobs[told]) if asked else None,
+            finish_reason=self.finish_reason if end == sequence.num_tokens else None,
         )
 
 

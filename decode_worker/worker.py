@@ -28,6 +28,7 @@ from common.contract.block_hashes import BlockChain, BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
+    MAX_TOLD_TOKENS,
     Abort,
     Ack,
     Alone,
@@ -383,10 +384,11 @@ class DecodeWorker:
             return
         for generation in request.generations:
             if generation.sequence.choice == message.choice:
-                if message.position < generation.sequence.num_tokens:
-                    if generation.timings is not None:
-                        self._server.send(gateway, generation.timings)
-                    self._server.send(gateway, generation.tokens(message.position))
+                if message.position < generation.sequence.num_tokens and generation.timings is not None:
+                    self._server.send(gateway, generation.timings)
+                first = max(message.position, generation.first_position)
+                for position in range(first, generation.sequence.num_tokens, MAX_TOLD_TOKENS):
+                    self._server.send(gateway, generation.tokens(position))
                 self._departures.tell_again(generation)
         if request.finished:
             self._server.send(gateway, Finished(request=request.work.request, attempt=request.work.attempt))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.contract.ids import Incarnation, RequestKey, new_request_id
+from common.contract.messages import MAX_PREFIX_BLOCKS
 from common.engine.costs import Costs
 from kv_transfer.sink import Pull
 from prefill_worker.scheduler import PrefillRequest
@@ -78,6 +79,7 @@ class PrefixPulls:
         request.prefix_tried = True
         # The last token is computed in any case, for its logits.
         end = min(hint.num_tokens, len(request.work.token_ids) - 1) // self._block_size
+        end = min(end, MAX_PREFIX_BLOCKS)
         num_new = end - request.num_computed // self._block_size
         if num_new <= 0:
             return None

@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from struct import pack
-from typing import Annotated, NewType
-
-from pydantic import Field
+from typing import NewType
 
 HASH_BYTES = 32
 SHORT_NAME_BYTES = 8
@@ -21,9 +19,6 @@ SHORT_NAME_BYTES = 8
 _TOKEN_BYTES = 8
 BlockHash = NewType("BlockHash", bytes)
 """The name of a full block, `HASH_BYTES` long."""
-HASH = Field(strict=True, min_length=HASH_BYTES, max_length=HASH_BYTES)
-"""Bounds of a name on the wire."""
-BlockHashes = Annotated[tuple[Annotated[BlockHash, HASH], ...], Field(max_length=2**20, fail_fast=True)]
 
 
 class BlockChain:

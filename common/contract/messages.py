@@ -12,6 +12,7 @@ A prefill worker that lacks a prefix pulls it from whoever has it, as a sink, un
     P → any       AttachPrefix, Settle, Detach
     any → P       BlocksReady, Settled | OfferWithdrawn
 
+Lists of token ids, of block ids and of names travel as bytes (`packed`).
 A message about a request carries (request, attempt); its frame carries the sender's incarnation (see `codec`); tokens
 and blocks carry their position. Times never travel, since clocks differ; durations do: a budget, what something took.
 """
@@ -24,10 +25,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHashes
+from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES, BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import ATTEMPT, HANDLE, Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint
+from common.contract.packed import packed_names, packed_numbers
 from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 from common.contract.tiers import Tier
 
@@ -35,6 +37,10 @@ ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"
 """`host:port`, the host a name or an IP address."""
 MAX_TOKENS = 2**20
 """Most tokens of one sequence."""
+MAX_TOLD_TOKENS = 2**11
+"""Most generated tokens in one message: each may have log probabilities with it."""
+MAX_PREFIX_BLOCKS = 2**16
+"""Most blocks that one `AttachPrefix` asks for."""
 MAX_CACHE_EVENTS = 2**14
 """Most blocks of each kind in one `CacheEvents`."""
 MAX_OPEN_REQUESTS = 2**16
@@ -49,8 +55,6 @@ Seconds = Annotated[float, Field(strict=True, ge=0, le=10**6, allow_inf_nan=Fals
 ByTier = tuple[Count, Count, Count]
 """One for each tier, the most urgent first."""
 Name = Annotated[str, Field(strict=True, max_length=256)]
-TokenIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
-BlockIds = Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
 Choice = Annotated[int, Field(strict=True, ge=0, lt=MAX_CHOICES)]
 FinishReason = Literal["stop", "length"]
 
@@ -230,7 +234,7 @@ class Resume(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work(RequestMessage):
-    token_ids: Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+    token_ids: Annotated[tuple[int, ...], packed_numbers(1, MAX_TOKENS)]
     """The prompt, followed on a retry by the tokens that the client already has (a forced prefix)."""
     prompt_len: Annotated[Count, Field(ge=1)]
     """Leading tokens of `token_ids` that are the prompt; the rest counts as output for penalties and limits."""
@@ -341,8 +345,8 @@ class Tokens(RequestMessage):
 
     choice: Choice
     position: Count
-    token_ids: Annotated[TokenIds, Field(min_length=1)]
-    logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
+    token_ids: Annotated[tuple[int, ...], packed_numbers(1, MAX_TOLD_TOKENS)]
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_TOLD_TOKENS, fail_fast=True)] | None = None
     """One for each token, when the request asked."""
     finish_reason: FinishReason | None = None
     """Set when the last of these tokens is the choice's last."""
@@ -474,7 +478,7 @@ class AttachSequence(RequestMessage):
 class AttachPrefix(RequestMessage):
     """Offer me the leading blocks of these that you hold: all at once, and without a `PrefillDone`."""
 
-    block_hashes: Annotated[BlockHashes, Field(min_length=1)]
+    block_hashes: Annotated[tuple[BlockHash, ...], packed_names(HASH_BYTES, 1, MAX_PREFIX_BLOCKS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -500,11 +504,11 @@ class BlocksReady(RequestMessage):
     lease: Annotated[LeaseId, HANDLE]
     epoch: Count
     start: Count
-    block_ids: BlockIds
+    block_ids: Annotated[tuple[int, ...], packed_numbers(0, MAX_TOKENS)]
     """Block ids in the source's cache."""
     num_blocks: Count
     """Blocks of the whole offer."""
-    checksums: Annotated[tuple[Count, ...], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
+    checksums: Annotated[tuple[int, ...], packed_numbers(0, MAX_TOKENS)] | None = None
     """CRC-32 of each block's bytes, where the deployment runs with checksums."""
 
 
@@ -518,6 +522,11 @@ class PrefillDone(RequestMessage):
     """One for each choice, as sent to the gateway; a `finish_reason` says that the choice has ended with it."""
     times: PromptTimes | None = None
     """What they took; the sink passes it on. None of a running sequence."""
+
+    def __post_init__(self) -> None:
+        num_tokens = sum(len(tokens.token_ids) for tokens in self.first_tokens)
+        if num_tokens > MAX_TOLD_TOKENS:
+            raise ValueError(f"{num_tokens} first tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

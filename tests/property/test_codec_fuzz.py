@@ -78,7 +78,8 @@ choices = st.integers(0, MAX_CHOICES - 1)
 causes = st.sampled_from(Cause)
 roles = st.sampled_from(Role)
 finish_reasons = st.sampled_from(["stop", "length", None])
-token_ids = st.lists(counts, max_size=20).map(tuple)
+numbers = st.integers(0, 2**32 - 1) | st.integers(0, 300)
+token_ids = st.lists(numbers, max_size=20).map(tuple)
 keys = st.builds(RequestKey, handles, attempts)
 open_requests = st.lists(keys, max_size=5).map(tuple)
 positive = st.integers(1, 2**40)
@@ -138,7 +139,7 @@ lease = {"lease": handles, "epoch": counts}
 @st.composite
 def all_tokens(draw: st.DrawFn) -> Tokens:
     """`Tokens` with as many log probabilities as tokens, or none."""
-    taken = draw(st.lists(counts, min_size=1, max_size=6))
+    taken = draw(st.lists(numbers, min_size=1, max_size=6))
     reports = draw(st.none() | st.lists(logprobs, min_size=len(taken), max_size=len(taken)))
     return Tokens(
         request=draw(handles),
@@ -152,9 +153,9 @@ def all_tokens(draw: st.DrawFn) -> Tokens:
 
 
 first_tokens = st.builds(
-    Tokens, **about, choice=choices, position=counts, token_ids=st.tuples(counts), finish_reason=finish_reasons
+    Tokens, **about, choice=choices, position=counts, token_ids=st.tuples(numbers), finish_reason=finish_reasons
 )
-prompts = st.lists(counts, min_size=1, max_size=20).map(tuple)
+prompts = st.lists(numbers, min_size=1, max_size=20).map(tuple)
 sources = st.builds(Source, address=addresses, incarnation=handles)
 hints = st.builds(PrefixHint, source=sources, num_tokens=st.integers(1, 2**62))
 block_hashes = st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), min_size=1, max_size=6).map(tuple)

@@ -979,7 +979,7 @@ BEYOND_64_BITS = abort(2**70)
 
 
 async def test_what_is_too_much_for_one_frame_goes_into_several(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 20_000)
+    monkeypatch.setattr(codec, "GATHERED_FRAME_BYTES", 20_000)
     worker = net.worker()
     client = await net.client(worker.address).opened()
     texts = [f"{number:4000}" for number in range(40)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -16,6 +18,11 @@ from common.contract.errors import Cause, ProtocolError
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
+    MAX_CACHE_EVENTS,
+    MAX_OPEN_REQUESTS,
+    MAX_PREFIX_BLOCKS,
+    MAX_TOKENS,
+    MAX_TOLD_TOKENS,
     MESSAGES,
     Abort,
     AttachPrefix,
@@ -38,7 +45,14 @@ from common.contract.messages import (
     Tokens,
     Welcome,
 )
-from common.contract.sampling import SamplingParams
+from common.contract.sampling import (
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from common.contract.tiers import Tier
 
 ME = Incarnation("0123456789abcdef")
@@ -48,24 +62,31 @@ FINGERPRINT = Fingerprint(
     weights_hash="w",
     layout=KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32"),
 )
+
+
+def u32(*numbers: int) -> bytes:
+    """Numbers as they travel."""
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
 WORK: dict[str, Any] = {
     "request": "r1",
     "attempt": 1,
-    "token_ids": [5, 6, 7],
+    "token_ids": u32(5, 6, 7),
     "prompt_len": 3,
     "choices": [0],
     "sampling": {"max_tokens": 4},
     "budget_s": 30.0,
 }
-TOKENS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": 0, "position": 3, "token_ids": [9]}
+TOKENS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": 0, "position": 3, "token_ids": u32(9)}
 SETTLE: dict[str, Any] = {"request": "r1", "attempt": 1, "lease": "l1", "epoch": 1}
 DONE: dict[str, Any] = {**SETTLE, "first_tokens": [TOKENS]}
 SOURCE: dict[str, Any] = {"address": "h:1", "incarnation": "i"}
 OFFERED: dict[str, Any] = {"source": SOURCE, "offered": ["r1", 1]}
 NAME = bytes(range(HASH_BYTES))
-ATTACH_PREFIX: dict[str, Any] = {"request": "r1", "attempt": 1, "block_hashes": [NAME]}
+ATTACH_PREFIX: dict[str, Any] = {"request": "r1", "attempt": 1, "block_hashes": NAME}
 ATTACH_SEQUENCE: dict[str, Any] = {"request": "r1", "attempt": 2, "sequence": ["r1", 1], "choice": 0, "position": 3}
-OFFER: dict[str, Any] = {**SETTLE, "start": 0, "block_ids": [4], "num_blocks": 1}
+OFFER: dict[str, Any] = {**SETTLE, "start": 0, "block_ids": u32(4), "num_blocks": 1}
 HELLO: dict[str, Any] = {"role": "gateway", "fingerprint": None, "open_requests": [["r1", 1]]}
 
 
@@ -96,7 +117,7 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
         attempt=2,
         choice=1,
         position=12,
-        token_ids=(1, 2**40),
+        token_ids=(1, 2**32 - 1),
         logprobs=(
             TokenLogprobs(logprob=-0.25, top=((1, -0.25), (7, -1.5))),
             TokenLogprobs(logprob=-3.0, top=()),
@@ -209,7 +230,7 @@ def test_a_prefill_may_be_told_of_a_prefix() -> None:
 
 def test_names_of_blocks_are_bytes_in_their_order() -> None:
     names = tuple(BlockHash(bytes([first]) * HASH_BYTES) for first in (255, 0, 128))
-    assert received("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": list(names)}) == AttachPrefix(
+    assert received("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": b"".join(names)}) == AttachPrefix(
         request=REQUEST, attempt=1, block_hashes=names
     )
 
@@ -326,10 +347,10 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
         pytest.param("Abort", {"request": "r1", "attempt": 2**31 + 1}, "attempt", id="an attempt out of bounds"),
         pytest.param("Abort", {"request": 5, "attempt": 1}, "request", id="a number for an id"),
         pytest.param("Abort", {"request": None, "attempt": 1}, "request", id="nil for an id"),
-        pytest.param("Prefill", {**WORK, "token_ids": []}, "token_ids", id="an empty prompt"),
-        pytest.param("Prefill", {**WORK, "token_ids": [-1]}, "token_ids", id="a negative token"),
-        pytest.param("Prefill", {**WORK, "token_ids": "567"}, "token_ids", id="text for tokens"),
-        pytest.param("Prefill", {**WORK, "token_ids": b"567"}, "token_ids", id="bytes for tokens"),
+        pytest.param("Prefill", {**WORK, "token_ids": b""}, "token_ids", id="an empty prompt"),
+        pytest.param("Prefill", {**WORK, "token_ids": [5, 6, 7]}, "token_ids", id="a list of tokens"),
+        pytest.param("Prefill", {**WORK, "token_ids": "5678"}, "token_ids", id="text for tokens"),
+        pytest.param("Prefill", {**WORK, "token_ids": b"56789"}, "token_ids", id="a token and a quarter"),
         pytest.param("Prefill", {**WORK, "choices": []}, "choices", id="no choice"),
         pytest.param("Prefill", {**WORK, "choices": [16]}, "choices", id="a choice out of bounds"),
         pytest.param("Prefill", {**WORK, "choices": list(range(17))}, "choices", id="too many choices"),
@@ -391,16 +412,12 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
             id="a hint at a host without a port",
         ),
         pytest.param("AttachPrefix", {"request": "r1", "attempt": 1}, "block_hashes", id="no names"),
-        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": []}, "block_hashes", id="names of no block"),
-        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": NAME}, "block_hashes", id="a name, not a list"),
-        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [b""]}, "block_hashes", id="an empty name"),
-        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [NAME[1:]]}, "block_hashes", id="31 bytes"),
-        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [NAME + b"x"]}, "block_hashes", id="33 bytes"),
-        pytest.param(
-            "AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [NAME, NAME[1:]]}, "block_hashes", id="31 bytes later on"
-        ),
-        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": ["x" * 32]}, "block_hashes", id="name of text"),
-        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [7]}, "block_hashes", id="a number for a name"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": b""}, "block_hashes", id="names of no block"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [NAME]}, "block_hashes", id="a list of names"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": NAME[1:]}, "block_hashes", id="31 bytes"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": NAME + b"x"}, "block_hashes", id="33 bytes"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": "x" * 32}, "block_hashes", id="name of text"),
+        pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": 7}, "block_hashes", id="a number for a name"),
         pytest.param("AttachPrefix", {**ATTACH_PREFIX, "lease": "l1"}, "lease", id="a lease before it is given"),
         pytest.param("Decode", {**WORK, "source": {"address": "", "incarnation": "i"}}, "address", id="no address"),
         pytest.param("Tokens", {**TOKENS, "finish_reason": "bored"}, "finish_reason", id="an unknown reason"),
@@ -420,8 +437,8 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
         pytest.param("Settled", {**SETTLE, "valid": "true"}, "valid", id="text for a flag"),
         pytest.param("Settle", {**SETTLE, "epoch": -1}, "epoch", id="a negative epoch"),
         pytest.param("Settle", {**SETTLE, "epoch": 2**62 + 1}, "epoch", id="an epoch out of bounds"),
-        pytest.param("BlocksReady", {**OFFER, "block_ids": [-4]}, "block_ids", id="a negative block"),
-        pytest.param("BlocksReady", {**OFFER, "checksums": [1.5]}, "checksums", id="a real for a checksum"),
+        pytest.param("BlocksReady", {**OFFER, "block_ids": [4]}, "block_ids", id="a list of blocks"),
+        pytest.param("BlocksReady", {**OFFER, "checksums": 1.5}, "checksums", id="a real for checksums"),
         pytest.param("PrefillDone", {**DONE, "first_tokens": [TOKENS] * 17}, "first_tokens", id="17 first tokens"),
         pytest.param("PrefillDone", {**DONE, "first_tokens": [{}]}, "first_tokens", id="a first token without fields"),
         pytest.param("Hello", {**HELLO, "role": "king"}, "role", id="an unknown role"),
@@ -530,23 +547,61 @@ def test_a_prefill_is_done_with_a_first_token() -> None:
 
 def test_a_first_token_is_a_token() -> None:
     """The sink takes `token_ids[0]`."""
-    assert "first_tokens" in refused("PrefillDone", {**DONE, "first_tokens": [{**TOKENS, "token_ids": []}]})
+    assert "first_tokens" in refused("PrefillDone", {**DONE, "first_tokens": [{**TOKENS, "token_ids": b""}]})
 
 
 def test_an_offer_has_a_block() -> None:
-    assert received("BlocksReady", {**OFFER, "block_ids": [], "num_blocks": 1}) == BlocksReady(
+    assert received("BlocksReady", {**OFFER, "block_ids": b"", "num_blocks": 1}) == BlocksReady(
         request=REQUEST, attempt=1, lease=LeaseId("l1"), epoch=1, start=0, block_ids=(), num_blocks=1
     )
+
+
+# --- the largest messages ----------------------------------------------------------------------------------------
+
+LONG_KEY = ["r" * 64, 2**31]
+LONG_LOGPROBS = {"logprob": -0.1, "top": [[2**62, -0.1]] * MAX_LOGPROBS}
+LONG_SAMPLING = {
+    "max_tokens": MAX_SEED,
+    "logit_bias": [[MAX_SEED - index, -0.1] for index in range(MAX_LOGIT_BIAS)],
+    "stop_token_ids": [MAX_SEED] * MAX_STOP_TOKEN_IDS,
+    "grammar": "\U0001f600" * MAX_GRAMMAR_CHARS,
+}
+LONG_WORK = {**WORK, "token_ids": bytes(4 * MAX_TOKENS), "sampling": LONG_SAMPLING, "tenant": "\U0001f600" * 256}
+LONG_TOKENS = {**TOKENS, "token_ids": bytes(4 * MAX_TOLD_TOKENS), "logprobs": [LONG_LOGPROBS] * MAX_TOLD_TOKENS}
+LARGEST: dict[str, dict[str, Any]] = {
+    "Hello": {**HELLO, "open_requests": [LONG_KEY] * MAX_OPEN_REQUESTS},
+    "Welcome": {
+        "role": "decode",
+        "fingerprint": dataclasses.asdict(FINGERPRINT),
+        "max_sequence_tokens": 1,
+        "transport": "zmq",
+        "transport_metadata": bytes(2**20),
+        "open_requests": [LONG_KEY] * MAX_OPEN_REQUESTS,
+    },
+    "CacheEvents": {"begins": True, "stored": bytes(8 * MAX_CACHE_EVENTS), "removed": bytes(8 * MAX_CACHE_EVENTS)},
+    "Prefill": LONG_WORK,
+    "Decode": {**LONG_WORK, **OFFERED},
+    "Tokens": LONG_TOKENS,
+    "AttachPrefix": {**ATTACH_PREFIX, "block_hashes": bytes(HASH_BYTES * MAX_PREFIX_BLOCKS)},
+    "BlocksReady": {**OFFER, "block_ids": bytes(4 * MAX_TOKENS), "checksums": bytes(4 * MAX_TOKENS)},
+    "PrefillDone": {**DONE, "first_tokens": [LONG_TOKENS]},
+}
+
+
+@pytest.mark.parametrize("kind", LARGEST)
+def test_a_message_at_its_bounds_travels(kind: str) -> None:
+    message = received(kind, LARGEST[kind])
+    assert decode(encode(ME, [message])) == (ME, [message])
 
 
 # --- the price of a refusal --------------------------------------------------------------------------------------
 
 
 def test_a_long_list_of_rubbish_is_refused_at_the_first_of_it() -> None:
-    """A million errors, each with its own dictionary, hold the event loop up for seconds: no heartbeat leaves."""
+    """Thousands of errors, each with its own dictionary, hold the event loop up: no heartbeat leaves."""
     for kind, fields in (
-        ("Prefill", {**WORK, "token_ids": ["x"] * 20_000}),
-        ("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [b"x"] * 20_000}),
+        ("Tokens", {**TOKENS, "token_ids": u32(*range(2000)), "logprobs": ["x"] * 2000}),
+        ("Hello", {**HELLO, "open_requests": ["x"] * 20_000}),
     ):
         with pytest.raises(ProtocolError) as caught:
             decode(frame_of(kind, fields))
@@ -555,9 +610,118 @@ def test_a_long_list_of_rubbish_is_refused_at_the_first_of_it() -> None:
         assert cause.error_count() < 100
 
 
+def peak_bytes_of_refusal(frame: bytes) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode(frame)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def array(num_items: int, item: bytes) -> bytes:
+    return b"\xdd" + num_items.to_bytes(4, "big") + item * num_items
+
+
+EXPENSIVE = {
+    "arrays within arrays, announced only": (b"\xdd\x00\x01\x00\x00" * 1000, 2**20),
+    "arrays within arrays, above a gathered frame": (b"\xdd\x00\x01\x00\x00" * 2**18, 4 * 2**20),
+    "millions of numbers, one byte each": (array(100, array(2**16, b"\x01")), 16 * 2**20),
+    "millions of empty maps": (array(100, array(2**16, b"\x80")), 16 * 2**20),
+    "millions of numbers in one message": (
+        msgpack.packb([ME, [["Prefill", {**WORK, "stop": [[1] * 2**16] * 100}]]]),
+        16 * 2**20,
+    ),
+    "thousands of messages in a large frame": (
+        msgpack.packb([ME, [["Failed", {"request": "r1", "attempt": 1, "cause": "x", "message": "x" * 4000}]] * 4000]),
+        2 * codec.MAX_FRAME_BYTES,
+    ),
+}
+
+
+@pytest.mark.parametrize(("frame", "most"), EXPENSIVE.values(), ids=EXPENSIVE.keys())
+def test_what_a_frame_costs_is_known_before_it_is_unpacked(frame: bytes, most: int) -> None:
+    """By the bytes that are allocated, msgpack's own copy of the frame included."""
+    assert peak_bytes_of_refusal(frame) <= most
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 2**20, 2**21])
+def test_a_large_frame_that_is_cut_off_is_refused(num_bytes: int) -> None:
+    prefill = Prefill(
+        request=REQUEST,
+        attempt=1,
+        token_ids=tuple(range(2**20)),
+        prompt_len=1,
+        choices=(0,),
+        sampling=SamplingParams(max_tokens=1),
+        budget_s=1.0,
+    )
+    frame = encode(ME, [prefill])
+    assert decode(frame) == (ME, [prefill])
+    refusal = "not MessagePack"
+    with pytest.raises(ProtocolError, match=refusal):
+        decode(frame[: len(frame) - num_bytes - 1])
+    with pytest.raises(ProtocolError, match=refusal):
+        decode(frame + bytes(num_bytes + 1))
+
+
+def test_several_messages_share_a_frame_up_to_its_size_and_a_larger_one_goes_alone() -> None:
+    prompts = (2**16, 2**16, 2**17, 2**18, 1, 1)
+    works = [
+        Prefill(
+            request=REQUEST,
+            attempt=1,
+            token_ids=(7,) * num_tokens,
+            prompt_len=1,
+            choices=(0,),
+            sampling=SamplingParams(max_tokens=1),
+            budget_s=1.0,
+        )
+        for num_tokens in prompts
+    ]
+    frames = []
+    rest = works
+    while rest:
+        frame, count = codec.encode_some(ME, rest)
+        assert decode(frame) == (ME, rest[:count])
+        assert count == 1 or len(frame) <= codec.GATHERED_FRAME_BYTES
+        frames.append(count)
+        rest = rest[count:]
+    assert frames == [2, 1, 1, 2]
+    with pytest.raises(ProtocolError, match="6 messages in one frame"):
+        encode(ME, works)
+
+
 def test_the_words_of_a_refusal_are_bounded() -> None:
     """They go into the log, once for each bad frame."""
     assert len(refused("Abort", {"k" * 10**6: 1})) < 2000
+
+
+PROMPT = "the secret prompt"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(msgpack.packb([ME, [PROMPT * 1000]]) + b"\0", id="a byte too many"),
+        pytest.param(msgpack.packb({PROMPT: PROMPT}) * 2, id="two at once"),
+        pytest.param(msgpack.packb([ME, [["Tokens", {"text": PROMPT}]]])[:-1] + b"\xff", id="not UTF-8"),
+        pytest.param(msgpack.packb([ME, [["Tokens", {"x": PROMPT}]]]), id="text for a field"),
+    ],
+)
+def test_a_refusal_does_not_repeat_what_was_sent(frame: bytes) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode(frame)
+    assert PROMPT not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["x\n2026-01-01 CRITICAL forged", "x\r\x1b[2J", "x\u2028y", "x\x85y", "\x00"])
+def test_a_field_name_cannot_forge_a_line(name: str) -> None:
+    why = refused("Abort", {"request": "r1", "attempt": 1, name: 1})
+    assert why.isprintable()
+    assert len(why.splitlines()) == 1
 
 
 # --- what cannot be sent -----------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 from decode_bench import EAGER, ENDLESS, Bench, request, tokens
 
-from common.contract.messages import FinishReason
+from common.contract.messages import FinishReason, TokenLogprobs
+from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
+from decode_worker import request as request_module
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.step import Step
 
@@ -329,3 +331,20 @@ def test_tokens_are_sent_again_from_any_position_that_was_generated_here() -> No
     bench.steps(3)
     assert (generation.tokens(8).position, generation.tokens(8).token_ids) == (8, (8, 9))
     assert (generation.tokens(0).position, generation.tokens(0).token_ids) == (6, (99, 7, 8, 9))
+
+
+def test_many_tokens_are_sent_again_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may have log probabilities with it: all at once, they would be no frame that anybody takes."""
+    monkeypatch.setattr(request_module, "MAX_TOLD_TOKENS", 3)
+    bench = Bench()
+    [generation] = bench.enter(request("a", 6, ENDLESS))
+    generation.sequence.sampling = SamplingParams(max_tokens=4, logprobs=0)
+    generation.sequence.token_ids[6:] = [99, 7, 8, 9]
+    generation.logprobs[:] = [TokenLogprobs(logprob=-float(index), top=()) for index in range(4)]
+    generation.finish_reason = "length"
+    told = [generation.tokens(position) for position in (6, 9)]
+    assert [(each.position, each.token_ids, each.finish_reason) for each in told] == [
+        (6, (99, 7, 8), None),
+        (9, (9,), "length"),
+    ]
+    assert [each.logprobs for each in told] == [tuple(generation.logprobs[:3]), tuple(generation.logprobs[3:])]

@@ -30,6 +30,9 @@ from common.contract.messages import (
     Tokens,
 )
 from common.contract.sampling import SamplingParams
+from decode_worker import migration as migration_module
+from decode_worker import request as request_module
+from decode_worker import worker as worker_module
 from decode_worker.migration import goes_on
 from decode_worker.step import Step
 from kv_transfer.lender import LENT_TTL_S
@@ -529,6 +532,43 @@ def test_a_gateway_that_has_lost_messages_is_told_again_where_a_choice_stands() 
     assert list(site.to_gateway) == [Moved(request=old.key.request, attempt=1, choice=0)]
     site.to_gateway.clear()
     finish(world)
+
+
+def test_a_gateway_that_has_lost_many_tokens_is_sent_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_module, "MAX_TOLD_TOKENS", 2)
+    monkeypatch.setattr(worker_module, "MAX_TOLD_TOKENS", 2)
+    world = World()
+    old = running(world)
+    site = first(world)
+    site.to_gateway.clear()
+    site.worker.on_message(GATEWAY, Resend(request=old.key.request, attempt=1, choice=0, position=0))
+    told = [message for message in site.to_gateway if isinstance(message, Tokens)]
+    assert len(told) > 1
+    position = len(PROMPT)
+    for tokens in told:
+        assert (tokens.position, 1 <= len(tokens.token_ids) <= 2) == (position, True)
+        position += len(tokens.token_ids)
+    generation = site.generation(old.key)
+    assert position == generation.sequence.num_tokens
+    finish(world)
+
+
+def test_a_sequence_that_has_run_too_far_for_one_message_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration_module, "MAX_TOLD_TOKENS", 8)
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    new = world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    [read] = d1.reads.open
+    d1.reads.copy(read)
+    d0.step(9)
+    world.deliver()
+    end_step(world, d0)
+    assert (old.cut, old.moved) == (set(), set())
+    assert failed(new) is Cause.LEASE_LOST
+    finish(world)
+    assert kinds(old) == [Finished], "the source goes on"
 
 
 def test_when_the_sink_dies_the_source_does_not_go_on() -> None:

@@ -1,0 +1,60 @@
+"""Fields that travel as bytes: a long list of numbers or names is then one value, which costs its receiver little."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+_NUMBER = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Marks a field of a message, within `Annotated`, that travels as bytes."""
+
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], Any]
+    """Raises `ValueError`."""
+    min_bytes: int
+    max_bytes: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Bytes within the bounds, unpacked. What they hold needs no other check than `unpack`."""
+        wire = core_schema.bytes_schema(strict=True, min_length=self.min_bytes, max_length=self.max_bytes)
+        return core_schema.no_info_after_validator_function(self.unpack, wire)
+
+
+def packed_numbers(least: int, most: int) -> Packed:
+    """From `least` to `most` numbers below 2^32, little-endian."""
+    return Packed(_pack_numbers, _unpack_numbers, least * _NUMBER.size, most * _NUMBER.size)
+
+
+def packed_names(size: int, least: int, most: int) -> Packed:
+    """From `least` to `most` names of `size` bytes each, joined."""
+    return Packed(b"".join, partial(_unpack_names, size), least * size, most * size)
+
+
+def _pack_numbers(numbers: tuple[int, ...]) -> bytes:
+    if len(numbers) == 1:  # what a step brings of each sequence
+        return _NUMBER.pack(numbers[0])
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def _unpack_numbers(data: bytes) -> tuple[int, ...]:
+    if len(data) == _NUMBER.size:
+        return _NUMBER.unpack(data)
+    if len(data) % _NUMBER.size:
+        raise ValueError(f"{len(data)} bytes are not numbers of {_NUMBER.size} bytes each")
+    return struct.unpack(f"<{len(data) // _NUMBER.size}I", data)
+
+
+def _unpack_names(size: int, data: bytes) -> tuple[bytes, ...]:
+    if len(data) % size:
+        raise ValueError(f"{len(data)} bytes are not names of {size} bytes each")
+    return tuple(data[start : start + size] for start in range(0, len(data), size))
