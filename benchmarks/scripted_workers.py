@@ -93,11 +93,10 @@ class ScriptedWorker:
             open_requests=(),
         )
 
-    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+    def heartbeat(self, number: int) -> Heartbeat:
         """The load of this moment."""
         return Heartbeat(
             number=number,
-            sent=sent,
             steps=len(self.step_times),
             running=0,
             waiting=0,

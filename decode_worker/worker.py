@@ -670,11 +670,10 @@ class DecodeWorker:
             phase=self.phase,
         )
 
-    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+    def heartbeat(self, number: int) -> Heartbeat:
         """The load of this moment; blocks as they are expected to be in use at most."""
         return Heartbeat(
             number=number,
-            sent=sent,
             steps=self._engine.num_steps,
             running=self._scheduler.num_running + self._scheduler.num_computing,
             waiting=sum(not request.generations for request in self._requests.values()),

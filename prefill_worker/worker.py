@@ -532,11 +532,10 @@ class PrefillWorker:
             phase=self.phase,
         )
 
-    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+    def heartbeat(self, number: int) -> Heartbeat:
         """The load of this moment."""
         return Heartbeat(
             number=number,
-            sent=sent,
             steps=self._engine.num_steps,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting + self._scheduler.num_on_hold,

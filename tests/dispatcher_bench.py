@@ -80,6 +80,7 @@ class Link:
         self.worker: Incarnation = new_incarnation()
         self.sent: list[Message] = []
         self.broken = False
+        self.unsent_work: frozenset[RequestKey] = frozenset()
 
     @property
     def num_sent(self) -> int:

@@ -162,7 +162,7 @@ class Heartbeat(Message):
     """Worker to client, at a fixed interval. Shows a dead worker, a wedged engine and lost frames."""
 
     number: Count
-    sent: Count
+    sent: Count = 0
     """Messages sent to this client in this session before this one; a client that received fewer says Hello again."""
     steps: Count
     """Engine steps finished since start."""

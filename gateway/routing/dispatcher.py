@@ -569,9 +569,9 @@ class Dispatcher(Collector):
     # --- events from workers (`common.runtime.channel.ClientHandler`) ----------------------------------------------
 
     def hello(self, link: ControlClient) -> Hello:
-        """This gateway and the requests that this worker holds for it."""
+        """This gateway and the requests that this worker holds for it: not those that it has still to be told of."""
         listed = frozenset(key for client in self._open_clients for key in client.flow.keys_at(link.address))
-        self._listed[link.address] = listed
+        self._listed[link.address] = listed = listed - link.unsent_work
         return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=tuple(listed))
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import zmq
@@ -14,7 +15,7 @@ import zmq.asyncio
 
 from common.contract import codec
 from common.contract.block_hashes import block_hashes
-from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, decode, encode
+from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, decode, encode, encode_some
 from common.contract.errors import Cause, OperatorError, ProtocolError
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
@@ -30,14 +31,17 @@ from common.contract.messages import (
     HelloRequired,
     Message,
     Phase,
+    Prefill,
     Role,
     Tokens,
     Welcome,
 )
+from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
-from common.runtime import channel
-from common.runtime.channel import ControlClient, ControlServer, LinkState
+from common.runtime.channel import ControlClient, ControlServer, LinkState, ends
+from common.runtime.channel import client as client_end
+from common.runtime.channel import server as server_end
 from common.runtime.clock import Clock, Pulse
 from gateway.serving.attempt import Place
 from gateway.workers.prefix_index import PrefixIndex
@@ -77,6 +81,18 @@ def abort(attempt: int) -> Abort:
 
 def tokens(position: int) -> Tokens:
     return Tokens(request=RequestId("r"), attempt=1, choice=0, position=position, token_ids=(position,))
+
+
+def prefill(attempt: int) -> Prefill:
+    return Prefill(
+        request=RequestId("r"),
+        attempt=attempt,
+        token_ids=(1,),
+        prompt_len=1,
+        choices=(0,),
+        sampling=SamplingParams(max_tokens=1),
+        budget_s=1.0,
+    )
 
 
 class HeldClock:
@@ -156,10 +172,10 @@ class Worker:
     def on_peer_lost(self, peer: Incarnation) -> None:
         self.events.add(f"lost {peer}")
 
-    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+    def heartbeat(self, number: int) -> Heartbeat:
         self.beat = number
         self.events._changed.set()
-        return heartbeat(number, sent)
+        return heartbeat(number, 0)
 
     async def beats(self, more: int) -> None:
         """Wait until `more` heartbeats have been due: before the last of them, every session was looked at."""
@@ -291,7 +307,7 @@ class RawWorker:
         """Leave several Hellos unanswered, until the client pauses: the first and the last of them."""
         _, first = await self.expect(Hello)
         await self.expect(Hello)
-        channel._HELLO_RETRY_MAX_S = client.link._hello_wait_s = 3600.0  # a fixture sets the first back
+        client_end._HELLO_RETRY_MAX_S = client.link._hello_wait_s = 3600.0  # a fixture sets the first back
         last = (await self.up_to_hello(client.link._hellos + 1))[-1]
         assert isinstance(first, Hello)
         assert isinstance(last, Hello)
@@ -385,8 +401,8 @@ class Net:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_HELLO_RETRY_S", 0.05)
-    monkeypatch.setattr(channel, "_HELLO_RETRY_MAX_S", 1.0)
+    monkeypatch.setattr(client_end, "_HELLO_RETRY_S", 0.05)
+    monkeypatch.setattr(client_end, "_HELLO_RETRY_MAX_S", 1.0)
 
 
 @pytest.fixture
@@ -428,7 +444,7 @@ async def test_the_link_takes_only_the_answer_to_its_last_hello(net: Net) -> Non
 async def test_an_answer_that_takes_longer_than_the_next_hello_still_opens_the_session(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "_HELLO_RETRY_S", 0.1)
+    monkeypatch.setattr(client_end, "_HELLO_RETRY_S", 0.1)
     raw = net.raw_worker()
     client = net.client(raw.address)
     answers: list[asyncio.Task[None]] = []
@@ -541,7 +557,7 @@ async def test_a_link_that_is_told_to_greet_greets_and_goes_on(net: Net) -> None
 async def test_one_client_too_many_is_refused_and_comes_in_when_another_leaves(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(server_end, "MAX_SESSIONS", 2)
     worker = net.worker(BRISK)
     first, second = net.client(worker.address, BRISK), net.client(worker.address, BRISK)
     await first.opened()
@@ -853,6 +869,72 @@ async def test_a_peer_that_never_stops_sending_does_not_silence_the_worker(net: 
     assert bystander.events == ["open"]
 
 
+class Ticks:
+    """Counts the turns that another task has."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._counting = asyncio.create_task(self._count())
+
+    async def _count(self) -> None:
+        while True:
+            self.now += 1
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        self._counting.cancel()
+        await asyncio.wait([self._counting])
+
+
+@pytest.mark.parametrize("to_the_worker", [True, False], ids=["to a worker", "to a client"])
+async def test_others_have_a_turn_between_two_large_messages_of_a_frame(net: Net, to_the_worker: bool) -> None:
+    """And many small ones are handled at once: a turn for each would cost more than the message."""
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    ticks, seen = Ticks(), []
+    large = [replace(tokens(position), token_ids=(1,) * 2048) for position in range(30)]
+    small = [tokens(position) for position in range(30)]
+    assert [encode_some(worker.me, messages)[1] for messages in (large, small)] == [30, 30]
+    if to_the_worker:
+        worker.on_message = lambda peer, message: seen.append(ticks.now)  # type: ignore[method-assign]
+        send = client.link.send
+    else:
+        client.on_message = lambda link, message: (  # type: ignore[method-assign]
+            seen.append(ticks.now) if isinstance(message, Tokens) else None
+        )
+        send = partial(worker.server.send, client.me)
+    for messages, most_at_once in ((large, 65_536 // 8192 + 1), (small, 30)):
+        seen.clear()
+        for message in messages:
+            send(message)
+        async with asyncio.timeout(WAIT_S):
+            while len(seen) < len(messages):
+                await asyncio.sleep(0)
+        assert max(Counter(seen).values()) <= most_at_once
+        assert messages is large or len(set(seen)) == 1
+    await ticks.stop()
+
+
+async def test_a_heartbeat_is_made_once_for_all_clients(net: Net) -> None:
+    """It counts everything that the worker has; with a thousand clients that would be most of what it does."""
+    worker = net.worker()
+    clients = [await net.client(worker.address).opened() for _ in range(3)]
+    made: list[int] = []
+    make = worker.heartbeat
+
+    def counting(number: int) -> Heartbeat:
+        made.append(number)
+        return make(number)
+
+    worker.heartbeat = counting  # type: ignore[method-assign]
+    worker.server.send(clients[0].me, tokens(1))
+    for client in clients:
+        await client.beats(4)
+    assert len(made) == len(set(made))
+    assert len(made) >= 4
+    assert all("resync" not in client.events for client in clients), "each has counts of its own"
+
+
 # --- order, bursts, backpressure ---------------------------------------------------------------------------------
 
 
@@ -871,6 +953,17 @@ async def test_thousands_of_messages_in_one_tick_arrive_in_order_both_ways(net: 
     assert "resync" not in client.events, "the counts went wrong when the burst was cut into frames"
 
 
+async def test_a_link_knows_what_work_has_not_left(net: Net) -> None:
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    for number in (1, 2):
+        client.link.send(prefill(number))
+    client.link.send(abort(3))
+    assert client.link.unsent_work == {prefill(1).key, prefill(2).key}
+    await worker.events.until(lambda: len(worker.received) == 3)
+    assert client.link.unsent_work == frozenset()
+
+
 async def test_messages_over_many_ticks_keep_their_order(net: Net) -> None:
     worker = net.worker()
     client = await net.client(worker.address).opened()
@@ -885,7 +978,7 @@ async def test_messages_over_many_ticks_keep_their_order(net: Net) -> None:
 
 
 async def test_a_peer_that_stops_reading_is_lost_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_OUTBOX_MESSAGES", 100)
+    monkeypatch.setattr(ends, "MAX_OUTBOX_MESSAGES", 100)
     worker = net.worker()
     reader = await net.client(worker.address).opened()
     raw = net.raw_client(worker.address, receive_hwm=1)
@@ -926,7 +1019,7 @@ async def test_a_burst_that_waits_for_a_slow_reader_is_delivered_whole(net: Net)
 
 async def test_a_peer_that_stops_reading_delays_nobody(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the pause before it is tried again, what others are sent leaves at once."""
-    monkeypatch.setattr(channel, "_BACKPRESSURE_RETRY_S", 3600.0)
+    monkeypatch.setattr(server_end, "BACKPRESSURE_RETRY_S", 3600.0)
     worker = net.worker(pulse=Pulse(interval_s=600, timeout_s=3600))
     reader = await net.client(worker.address, pulse=Pulse(interval_s=600, timeout_s=3600)).opened()
     raw = net.raw_client(worker.address, receive_hwm=1)
@@ -952,12 +1045,13 @@ async def test_a_peer_that_stops_reading_costs_nothing_while_it_is_waited_for(
     await raw.greet()
     encoded = 0
 
-    def counting(sender: Incarnation, messages: Sequence[Message]) -> tuple[bytes, int]:
+    def counting(sender: Incarnation, messages: Iterable[Message]) -> tuple[bytes, int]:
         nonlocal encoded
-        encoded += len(messages)
-        return codec.encode_some(sender, messages)
+        frame, count = codec.encode_some(sender, messages)
+        encoded += count
+        return frame, count
 
-    monkeypatch.setattr(channel, "encode_some", counting)
+    monkeypatch.setattr(ends, "encode_some", counting)
     message = Failed(request=RequestId("r"), attempt=1, cause=Cause.INTERNAL, message="x" * 4000)
     outbox = worker.server._sessions[raw.me].outbox
     sent = 0
@@ -967,7 +1061,7 @@ async def test_a_peer_that_stops_reading_costs_nothing_while_it_is_waited_for(
         assert sent < 50_000, "a peer that reads nothing is sent everything"
         await asyncio.sleep(0)
     encoded = 0
-    await asyncio.sleep(30 * channel._BACKPRESSURE_RETRY_S)
+    await asyncio.sleep(30 * server_end.BACKPRESSURE_RETRY_S)
     assert len(outbox) > 1000, "the peer has read: the test shows nothing"
     assert encoded <= 2 * len(outbox)
 

@@ -6,6 +6,7 @@ The pulses are such that no timeout can be meant: what is found out is found out
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -15,9 +16,19 @@ import zmq.asyncio
 from common.contract.codec import decode, encode
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import Abort, Heartbeat, HeartbeatEcho, Hello, HelloRefused, Message, Phase, Role, Welcome
-from common.runtime import channel
-from common.runtime.channel import ControlClient, ControlServer, LinkState
+from common.contract.messages import (
+    Abort,
+    Heartbeat,
+    HeartbeatEcho,
+    Hello,
+    HelloRefused,
+    Message,
+    Phase,
+    Role,
+    Tokens,
+    Welcome,
+)
+from common.runtime.channel import ControlClient, ControlServer, LinkState, ends
 from common.runtime.clock import Clock, Pulse
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
@@ -58,6 +69,10 @@ class Changes:
                 await self._changed.wait()
 
 
+def tokens(position: int) -> Tokens:
+    return Tokens(request=RequestId("r"), attempt=1, choice=0, position=position, token_ids=(1,))
+
+
 class Worker:
     """A real server. Its time can be told by its heartbeats, so that neither side can be lost by surprise."""
 
@@ -66,6 +81,7 @@ class Worker:
         self.changes = Changes()
         self.hellos: list[Hello] = []
         self.received: list[Message] = []
+        self.lost: list[Incarnation] = []
         self.beat = 0
         self.server = ControlServer(self.me, clock, pulse)
         self.port = self.server.bind("127.0.0.1", port)
@@ -87,9 +103,10 @@ class Worker:
         self.changes.tell()
 
     def on_peer_lost(self, peer: Incarnation) -> None:
+        self.lost.append(peer)
         self.changes.tell()
 
-    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+    def heartbeat(self, number: int) -> Heartbeat:
         self.beat = number
         self.changes.tell()
         return heartbeat(number, echoed=0)
@@ -120,6 +137,7 @@ class Client:
         self.opened: list[Incarnation | None] = []
         self.resyncs = 0
         self.beats = 0
+        self.received: list[Message] = []
         self.losses: list[tuple[str, bool]] = []
         """(why, whether it looked like a crash)."""
         self.context = zmq.asyncio.Context()
@@ -138,7 +156,10 @@ class Client:
         self.changes.tell()
 
     def on_message(self, link: ControlClient, message: Message) -> None:
-        self.beats += isinstance(message, Heartbeat)
+        if isinstance(message, Heartbeat):
+            self.beats += 1
+        else:
+            self.received.append(message)
         self.changes.tell()
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
@@ -284,7 +305,7 @@ async def test_a_worker_that_says_goodbye_has_not_crashed(net: Net) -> None:
     client = await net.client(worker.port)
     await worker.stop()
     assert await client.lost() == ("said goodbye", False)
-    await asyncio.sleep(2 * channel.RECONNECT_S)  # whatever its connection's end leads to, has been
+    await asyncio.sleep(2 * ends.RECONNECT_S)  # whatever its connection's end leads to, has been
     assert len(client.losses) == 1
     assert client.link.traffic.sessions_lost == 0
 
@@ -299,15 +320,85 @@ async def test_a_connection_that_comes_back_is_no_loss(net: Net) -> None:
     await client.changes.until(lambda: client.resyncs == 1)
     await worker.changes.until(lambda: bool(worker.received))
     assert worker.received == [Abort(request=RequestId("r"), attempt=7)], "it waits for the new connection"
-    await asyncio.sleep(2 * channel.RECONNECT_S)
+    await asyncio.sleep(2 * ends.RECONNECT_S)
     await client.hears(3)
     assert (client.losses, client.opened, proxy.num_connections) == ([], [worker.me], 2)
     assert client.resyncs == 1, "the counts went wrong when the session was opened again"
 
 
+async def test_a_connection_that_breaks_while_tokens_flow_keeps_its_session(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What finds no way for a moment waits for the client's Hello, which says what is missing."""
+    monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
+    worker = net.worker()
+    proxy, port = await net.proxy(worker)
+    client = await net.client(port)
+    session = worker.server._sessions[client.me]
+    proxy.break_connections()
+    last = 0
+    async with asyncio.timeout(WAIT_S):
+        while client.resyncs == 0:
+            last += 1
+            worker.server.send(client.me, tokens(last))
+            assert client.me in worker.server.peers
+            await asyncio.sleep(0)
+    assert session.broken, "every token found its way: the test shows nothing"
+    worker.server.send(client.me, tokens(last + 1))
+    await client.changes.until(lambda: tokens(last + 1) in client.received)
+    await client.hears(3)
+    positions = [message.position for message in client.received if isinstance(message, Tokens)]
+    first = positions[0]
+    assert positions == list(range(first, last + 2)), "what waited arrives in order and once"
+    assert (client.losses, client.resyncs, client.opened) == ([], 1, [worker.me])
+    assert (worker.lost, worker.server.traffic.sessions_lost) == ([], 0)
+
+
+async def test_a_client_whose_connection_breaks_and_that_stays_away_is_lost(net: Net) -> None:
+    """It may have died: what it had is free long before its silence would show it."""
+    worker = net.worker()
+    context = zmq.asyncio.Context()
+    raw, me = context.socket(zmq.DEALER), new_incarnation()
+    try:
+        raw.setsockopt(zmq.IDENTITY, me.encode())
+        raw.connect(f"tcp://127.0.0.1:{worker.port}")
+        await raw.send(encode(me, [Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())]))
+        await worker.changes.until(lambda: me in worker.server.peers)
+    finally:
+        context.destroy(linger=0)
+    async with asyncio.timeout(WAIT_S):
+        while not worker.lost:
+            worker.server.send(me, tokens(1))
+            await asyncio.sleep(0.001)
+    assert (worker.lost, worker.server.peers, worker.server.traffic.sessions_lost) == ([me], (), 1)
+    assert net.now_s == 0.0, "no silence was waited for"
+
+
+async def test_what_waits_for_a_broken_connection_is_bounded(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
+    monkeypatch.setattr(ends, "MAX_OUTBOX_MESSAGES", 100)
+    worker = net.worker()
+    proxy, port = await net.proxy(worker)
+    client = await net.client(port)
+    proxy.deaf = True
+    proxy.break_connections()
+    session = worker.server._sessions[client.me]
+    async with asyncio.timeout(WAIT_S):
+        while not session.broken:
+            worker.server.send(client.me, tokens(1))
+            await asyncio.sleep(0)
+    for position in range(100 - len(session.outbox)):
+        worker.server.send(client.me, tokens(position))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (worker.lost, len(session.outbox)) == ([], 100)
+    worker.server.send(client.me, tokens(1))
+    await worker.changes.until(lambda: worker.lost == [client.me])
+
+
 async def test_each_break_is_judged_by_itself(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of an earlier one, which was mended, must not run out on the next."""
-    monkeypatch.setattr(channel, "RECONNECT_S", 3600.0)
+    monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
     worker = net.worker()
     proxy, port = await net.proxy(worker)
     client = await net.client(port)
@@ -333,7 +424,7 @@ async def test_a_client_that_never_had_a_session_has_no_crash_to_tell(net: Net) 
         while not proxy.num_connections:
             await asyncio.sleep(0.01)
     proxy.break_connections()
-    await asyncio.sleep(2 * channel.RECONNECT_S)
+    await asyncio.sleep(2 * ends.RECONNECT_S)
     assert client.losses == []
     proxy.deaf = False
     proxy.break_connections()  # what was lost on the connection that there is does not come again
@@ -348,6 +439,36 @@ async def test_a_closed_link_leaves_no_socket_behind(net: Net) -> None:
     await asyncio.wait([client.linking])
     assert client.link._socket.closed
     assert client.link._monitor.closed
+
+
+# --- a process that stands still itself ---------------------------------------------------------------------------
+
+
+async def test_nobody_is_judged_silent_for_the_time_in_which_this_process_stood_still(net: Net) -> None:
+    """What the others have said meanwhile lies unread; here it is not even said, as both ends share the loop."""
+    worker = net.worker(BRISK, clock=time.monotonic)
+    client = await net.client(worker.port, BRISK, clock=time.monotonic)
+    for _ in range(3):
+        await client.hears(2)
+        time.sleep(3 * BRISK.timeout_s)
+    await client.hears(3)
+    assert (client.losses, worker.lost, client.resyncs) == ([], [], 0)
+
+
+async def test_a_connection_is_not_judged_right_after_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer may be there, unread."""
+    judged = asyncio.Event()
+    monkeypatch.setattr(ends, "RECONNECT_S", 0.05)
+    ends.after_reconnect_time(BRISK, judged.set)
+    monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
+    time.sleep(0.05 + BRISK.timeout_s)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not judged.is_set()
+    monkeypatch.setattr(ends, "RECONNECT_S", 0.0)
+    ends.after_reconnect_time(ENDLESS, judged.set)
+    async with asyncio.timeout(WAIT_S):
+        await judged.wait()
 
 
 # --- a worker that does not hear us ------------------------------------------------------------------------------

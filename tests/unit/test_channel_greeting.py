@@ -47,10 +47,9 @@ class SlowWorker:
     def on_peer_lost(self, peer: Incarnation) -> None:
         pass
 
-    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+    def heartbeat(self, number: int) -> Heartbeat:
         return Heartbeat(
             number=number,
-            sent=sent,
             steps=0,
             running=0,
             waiting=0,

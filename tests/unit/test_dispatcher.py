@@ -119,6 +119,18 @@ async def test_a_resync_begins_again_what_the_worker_has_forgotten(bench: Bench)
     assert await text(task) == [10]
 
 
+async def test_a_resync_does_not_begin_again_what_has_not_left_yet(bench: Bench) -> None:
+    """While a connection is broken, or the worker does not read, what it is to do waits here: it cannot know of it."""
+    key, task = await bench.request()
+    bench.links[D].unsent_work = frozenset({key})
+    assert bench.dispatcher.hello(bench.link(D)).open_requests == ()
+    bench.links[D].unsent_work = frozenset()
+    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE))
+    assert bench.newest(key)[0] == key
+    bench.tokens(D, key, 0, 10, reason="stop")
+    assert await text(task) == [10]
+
+
 async def test_a_resync_keeps_what_the_worker_knows(bench: Bench) -> None:
     key, task = await bench.request()
     bench.dispatcher.hello(bench.link(D))

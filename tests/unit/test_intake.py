@@ -608,9 +608,9 @@ class Peer:
     def on_peer_lost(self, peer: Incarnation) -> None:
         self.lender.on_peer_lost(peer)
 
-    def heartbeat(self, number: int, sent: int) -> Heartbeat:
+    def heartbeat(self, number: int) -> Heartbeat:
         zero = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
-        return Heartbeat(number=number, sent=sent, **zero, phase=Phase.SERVING)
+        return Heartbeat(number=number, **zero, phase=Phase.SERVING)
 
     async def __aenter__(self) -> Peer:
         await self.worker.intake.start()

@@ -858,7 +858,7 @@ def test_a_worker_is_drained_when_it_holds_nothing() -> None:
     assert d0.worker.phase is Phase.SERVING
     old = running(world, drain=False)
     d0.worker.on_message(world.gateway.legs[0].site.name, Drain())
-    assert (d0.worker.phase, d0.worker.heartbeat(1, 0).phase) == (Phase.DRAINING, Phase.DRAINING)
+    assert (d0.worker.phase, d0.worker.heartbeat(1).phase) == (Phase.DRAINING, Phase.DRAINING)
     ready, details = d0.worker.ready()
     assert (ready, details["phase"], details["safe_to_delete"]) == (False, "draining", False)
     refused = world.gateway.ask(d0, range(50, 55), 3)
