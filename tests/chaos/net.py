@@ -72,10 +72,12 @@ class Host:
         _run("ip", "-n", self.name, "route", "add", "blackhole", f"{other.address}/32")
         self.cuts.append(("ip", "-n", self.name, "route", "del", "blackhole", f"{other.address}/32"))
 
-    def reset(self) -> int:
-        """Every TCP connection of it breaks; new ones can be made. How many there were."""
-        listed = subprocess.run([*self.prefix, "ss", "-Htn", "state", "established"], capture_output=True, text=True)
-        subprocess.run([*self.prefix, "ss", "-K", "state", "established"], capture_output=True, check=False)
+    def reset(self, *which: str) -> int:
+        """Every TCP connection of it breaks, or those that `ss` finds by `which`; new ones can be made. How many there
+        were."""
+        chosen = ("state", "established", *which)
+        listed = subprocess.run([*self.prefix, "ss", "-Htn", *chosen], capture_output=True, text=True)
+        subprocess.run([*self.prefix, "ss", "-K", *chosen], capture_output=True, check=False)
         return len(listed.stdout.splitlines())
 
     def heal(self) -> None:

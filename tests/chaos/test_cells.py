@@ -203,6 +203,35 @@ async def test_the_stream_goes_on(stage: Theatre, references: References, fault:
     stage.workers().wait_for_baseline()
 
 
+NUM_RESETS = 3
+
+
+async def test_a_reset_while_tokens_flow_restarts_nobody(stage: Theatre, references: References) -> None:
+    """Only connections to D1's control port break: all that is lost is what was on its way, and that is asked for."""
+    stage.revive()
+    d1 = stage.d1
+    async with stage.dispatcher(patience_s=20.0) as (dispatcher, registry):
+        ask = asker(dispatcher, max_tokens=300)
+        expected = await references("300 tokens", ask, PROMPT)
+        with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):
+            await settled(stage, dispatcher, registry)
+            traffic = dispatcher._links[d1.address].traffic
+            before = traffic.sessions_lost, sum(dispatcher.recovery.failovers.values())
+            num_resets = 0
+            while num_resets < NUM_RESETS:
+                num_resyncs = traffic.resyncs
+                tasks = [ask(PROMPT) for _ in range(2)]
+                await until(lambda: d1.state()["running"] == 2, "no tokens flow")
+                assert d1.host.reset("sport", "=", f":{d1.control_port}") > 0, "there was no connection to break"
+                num_resets += not any(task.done() for task in tasks)  # else they were too fast, and it shows nothing
+                answers = await asyncio.gather(*tasks)
+                await until(lambda before=num_resyncs: traffic.resyncs > before, "the session is not opened again")
+                assert all((each.tokens, each.reasons) == (expected, ["length"]) for each in answers)
+        assert (traffic.sessions_lost, sum(dispatcher.recovery.failovers.values())) == before
+        await recovered(stage, dispatcher, registry)
+    stage.workers().wait_for_baseline()
+
+
 def moving_cells() -> list[Any]:
     made = []
     for fault in FAULTS:
