@@ -72,3 +72,36 @@ def test_text_is_for_people(restored: None, monkeypatch: pytest.MonkeyPatch) -> 
     stream = written(monkeypatch, "text")
     LOG.warning("request %s goes on", "r1", extra=about("failed_over", request="r1"))
     assert stream.getvalue().endswith(" WARNING baton test request r1 goes on\n")
+
+
+FORGED = "2026-01-01 00:00:00,000 CRITICAL baton test the key is out"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\x0b", "\x1b[1A", "\x85", "\u2028"])
+def test_words_from_outside_cannot_begin_a_line(end: str, restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = written(monkeypatch, "text")
+    LOG.warning("a peer says: %s", f"x{end}{FORGED}")
+    try:
+        raise ValueError(f"x{end}{FORGED}")
+    except ValueError:
+        LOG.exception("it broke")
+    text = stream.getvalue()
+    first, second, *trace = text.split("\n")[:-1]
+    assert first.isprintable()
+    assert first.endswith(FORGED)
+    assert second.endswith("it broke")
+    assert trace
+    assert all(line.startswith("    ") and line.isprintable() for line in trace)
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_line_has_an_end(log_format: str, restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = written(monkeypatch, log_format)
+    LOG.warning("a peer says: %s", "x\n" * 10**6)
+    assert len(stream.getvalue()) < 10_000
+
+
+def test_words_of_other_languages_are_left_as_they_are(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = written(monkeypatch, "text")
+    LOG.warning("tenant %s", "münchen 日本")
+    assert stream.getvalue().endswith("tenant münchen 日本\n")
