@@ -5,7 +5,7 @@ The life of a generating request:
 1. `Guard` finds out whose it is and lets it in, within the bound on requests at once and the limits of its API key.
 2. Its body is read, within the bounds on size and time, and checked for form (`schemas`).
 3. `Intake` tokenises its prompts and makes it a `Job` of one `Generation` for each prompt; the caller is charged for
-   them, and later for what is generated.
+   them, by their length before and by their tokens after, and later for what is generated.
 4. `stream_pieces` runs the generations and turns their tokens into pieces of text, up to a stop string; where answers
    can hold calls of functions or reasoning, `answer_parts` takes them apart.
 5. Each piece is worded as a chunk and sent, or all are collected into one answer. The status line waits for the first
@@ -130,21 +130,25 @@ class _Api:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._clock()
         form = await self._form(request, CompletionRequest)
-        request[CALLER].check_tier(form.service_tier)
-        job = await self._intake.completion(form, request[CALLER].tenant)
+        caller = request[CALLER]
+        caller.check_tier(form.service_tier)
+        job = await self._intake.completion(form, caller.tenant, caller.expect_prompt)
         answer = CompletionFormat(self._heading("cmpl"), self._tokenizer, job.with_logprobs)
         return await self._generate(request, job, answer, arrived_s)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._clock()
         form = await self._form(request, ChatRequest)
-        request[CALLER].check_tier(form.service_tier)
-        job = await self._intake.chat(form, request[CALLER].tenant)
+        caller = request[CALLER]
+        caller.check_tier(form.service_tier)
+        job = await self._intake.chat(form, caller.tenant, caller.expect_prompt)
         answer = ChatFormat(self._heading("chatcmpl"), self._tokenizer, job.with_logprobs)
         return await self._generate(request, job, answer, arrived_s)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        tokens = await self._intake.tokenize(await self._form(request, TokenizeRequest))
+        caller = request[CALLER]
+        tokens = await self._intake.tokenize(await self._form(request, TokenizeRequest), caller.expect_prompt)
+        caller.admit_prompt(len(tokens))
         return web.json_response(
             {"tokens": tokens, "count": len(tokens), "max_model_len": self._limits.max_sequence_tokens}
         )

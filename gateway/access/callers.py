@@ -35,8 +35,12 @@ class Caller:
     def check_tier(self, tier: Tier) -> None:
         """Raise `ApiError`, a 403, for a tier that is not for this caller."""
 
+    def expect_prompt(self, num_tokens: int) -> None:
+        """Charge what a prompt costs at least, before the work of tokenising it. Raises as `admit_prompt` does."""
+
     def admit_prompt(self, num_tokens: int) -> None:
-        """Charge a prompt. Raises `ApiError`: a 429, or a 400 if waiting would not help."""
+        """Charge a prompt, or the rest of one that was expected. Raises `ApiError`: a 429, or a 400 if waiting would
+        not help; what was charged by then is the price of the work."""
 
     def give_back(self, num_tokens: int) -> None:
         """A prompt that was charged was refused, and nothing of it computed."""
@@ -64,6 +68,8 @@ class KeyCaller(Caller):
         self._meter = meter
         self._metrics = metrics
         self._clock = clock
+        self._num_expected = 0
+        """Tokens of the request's prompt that are charged already."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -78,12 +84,16 @@ class KeyCaller(Caller):
             message = f"this API key may not use the tier {tier}, only {', '.join(self._key.tiers)}"
             raise ApiError(403, message, param="service_tier", code="tier_not_allowed")
 
+    def expect_prompt(self, num_tokens: int) -> None:
+        self.admit_prompt(num_tokens)
+        self._num_expected = num_tokens
+
     def admit_prompt(self, num_tokens: int) -> None:
         most = self._meter.most_tokens
         if most is not None and num_tokens > most:
             message = f"a prompt of {num_tokens} tokens is more than the {most} tokens a minute of this API key"
             raise invalid(None, message, code=Limit.TOKENS)
-        self._raise(self._meter.admit(num_tokens, self._clock()))
+        self._raise(self._meter.admit(num_tokens, self._clock(), self._num_expected))
 
     def give_back(self, num_tokens: int) -> None:
         self._meter.give_back(num_tokens, self._clock())

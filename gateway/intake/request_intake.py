@@ -27,7 +27,7 @@ from gateway.intake.tool_schemas import Tool, usable_tools
 from gateway.serving.generation import Generation
 from gateway.text.answer_parts import AnswerPlan
 from gateway.text.dialect import Dialect
-from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer
+from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer, TextTooLong
 from gateway.web.http_errors import ApiError, invalid
 
 COMPLETION_MAX_TOKENS = 16
@@ -49,6 +49,8 @@ _PASSED_ON = (
 """Fields that are sampling parameters under the same name."""
 
 
+_LONG_CHARS: Final = 2048
+"""From this size on a text is charged for before it is tokenised."""
 _THREAD_MESSAGES: Final = 32
 """Messages, calls and functions from which on a conversation is put into the template in a thread."""
 
@@ -83,6 +85,14 @@ class Job:
         return self.generations[0].sampling.logprobs is not None
 
 
+Admit = Callable[[int], None]
+"""Takes the least that a request's prompts can cost, before they are tokenised; raises what `Caller` does."""
+
+
+def _for_nothing(num_tokens: int) -> None:
+    """Nobody is charged."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LengthLimit:
     """The most tokens that a client asked for, and what it called that."""
@@ -108,14 +118,16 @@ class Intake:
         self._limits = settings.limits
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
 
-    async def completion(self, form: CompletionRequest, tenant: str = "") -> Job:
+    async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
         """A job of one generation for each prompt."""
         self._check_form(form)
         length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS)
         grammar = await grammar_of(form)
+        context = self._context()
+        self._expect(form.prompt, "prompt", context, admit)
         generations: list[Generation] = []
         for prompt in form.prompt:
-            token_ids = await self._prompt_tokens(prompt)
+            token_ids = await self._prompt_tokens(prompt, context)
             generation = self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar)
             generations.append(replace(generation, admittance=(generations or [generation])[0].admittance))
         if not form.echo:
@@ -125,7 +137,7 @@ class Intake:
         echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
         return self._job(form, generations, echoes)
 
-    async def chat(self, form: ChatRequest, tenant: str = "") -> Job:
+    async def chat(self, form: ChatRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
         """A job of one generation."""
         self._check_form(form)
         if form.top_logprobs is not None and not form.logprobs:
@@ -137,7 +149,7 @@ class Intake:
         )
         tools = usable_tools(form)
         prompt = await self._render(form.messages, tools, form.chat_template_kwargs or {})
-        token_ids = await self._tokenizer.encode_rendered(prompt)
+        token_ids = await self._conversation_tokens(prompt, self._context(), admit)
         num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
@@ -149,16 +161,22 @@ class Intake:
         generation = self._generation(form, tenant, token_ids, "messages", length, num_logprobs, grammar)
         return self._job(form, [generation], plan=plan)
 
-    async def tokenize(self, form: TokenizeRequest) -> list[int]:
-        """The tokens of a text or a conversation."""
+    async def tokenize(self, form: TokenizeRequest, admit: Admit = _for_nothing) -> list[int]:
+        """The tokens of a text or a conversation, as many as the model's context takes."""
         self.check_model(form.model)
         if (form.prompt is None) == (form.messages is None):
             raise invalid("prompt", "give either prompt or messages")
+        most = self._limits.max_sequence_tokens
         if form.messages is not None:
             prompt = await self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
-            return await self._tokenizer.encode_rendered(prompt)
-        assert form.prompt is not None
-        return await self._tokenizer.encode(form.prompt)
+            token_ids = await self._conversation_tokens(prompt, most, admit)
+        else:
+            assert form.prompt is not None
+            self._expect([form.prompt], "prompt", most, admit)
+            token_ids = await self._prompt_tokens(form.prompt, most)
+        if len(token_ids) > most:
+            raise _too_long("prompt" if form.messages is None else "messages", len(token_ids), most)
+        return token_ids
 
     def detokenize(self, form: DetokenizeRequest) -> str:
         """The text of tokens, special ones spelt out."""
@@ -185,8 +203,37 @@ class Intake:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             raise invalid(param, f"{param}: the model's token ids are 0 to {size - 1}")
 
-    async def _prompt_tokens(self, prompt: Prompt) -> list[int]:
-        return await self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _context(self) -> int:
+        """Tokens of prompt and answer together that every worker takes."""
+        return min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
+
+    def _expect(self, prompts: Sequence[Prompt], param: str, context: int, admit: Admit) -> None:
+        """Before they are tokenised: refuse what by its length alone is beyond the context, and admit the least that
+        long texts can have. Short ones are no work, and are admitted by what they have."""
+        expected = 0
+        for text in prompts:
+            if isinstance(text, str):
+                least = self._tokenizer.least_tokens(text)
+                if least > context:
+                    raise _too_long(param, least, context)
+                expected += least if len(text) >= _LONG_CHARS else 0
+        if expected:
+            admit(expected)
+
+    async def _prompt_tokens(self, prompt: Prompt, context: int) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        try:
+            return await self._tokenizer.encode(prompt, context)
+        except TextTooLong as error:
+            raise _too_long("prompt", None, context) from error
+
+    async def _conversation_tokens(self, prompt: str, context: int, admit: Admit) -> list[int]:
+        self._expect([prompt], "messages", context, admit)
+        try:
+            return await self._tokenizer.encode_rendered(prompt, context)
+        except TextTooLong as error:
+            raise _too_long("messages", None, context) from error
 
     async def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> str:
         """A conversation as the model reads it."""
@@ -220,12 +267,11 @@ class Intake:
         grammar: str | None,
     ) -> Generation:
         """`param` is the field that the prompt came from."""
-        context = min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
+        context = self._context()
         if not token_ids:
             raise invalid(param, f"{param} must not be empty")
         if len(token_ids) >= context:
-            message = f"{param} has {len(token_ids)} tokens; with at least one to generate, the context takes {context}"
-            raise invalid(param, message, code="context_length_exceeded")
+            raise _too_long(param, len(token_ids), context)
         self._check_vocabulary(token_ids, param)
         rest = context - len(token_ids)
         max_tokens = length.asked
@@ -291,6 +337,13 @@ class Intake:
             include_timings=include_timings,
             plan=plan,
         )
+
+
+def _too_long(param: str, num_tokens: int | None, context: int) -> ApiError:
+    """`num_tokens`: as far as they were counted; None for more than the context."""
+    counted = f"more than {context}" if num_tokens is None else str(num_tokens)
+    message = f"{param} has {counted} tokens; with at least one to generate, the context takes {context}"
+    return invalid(param, message, code="context_length_exceeded")
 
 
 def _cache_salt(tenant: str, cache_salt: str | None) -> str:
