@@ -2,8 +2,9 @@
 
 The life of a generating request:
 
-1. `Guard` finds out whose it is and lets it in, within the bound on requests at once and the limits of its API key.
-2. Its body is read, within the bounds on size and time, and checked for form (`schemas`).
+1. `Guard` finds out whose it is and lets it in, within the limits of its API key.
+2. Its body is read, within the bounds on size, time and rate; then it takes its slot among the requests at once, and is
+   checked for form (`schemas`).
 3. `Intake` tokenises its prompts and makes it a `Job` of one `Generation` for each prompt; the caller is charged for
    them, by their length before and by their tokens after, and later for what is generated.
 4. `stream_pieces` runs the generations and turns their tokens into pieces of text, up to a stop string; where answers
@@ -26,10 +27,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
 from gateway.access.callers import CALLER, Caller, Callers
-from gateway.access.http_guard import Guard, as_api_error, is_gone
+from gateway.access.http_guard import SLOT, Guard, as_api_error, is_gone
 from gateway.answer.choice_stream import stream_pieces
-from gateway.answer.chunk_encoder import ChunkEncoder, encode
-from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Usage, WholeChoice
+from gateway.answer.chunk_encoder import ChunkEncoder, encode, encode_in_pieces
+from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Json, Usage, WholeChoice
 from gateway.api_settings import ApiSettings
 from gateway.dashboard.handlers import Dashboard
 from gateway.intake.request_intake import Intake, Job
@@ -53,6 +54,10 @@ from gateway.web.request_ids import echo_name, name_requests
 
 Clock = Callable[[], float]
 _JOB = web.RequestKey("job", Job)
+_TURN_REPORTS = 256
+"""Log probabilities of so many tokens are taken in before others get a turn of the event loop."""
+_TURN_BYTES = 2**16
+"""So much of an answer is encoded before they do."""
 
 
 def create_app(
@@ -178,7 +183,9 @@ class _Api:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _form(self, request: web.Request, schema: type[SchemaT]) -> SchemaT:
-        return parse(schema, await self._bodies.read_json(request))
+        body = await self._bodies.read_json(request)
+        request[SLOT].take()
+        return parse(schema, body)
 
     async def _generate(
         self, request: web.Request, job: Job, answer: AnswerFormat, arrived_s: float
@@ -197,12 +204,17 @@ class _Api:
             return await self._collect(job, answer, pieces, stopwatch)
 
     async def _pieces(self, job: Job, stopwatch: RequestStopwatch, caller: Caller) -> AsyncGenerator[Piece, None]:
+        num_reports = 0
         try:
             async with aclosing(stream_pieces(self._generator, self._tokenizer, job)) as pieces:
                 async for piece in pieces:
                     stopwatch.observe(piece, self._clock())
                     caller.charge(piece.num_tokens)
                     yield piece
+                    num_reports += len(piece.reports)
+                    if num_reports >= _TURN_REPORTS:
+                        num_reports = 0
+                        await asyncio.sleep(0)
         except GenerationFailed as error:
             if error.cause is Cause.CAPACITY and not stopwatch.num_tokens:
                 caller.give_back(job.num_prompt_tokens)
@@ -216,7 +228,8 @@ class _Api:
         with self._failures_counted(stopwatch):
             async for piece in pieces:
                 choices[piece.choice].add(piece)
-        return web.json_response(answer.whole(choices, _usage(job, stopwatch)))
+        body = await _encoded(answer.whole(choices, _usage(job, stopwatch)))
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
         self,
@@ -272,6 +285,19 @@ async def _explain(request: web.Request, response: web.StreamResponse) -> None:
     if _JOB in request:
         for name, value in request[_JOB].generations[0].waterfall.route.items():
             response.headers[f"x-baton-{name}"] = value
+
+
+async def _encoded(answer: Json) -> bytes:
+    """A whole answer, which may be large: others get their turns meanwhile."""
+    pieces: list[bytes] = []
+    num_bytes = 0
+    for piece in encode_in_pieces(answer):
+        pieces.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= _TURN_BYTES:
+            num_bytes = 0
+            await asyncio.sleep(0)
+    return b"".join(pieces)
 
 
 async def _send_chunks(

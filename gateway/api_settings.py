@@ -24,12 +24,17 @@ class Limits:
     max_body_bytes: int = 8 * 2**20
     max_bodies_bytes: int = 256 * 2**20
     """Of all bodies that are being read at a time; beyond, 429."""
+    max_answer_bytes: int = 64 * 2**20
+    """Of all answers to one request, at their longest; what would come to more is refused with 400."""
     max_in_flight: int = 1024
-    """Most POST requests at once; the next one is refused with 429."""
+    """Most POST requests at once whose bodies have been read; the next one is refused with 429."""
     default_budget_s: float = 600.0
     """Time that a generation may take."""
     body_timeout_s: float = 60.0
     """Time that a client may take to send its body."""
+    body_grace_s: float = 10.0
+    """For the first byte of a body; from then on it must come, on average, at `min_body_bytes_per_s`."""
+    min_body_bytes_per_s: int = 1024
     stall_timeout_s: float = 60.0
     """Time that a streaming client may read nothing before it counts as gone."""
     retry_after_s: int = 1

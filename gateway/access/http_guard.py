@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -22,6 +23,32 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | assets.PATHS.keys()
 """What probes and scrapers read, which have no key; and the page in which a person gives one."""
 
 _LOG = logging.getLogger(__name__)
+
+
+class Slot:
+    """A request's place among those in flight. It is taken once the body is there: until then the request costs a
+    connection, and nothing that others wait for."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._taken = False
+
+    def take(self) -> None:
+        """Raises `ApiError`, a 429, where there is none."""
+        assert not self._taken
+        self._guard.check_room()
+        self._taken = True
+        self._guard.count(1)
+
+    def leave(self) -> None:
+        """The request has ended, with a slot or without."""
+        if self._taken:
+            self._taken = False
+            self._guard.count(-1)
+
+
+SLOT: Final = web.RequestKey("slot", Slot)
+"""Where a POST has its slot."""
 
 
 class Guard:
@@ -68,7 +95,8 @@ class Guard:
                 return await handler(request)
             if self._cors.refuses(request):
                 raise ApiError(403, "requests of this web page are not taken", code="foreign_origin")
-            with self._slot(), caller.request():
+            self.check_room()  # rather than read a body for nothing
+            with caller.request(), closing_slot(request, Slot(self)):
                 return await handler(request)
         except web.HTTPException as error:
             if "Allow" in error.headers:
@@ -78,17 +106,25 @@ class Guard:
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
         return answer.response(self._limits.retry_after_s, headers)
 
-    @contextmanager
-    def _slot(self) -> Iterator[None]:
+    def check_room(self) -> None:
+        """Raise `ApiError`, a 429, if as many requests are in flight as may."""
         if self._num_in_flight >= self._limits.max_in_flight:
             raise ApiError(429, f"{self._num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
-        self._num_in_flight += 1
-        self._metrics.requests_in_flight.inc()
-        try:
-            yield
-        finally:
-            self._num_in_flight -= 1
-            self._metrics.requests_in_flight.dec()
+
+    def count(self, change: int) -> None:
+        """A slot is taken, or free again."""
+        self._num_in_flight += change
+        self._metrics.requests_in_flight.inc(change)
+
+
+@contextmanager
+def closing_slot(request: web.Request, slot: Slot) -> Iterator[None]:
+    """Give the request its slot to take."""
+    request[SLOT] = slot
+    try:
+        yield
+    finally:
+        slot.leave()
 
 
 def is_gone(request: web.Request) -> bool:

@@ -49,6 +49,10 @@ _PASSED_ON = (
 """Fields that are sampling parameters under the same name."""
 
 
+_TOKEN_BYTES: Final = 4
+"""Of an answer, for each token."""
+_LOGPROB_BYTES: Final = 80
+"""Of an answer, for each log probability in it."""
 _LONG_CHARS: Final = 2048
 """From this size on a text is charged for before it is tokenised."""
 _THREAD_MESSAGES: Final = 32
@@ -101,6 +105,8 @@ class _LengthLimit:
     asked: int | None
     default: int | None
     """None for all that the context leaves."""
+    most: int
+    """What the bound on a request's answers leaves to each of its choices."""
 
 
 class Intake:
@@ -121,7 +127,8 @@ class Intake:
     async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
         """A job of one generation for each prompt."""
         self._check_form(form)
-        length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS)
+        most = self._most_tokens(len(form.prompt), form.n, form.logprobs)
+        length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS, most=most)
         grammar = await grammar_of(form)
         context = self._context()
         self._expect(form.prompt, "prompt", context, admit)
@@ -142,15 +149,16 @@ class Intake:
         self._check_form(form)
         if form.top_logprobs is not None and not form.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
+        most = self._most_tokens(1, form.n, num_logprobs)
         length = (
-            _LengthLimit(param="max_tokens", asked=form.max_tokens, default=None)
+            _LengthLimit(param="max_tokens", asked=form.max_tokens, default=None, most=most)
             if form.max_completion_tokens is None
-            else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None)
+            else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None, most=most)
         )
         tools = usable_tools(form)
         prompt = await self._render(form.messages, tools, form.chat_template_kwargs or {})
         token_ids = await self._conversation_tokens(prompt, self._context(), admit)
-        num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
             prompt,
@@ -206,6 +214,14 @@ class Intake:
     def _context(self) -> int:
         """Tokens of prompt and answer together that every worker takes."""
         return min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
+
+    def _most_tokens(self, num_prompts: int, n: int | None, num_logprobs: int | None) -> int:
+        """Tokens of each choice with which the answers to a request stay within their bound."""
+        token_bytes = _TOKEN_BYTES if num_logprobs is None else _TOKEN_BYTES + _LOGPROB_BYTES * (1 + num_logprobs)
+        most = self._limits.max_answer_bytes // (num_prompts * (n or 1) * token_bytes)
+        if not most:
+            raise invalid("n", "so many prompts, choices and log probabilities are more than one answer may have")
+        return most
 
     def _expect(self, prompts: Sequence[Prompt], param: str, context: int, admit: Admit) -> None:
         """Before they are tokenised: refuse what by its length alone is beyond the context, and admit the least that
@@ -276,10 +292,17 @@ class Intake:
         rest = context - len(token_ids)
         max_tokens = length.asked
         if max_tokens is None:
-            max_tokens = rest if length.default is None else min(length.default, rest)
+            max_tokens = min(rest if length.default is None else length.default, rest, length.most)
         if max_tokens > rest:
             message = f"{len(token_ids)} tokens of prompt and {length.param} {max_tokens} exceed the context, {context}"
             raise invalid(length.param, message, code="context_length_exceeded")
+        if max_tokens > length.most:
+            message = (
+                f"{length.param} {max_tokens} of each choice could make an answer of more than "
+                f"{self._limits.max_answer_bytes} bytes: with so many prompts, choices and log probabilities it is at "
+                f"most {length.most}"
+            )
+            raise invalid(length.param, message)
         return Generation(
             token_ids=tuple(token_ids),
             num_choices=form.n or 1,
