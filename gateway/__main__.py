@@ -42,6 +42,7 @@ from gateway.processes import Share, run_processes
 from gateway.routing.admission import Admission
 from gateway.routing.dispatcher import Dispatcher
 from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
+from gateway.web.ending import GOODBYE_S
 from gateway.web.tls import ServerTls
 from gateway.workers.discovery import Discovery, DiscoveryMetrics, DnsSource, Source
 from gateway.workers.registry import Registry
@@ -201,7 +202,8 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         app.middlewares.append(share.middleware)
     runner = create_runner(app, shutdown_timeout_s=settings.shutdown_grace_s)
     await runner.setup()
-    admin = web.AppRunner(create_admin_app(dispatcher), access_log=None, handle_signals=False)
+    admin_app = create_admin_app(dispatcher)
+    admin = web.AppRunner(admin_app, access_log=None, handle_signals=False, shutdown_timeout=GOODBYE_S)
     await admin.setup()
     allow_descriptors(settings.max_connections)
     bounds = ConnectionBounds(max_connections=settings.max_connections, header_timeout_s=settings.header_timeout_s)

@@ -11,7 +11,8 @@ The life of a generating request:
    can hold calls of functions or reasoning, `answer_parts` takes them apart.
 5. Each piece is worded as a chunk and sent, or all are collected into one answer. The status line waits for the first
    piece, so that a failure before it has an HTTP status; a failure after it is an `error` event.
-6. A client that leaves cancels the handler (`create_runner` sees to that), which closes the generations.
+6. A client that leaves cancels the handler (`create_runner` sees to that), which closes the generations. So does the
+   gateway's end, for requests that are not done by then; these are told (`Ending`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
 from gateway.access.callers import CALLER, Caller, Callers
-from gateway.access.http_guard import SLOT, Guard, as_api_error, is_gone
+from gateway.access.http_guard import SLOT, Guard, as_api_error, has_ended, is_gone
 from gateway.answer.choice_stream import stream_pieces
 from gateway.answer.chunk_encoder import ChunkEncoder, encode, encode_in_pieces
 from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Json, Usage, WholeChoice
@@ -48,6 +49,7 @@ from gateway.openapi import document
 from gateway.serving.generation import GenerationFailed, Generator
 from gateway.text.choice_text import Piece
 from gateway.text.tokenizer import ModelTokenizer
+from gateway.web.ending import ENDING, GOODBYE_S, Ending
 from gateway.web.event_stream import EventStream
 from gateway.web.request_body import BodyReader
 from gateway.web.request_ids import echo_name, name_requests
@@ -75,9 +77,11 @@ def create_app(
 
     With a keyring only who has one of its keys is let in, and within its limits.
     """
-    api = _Api(generator, tokenizer, settings, metrics, clock, traces)
-    guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock))
+    ending = Ending()
+    api = _Api(generator, tokenizer, settings, metrics, clock, traces, ending)
+    guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock), ending)
     app = web.Application(middlewares=[name_requests, guard.middleware], client_max_size=settings.limits.max_body_bytes)
+    app[ENDING] = ending
     app.on_response_prepare.extend([echo_name, guard.add_headers])
     app.add_routes(
         [
@@ -104,10 +108,15 @@ def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> 
     """A runner for the application of `create_app`.
 
     It cancels the handler of a client that leaves, which `aiohttp` does not do unless told. Its `cleanup` stops
-    listening, gives requests in flight `shutdown_timeout_s` to end, and then cancels them. It is to be given
-    connections by a `Listener`, which bounds them.
+    listening, gives requests in flight `shutdown_timeout_s` to end, and then tells those that are left. It is to be
+    given connections by a `Listener`, which bounds them.
     """
-    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout_s)
+
+    async def wait(_: web.Application) -> None:
+        await app[ENDING].wait(shutdown_timeout_s)
+
+    app.on_shutdown.append(wait)
+    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=GOODBYE_S)
 
 
 class _Api:
@@ -119,6 +128,7 @@ class _Api:
         metrics: GatewayMetrics,
         clock: Clock,
         traces: Traces | None,
+        ending: Ending,
     ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
@@ -128,6 +138,7 @@ class _Api:
         self._metrics = metrics
         self._clock = clock
         self._traces = traces
+        self._ending = ending
         self._intake = Intake(tokenizer, settings, lambda: generator.ready().max_sequence_tokens)
         self._started_unix_s = int(time.time())
         self._document = document()
@@ -201,7 +212,7 @@ class _Api:
         async with aclosing(self._pieces(job, stopwatch, caller)) as pieces:
             if job.stream:
                 return await self._stream(request, job, answer, pieces, stopwatch)
-            return await self._collect(job, answer, pieces, stopwatch)
+            return await self._collect(request, job, answer, pieces, stopwatch)
 
     async def _pieces(self, job: Job, stopwatch: RequestStopwatch, caller: Caller) -> AsyncGenerator[Piece, None]:
         num_reports = 0
@@ -222,10 +233,15 @@ class _Api:
         stopwatch.finish(self._clock())
 
     async def _collect(
-        self, job: Job, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None], stopwatch: RequestStopwatch
+        self,
+        request: web.Request,
+        job: Job,
+        answer: AnswerFormat,
+        pieces: AsyncGenerator[Piece, None],
+        stopwatch: RequestStopwatch,
     ) -> web.StreamResponse:
         choices = [WholeChoice() for generation in job.generations for _ in range(generation.num_choices)]
-        with self._failures_counted(stopwatch):
+        with self._failures_counted(request, stopwatch):
             async for piece in pieces:
                 choices[piece.choice].add(piece)
         body = await _encoded(answer.whole(choices, _usage(job, stopwatch)))
@@ -241,7 +257,7 @@ class _Api:
     ) -> web.StreamResponse:
         events = EventStream(request, self._limits.stall_timeout_s)
         try:
-            with self._failures_counted(stopwatch):
+            with self._failures_counted(request, stopwatch):
                 await _send_chunks(events, job, answer, pieces)
                 if job.include_usage:
                     await events.send(encode(answer.usage_chunk(_usage(job, stopwatch))))
@@ -254,13 +270,21 @@ class _Api:
         return await events.close()
 
     @contextmanager
-    def _failures_counted(self, stopwatch: RequestStopwatch) -> Iterator[None]:
+    def _failures_counted(self, request: web.Request, stopwatch: RequestStopwatch) -> Iterator[None]:
         try:
             yield
         except GenerationFailed as error:
             stopwatch.fail(error.cause, error.message, self._clock())
             raise
-        except (asyncio.CancelledError, ConnectionError):
+        except asyncio.CancelledError:
+            if self._ending.is_reason():
+                failure = has_ended()
+                stopwatch.fail(failure.cause, failure.message, self._clock())
+                raise failure from None
+            why = "the client has left" if is_gone(request) else "the gateway has ended"
+            stopwatch.fail(Cause.CANCELLED, why, self._clock())
+            raise
+        except ConnectionError:
             stopwatch.fail(Cause.CANCELLED, "the client has left", self._clock())
             raise
         except Exception:

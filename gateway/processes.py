@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 """Within which a process must answer another one."""
-_GRACE_S = 5.0
-"""Beyond what open requests get: then a process is killed."""
+_GRACE_S = 12.0
+"""Beyond what open requests get, to tell those that are left, and the collector of traces: then a process is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +224,9 @@ async def _watch(
     for process in processes:
         loop.remove_reader(process.sentinel)
         process.terminate()
+    end_s = loop.time() + grace_s + _GRACE_S
     for process in processes:
-        await asyncio.to_thread(process.join, grace_s + _GRACE_S)
+        await asyncio.to_thread(process.join, max(0.0, end_s - loop.time()))
         process.kill()
         process.join()
     codes += [process.exitcode or 0 for process in ended]

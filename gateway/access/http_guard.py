@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from gateway.api_settings import ApiSettings
 from gateway.dashboard import assets
 from gateway.observability.metrics import GatewayMetrics
 from gateway.serving.generation import GenerationFailed
+from gateway.web.ending import Ending
 from gateway.web.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | assets.PATHS.keys()
@@ -54,11 +56,12 @@ SLOT: Final = web.RequestKey("slot", Slot)
 class Guard:
     """Authentication, the bounds on requests, errors, and the headers that every answer has."""
 
-    def __init__(self, settings: ApiSettings, metrics: GatewayMetrics, callers: Callers) -> None:
+    def __init__(self, settings: ApiSettings, metrics: GatewayMetrics, callers: Callers, ending: Ending) -> None:
         self._limits = settings.limits
         self._cors = Cors(settings.cors_origins)
         self._callers = callers
         self._metrics = metrics
+        self._ending = ending
         self._num_in_flight = 0
 
     @property
@@ -96,12 +99,17 @@ class Guard:
             if self._cors.refuses(request):
                 raise ApiError(403, "requests of this web page are not taken", code="foreign_origin")
             self.check_room()  # rather than read a body for nothing
+            self._ending.follow()
             with caller.request(), closing_slot(request, Slot(self)):
                 return await handler(request)
         except web.HTTPException as error:
             if "Allow" in error.headers:
                 headers["Allow"] = error.headers["Allow"]
             answer = from_http(error, request.path, self._limits.max_body_bytes)
+        except asyncio.CancelledError:
+            if not self._ending.is_reason():
+                raise
+            answer = as_api_error(has_ended())
         except Exception as error:  # noqa: BLE001 (logged where it is worded)
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
         return answer.response(self._limits.retry_after_s, headers)
@@ -130,6 +138,11 @@ def closing_slot(request: web.Request, slot: Slot) -> Iterator[None]:
 def is_gone(request: web.Request) -> bool:
     """Whether the client's connection is closed, so that nobody reads an answer."""
     return request.transport is None or request.transport.is_closing()
+
+
+def has_ended() -> GenerationFailed:
+    """What becomes of a request that is under way when a gateway's time to end is over."""
+    return GenerationFailed(Cause.DRAINING, "this gateway ends, and the request was not done in time")
 
 
 def as_api_error(error: Exception) -> ApiError:
