@@ -52,15 +52,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAX_SIZE = 2**31
+"""No vocabulary and no context comes near it."""
 _ADMIN_BOUNDS = ConnectionBounds(max_connections=64)
 
 
 def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
     config = read_config(folder)
-    try:
-        vocab_size, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise OperatorError(f"{folder / 'config.json'} lacks a usable {error}") from error
+    vocab_size, context = (_size(config, name, folder) for name in ("vocab_size", "max_position_embeddings"))
     limits = Limits(
         max_sequence_tokens=context,
         max_body_bytes=settings.max_body_bytes,
@@ -79,6 +78,15 @@ def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
         reasoning_parser=settings.reasoning_parser,
         cors_origins=settings.cors_origins,
     )
+
+
+def _size(config: dict[str, Any], name: str, folder: Path) -> int:
+    """A positive number of the model's. Raises `OperatorError`."""
+    value = config.get(name)
+    if type(value) is not int or not 0 < value < _MAX_SIZE:
+        said = repr(value)[:40]
+        raise OperatorError(f"{folder / 'config.json'}: {name} must be a number from 1 to {_MAX_SIZE - 1}, not {said}")
+    return value
 
 
 def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyring | None, ServerTls | None]:

@@ -27,7 +27,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
-from gateway.access.callers import CALLER, Caller, Callers
+from gateway.access.callers import CALLER, Caller, Callers, client_of
 from gateway.access.http_guard import SLOT, Guard, as_api_error, has_ended, is_gone
 from gateway.answer.choice_stream import stream_pieces
 from gateway.answer.chunk_encoder import ChunkEncoder, encode, encode_in_pieces
@@ -100,7 +100,7 @@ def create_app(
     if settings.explain_routing:
         app.on_response_prepare.append(_explain)
     if dashboard is not None:
-        dashboard.add_to(app)
+        dashboard.add_to(app, client_of)
     return app
 
 

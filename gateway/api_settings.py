@@ -71,7 +71,7 @@ class SamplingDefaults:
                 return cls()
             given = {name: config[name] for name in cls.__slots__ if config.get(name) is not None}
             TypeAdapter(SamplingParams).validate_python({"max_tokens": 1, **given})
-        except (ValueError, AttributeError, ValidationError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError, ValidationError) as error:
             raise OperatorError(f"cannot use {path}: {error}") from error
         return cls(**given)
 

@@ -306,6 +306,9 @@ class ServeSettings(ProcessSettings):
     restart: Literal["always", "never"] = Field(
         "always", description="whether a process that ends is started again; never: the stack ends with it"
     )
+    explain_routing: bool = Field(
+        False, description="say in x-baton-* headers of each answer where its request went, and why"
+    )
     grace_s: float = Field(10.0, gt=0, le=600, description="seconds that processes get to end on Ctrl-C")
 
 

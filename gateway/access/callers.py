@@ -24,8 +24,10 @@ _MAX_METERS: Final = 2 * MAX_KEYS
 class Caller:
     """One request's sender."""
 
-    def __init__(self, tenant: str) -> None:
+    def __init__(self, tenant: str, key_name: str | None = None) -> None:
         self.tenant = tenant
+        self.key_name = key_name
+        """None where no keys are asked for."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -57,13 +59,18 @@ CALLER: Final = web.RequestKey("caller", Caller)
 """Where a request has its caller, once it is let in."""
 
 
+def client_of(request: web.Request) -> str:
+    """Whom to tell from others: the holder of a key, or else an address."""
+    return request[CALLER].key_name or f"at {request.remote}"
+
+
 class KeyCaller(Caller):
     """The holder of an API key."""
 
     def __init__(
         self, tenant: str, key: ApiKey, meter: KeyMeter, metrics: GatewayMetrics, clock: Callable[[], float]
     ) -> None:
-        super().__init__(tenant)
+        super().__init__(tenant, key.name)
         self._key = key
         self._meter = meter
         self._metrics = metrics

@@ -55,8 +55,9 @@ _LOGPROB_BYTES: Final = 80
 """Of an answer, for each log probability in it."""
 _LONG_CHARS: Final = 2048
 """From this size on a text is charged for before it is tokenised."""
-_THREAD_MESSAGES: Final = 32
-"""Messages, calls and functions from which on a conversation is put into the template in a thread."""
+_TEMPLATE_S: Final = 10.0
+"""For putting a conversation into the chat template, which is a program of the model's author: a loop in it may have no
+end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,11 +267,13 @@ class Intake:
                 [message.for_template() for message in messages], [tool.for_template() for tool in tools], switches
             )
 
-        size = len(tools) + sum(1 + len(message.tool_calls or ()) for message in messages)
         try:
-            return render() if size <= _THREAD_MESSAGES else await self._tokenizer.threads.run(render)
+            return await self._tokenizer.threads.run(render, _TEMPLATE_S)
         except ChatTemplateError as error:
             raise invalid("messages", str(error)) from error
+        except TimeoutError as error:
+            message = f"the model's chat template does not come to an end within {_TEMPLATE_S:g} s with these messages"
+            raise invalid("messages", message) from error
 
     def _generation(
         self,

@@ -36,6 +36,17 @@ _LARGE_BYTES = 2**18
 leaves behind is given back to the system."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNSETTLED = "�"
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+"""What a template may run into: the sandbox's `range` has at most 100,000 items, and says so with `OverflowError`."""
 _TEMPLATE_NAMES = frozenset(
     {"messages", "raise_exception", "strftime_now", "namespace", "dict", "range", "self", "conversations"}
 )
@@ -96,8 +107,9 @@ class ModelTokenizer:
         from transformers import AutoTokenizer  # after `keep_torch_out`
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError, ImportError, KeyError) as error:
+            # Without the last word on remote code a person at a terminal is asked, and code of the checkpoint runs.
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # what the libraries raise over a malformed file is of a dozen unrelated types
             raise OperatorError(f"cannot load a tokenizer from {folder}: {error}") from error
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise OperatorError(f"the tokenizer in {folder} has no fast form (tokenizer.json)")
@@ -137,7 +149,7 @@ class ModelTokenizer:
                 **(switches or {}),
             )
             text.encode()
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise ChatTemplateError(f"the model's chat template does not take these messages: {error}") from error
         return text
 
