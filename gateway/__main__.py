@@ -32,6 +32,7 @@ from common.runtime.lifecycle import (
 from common.runtime.logs import configure_logging
 from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener, allow_descriptors
+from gateway.access.hosts import called_by
 from gateway.api import create_app, create_runner
 from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target
 from gateway.dashboard.admin_link import AdminLink
@@ -77,6 +78,7 @@ def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,
         cors_origins=settings.cors_origins,
+        allowed_hosts=called_by(settings.allowed_hosts, host=settings.host, has_keys=settings.api_keys is not None),
     )
 
 

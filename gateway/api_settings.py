@@ -103,6 +103,8 @@ class ApiSettings:
     the tenant is the key's, and the header goes before it only for keys that say so."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call from a browser; see `gateway/access/cors.py`."""
+    allowed_hosts: frozenset[str] | None = None
+    """Names by which it may be called, beside addresses and `localhost`; None for any: `gateway/access/hosts.py`."""
     explain_routing: bool = False
     """Say with each answer where its request went, and why: addresses of workers, and what they have cached."""
     tool_parser: str = "auto"

@@ -89,7 +89,7 @@ class Share:
                 return own
             connector = aiohttp.UnixConnector(str(self.folder / str(index)))
             async with aiohttp.ClientSession(connector=connector) as session:
-                async with session.get(f"http://process{path}?own") as response:
+                async with session.get(f"http://localhost{path}?own") as response:
                     return await response.read()
 
         async with asyncio.timeout(_ANSWER_S):

@@ -48,6 +48,10 @@ def _origin(text: str) -> str:
 
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(_split)]
 """Origins of web pages, as a tuple or separated by commas."""
+HostNames = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9._-]{1,253})$")], ...], NoDecode, BeforeValidator(_split)
+]
+"""Names of hosts, as a tuple or separated by commas."""
 WorkerAddresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...], NoDecode, BeforeValidator(_split)]
 """`host:port` of several workers, as a tuple or separated by commas."""
 
@@ -210,6 +214,11 @@ class GatewaySettings(TierSettings):
     tls_key: str | None = Field(None, description="PEM file of the certificate's key, not encrypted")
     cors_origins: Origins = Field(
         (), description="origins of web pages that may call from a browser: https://host[:port],... (*: any)"
+    )
+    allowed_hosts: HostNames = Field(
+        (),
+        description="names in Host by which clients may call, beside localhost and addresses (*: any); none: any, but "
+        "for a gateway on a loopback address that asks for no key",
     )
     tenant_header: str | None = Field(
         None,

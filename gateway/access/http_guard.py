@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 from common.contract.errors import Cause
 from gateway.access.callers import CALLER, Callers
 from gateway.access.cors import Cors
+from gateway.access.hosts import Hosts
 from gateway.api_settings import ApiSettings
 from gateway.dashboard import assets
 from gateway.observability.metrics import GatewayMetrics
@@ -61,6 +62,7 @@ class Guard:
         self._cors = Cors(settings.cors_origins)
         self._callers = callers
         self._metrics = metrics
+        self._hosts = Hosts(settings.allowed_hosts)
         self._ending = ending
         self._num_in_flight = 0
 
@@ -89,6 +91,9 @@ class Guard:
     async def _respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = {}
         try:
+            if self._hosts.refuses(request.headers.get("Host")):
+                message = "this gateway is not known by the name in Host (--allowed-hosts)"
+                raise ApiError(403, message, code="foreign_host")
             if self._cors.is_preflight(request):
                 return self._cors.preflight(request)
             if request.path in OPEN_PATHS:
