@@ -7,6 +7,7 @@ text that is already sent could not follow.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import inspect
 import os
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from tokenizers import AddedToken
 
 from common.contract.errors import BatonError, OperatorError
 from gateway.bounded_threads import BoundedThreads
 from gateway.text.detokenizer import TokenDecoder
+from gateway.text.plain_text import Marker
 
 _THREAD_CHARS = 2048
 """Text from this size on, half a millisecond's work, is encoded in a thread; the way there and back takes a fifth of
@@ -90,6 +93,9 @@ class ModelTokenizer:
         special = {index for index, token in added.items() if token.special}
         self._with_text = frozenset(vocabulary.values()) - special
         self._rendering_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._marker = Marker([token.content for token in added.values() if token.special])
+        self._marking: Any = None
+        """The backend that knows marks, once one was needed."""
         self._spellings: dict[int, tuple[str, bytes]] = {}
         self._longest_bytes = max(len(token.encode()) for token in vocabulary)
         """Of any token, as the vocabulary spells it: at least as many as it stands for."""
@@ -117,7 +123,7 @@ class ModelTokenizer:
 
     def least_tokens(self, text: str) -> int:
         """So many tokens the text has at least, by its length alone."""
-        return -(-len(text.encode()) // self._longest_bytes)
+        return -(-len(self._marker.unmarked(text).encode()) // self._longest_bytes)
 
     async def encode(self, text: str, at_most: int | None = None) -> list[int]:
         """The tokens of a prompt, with the special tokens that the model puts around a text.
@@ -136,25 +142,28 @@ class ModelTokenizer:
         """A conversation as the model reads it, up to where the assistant is to speak.
 
         `tools` are the functions that the model is told of, `switches` further variables of its chat template, each of
-        which `takes_switch`. Raises `ChatTemplateError`.
+        which `takes_switch`. Special tokens that are spelt in any of these have marks inside, which `encode_rendered`
+        knows. Raises `ChatTemplateError`.
         """
         if self._templates.chat_template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
         try:
             text: str = self._templates.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
+                self._marker.marked(messages),
+                tools=self._marker.marked(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
-                **(switches or {}),
+                **self._marker.marked(switches or {}),
             )
             text.encode()
         except _TEMPLATE_ERRORS as error:
-            raise ChatTemplateError(f"the model's chat template does not take these messages: {error}") from error
+            why = self._marker.unmarked(str(error))
+            raise ChatTemplateError(f"the model's chat template does not take these messages: {why}") from error
         return text
 
     async def encode_rendered(self, text: str, at_most: int | None = None) -> list[int]:
-        """The tokens of a conversation that `render_chat` has written: no special token is added to its own.
+        """The tokens of a conversation that `render_chat` has written: no special token is added to its own, and what
+        clients spell as one is text.
 
         Raises as `encode` does.
         """
@@ -207,15 +216,16 @@ class ModelTokenizer:
         return known
 
     async def _encode(self, text: str, at_most: int | None, *, add_special_tokens: bool) -> list[int]:
-        if len(text) < _THREAD_CHARS:
+        marked = self._marker.mark in text
+        if len(text) < _THREAD_CHARS and not marked:
             return self._encode_whole(text, add_special_tokens)
         num_bytes = len(text.encode())
 
         def encode() -> list[int]:
             try:
                 if at_most is not None and num_bytes > _SURE_BYTES_PER_TOKEN * at_most:
-                    self._refuse_clearly_too_long(text, at_most)
-                return self._encode_whole(text, add_special_tokens)
+                    self._refuse_clearly_too_long(self._marker.unmarked(text), at_most)
+                return self._encode_marked(text) if marked else self._encode_whole(text, add_special_tokens)
             finally:
                 if num_bytes >= _LARGE_BYTES:
                     _give_memory_back()
@@ -227,6 +237,17 @@ class ModelTokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         return token_ids
+
+    def _encode_marked(self, text: str) -> list[int]:
+        """The tokens of a conversation in which clients have spelt special tokens. Beside a mark there are seams, as
+        beside any added token."""
+        if self._marking is None:
+            marking = copy.deepcopy(self._backend)
+            marking.add_tokens([AddedToken(self._marker.mark, normalized=False)])
+            self._marking = marking
+        mark = self._marking.token_to_id(self._marker.mark)
+        (encoding,) = self._marking.encode_batch_fast([text], add_special_tokens=False)
+        return [token for token in encoding.ids if token != mark]
 
     def _refuse_clearly_too_long(self, text: str, at_most: int) -> None:
         """Count in slices. A token or two at each of their seams are not those of the whole text, so that what is not
