@@ -32,6 +32,7 @@ from common.runtime.lifecycle import (
 from common.runtime.logs import configure_logging
 from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener, allow_descriptors
+from gateway.access.hosts import called_by
 from gateway.api import create_app, create_runner
 from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target
 from gateway.dashboard.admin_link import AdminLink
@@ -42,6 +43,7 @@ from gateway.processes import Share, run_processes
 from gateway.routing.admission import Admission
 from gateway.routing.dispatcher import Dispatcher
 from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
+from gateway.web.ending import GOODBYE_S
 from gateway.web.tls import ServerTls
 from gateway.workers.discovery import Discovery, DiscoveryMetrics, DnsSource, Source
 from gateway.workers.registry import Registry
@@ -51,15 +53,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAX_SIZE = 2**31
+"""No vocabulary and no context comes near it."""
 _ADMIN_BOUNDS = ConnectionBounds(max_connections=64)
 
 
 def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
     config = read_config(folder)
-    try:
-        vocab_size, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise OperatorError(f"{folder / 'config.json'} lacks a usable {error}") from error
+    vocab_size, context = (_size(config, name, folder) for name in ("vocab_size", "max_position_embeddings"))
     limits = Limits(
         max_sequence_tokens=context,
         max_body_bytes=settings.max_body_bytes,
@@ -77,7 +78,17 @@ def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,
         cors_origins=settings.cors_origins,
+        allowed_hosts=called_by(settings.allowed_hosts, host=settings.host, has_keys=settings.api_keys is not None),
     )
+
+
+def _size(config: dict[str, Any], name: str, folder: Path) -> int:
+    """A positive number of the model's. Raises `OperatorError`."""
+    value = config.get(name)
+    if type(value) is not int or not 0 < value < _MAX_SIZE:
+        said = repr(value)[:40]
+        raise OperatorError(f"{folder / 'config.json'}: {name} must be a number from 1 to {_MAX_SIZE - 1}, not {said}")
+    return value
 
 
 def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyring | None, ServerTls | None]:
@@ -201,7 +212,8 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         app.middlewares.append(share.middleware)
     runner = create_runner(app, shutdown_timeout_s=settings.shutdown_grace_s)
     await runner.setup()
-    admin = web.AppRunner(create_admin_app(dispatcher), access_log=None, handle_signals=False)
+    admin_app = create_admin_app(dispatcher)
+    admin = web.AppRunner(admin_app, access_log=None, handle_signals=False, shutdown_timeout=GOODBYE_S)
     await admin.setup()
     allow_descriptors(settings.max_connections)
     bounds = ConnectionBounds(max_connections=settings.max_connections, header_timeout_s=settings.header_timeout_s)

@@ -2,15 +2,17 @@
 
 The life of a generating request:
 
-1. `Guard` finds out whose it is and lets it in, within the bound on requests at once and the limits of its API key.
-2. Its body is read, within the bounds on size and time, and checked for form (`schemas`).
+1. `Guard` finds out whose it is and lets it in, within the limits of its API key.
+2. Its body is read, within the bounds on size, time and rate; then it takes its slot among the requests at once, and is
+   checked for form (`schemas`).
 3. `Intake` tokenises its prompts and makes it a `Job` of one `Generation` for each prompt; the caller is charged for
-   them, and later for what is generated.
+   them, by their length before and by their tokens after, and later for what is generated.
 4. `stream_pieces` runs the generations and turns their tokens into pieces of text, up to a stop string; where answers
    can hold calls of functions or reasoning, `answer_parts` takes them apart.
 5. Each piece is worded as a chunk and sent, or all are collected into one answer. The status line waits for the first
    piece, so that a failure before it has an HTTP status; a failure after it is an `error` event.
-6. A client that leaves cancels the handler (`create_runner` sees to that), which closes the generations.
+6. A client that leaves cancels the handler (`create_runner` sees to that), which closes the generations. So does the
+   gateway's end, for requests that are not done by then; these are told (`Ending`).
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
-from gateway.access.callers import CALLER, Caller, Callers
-from gateway.access.http_guard import Guard, as_api_error, is_gone
+from gateway.access.callers import CALLER, Caller, Callers, client_of
+from gateway.access.http_guard import SLOT, Guard, as_api_error, has_ended, is_gone
 from gateway.answer.choice_stream import stream_pieces
-from gateway.answer.chunk_encoder import ChunkEncoder, encode
-from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Usage, WholeChoice
+from gateway.answer.chunk_encoder import ChunkEncoder, encode, encode_in_pieces
+from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Json, Usage, WholeChoice
 from gateway.api_settings import ApiSettings
 from gateway.dashboard.handlers import Dashboard
 from gateway.intake.request_intake import Intake, Job
@@ -47,12 +49,17 @@ from gateway.openapi import document
 from gateway.serving.generation import GenerationFailed, Generator
 from gateway.text.choice_text import Piece
 from gateway.text.tokenizer import ModelTokenizer
+from gateway.web.ending import ENDING, GOODBYE_S, Ending
 from gateway.web.event_stream import EventStream
 from gateway.web.request_body import BodyReader
 from gateway.web.request_ids import echo_name, name_requests
 
 Clock = Callable[[], float]
 _JOB = web.RequestKey("job", Job)
+_TURN_REPORTS = 256
+"""Log probabilities of so many tokens are taken in before others get a turn of the event loop."""
+_TURN_BYTES = 2**16
+"""So much of an answer is encoded before they do."""
 
 
 def create_app(
@@ -70,9 +77,11 @@ def create_app(
 
     With a keyring only who has one of its keys is let in, and within its limits.
     """
-    api = _Api(generator, tokenizer, settings, metrics, clock, traces)
-    guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock))
+    ending = Ending()
+    api = _Api(generator, tokenizer, settings, metrics, clock, traces, ending)
+    guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock), ending)
     app = web.Application(middlewares=[name_requests, guard.middleware], client_max_size=settings.limits.max_body_bytes)
+    app[ENDING] = ending
     app.on_response_prepare.extend([echo_name, guard.add_headers])
     app.add_routes(
         [
@@ -91,7 +100,7 @@ def create_app(
     if settings.explain_routing:
         app.on_response_prepare.append(_explain)
     if dashboard is not None:
-        dashboard.add_to(app)
+        dashboard.add_to(app, client_of)
     return app
 
 
@@ -99,10 +108,15 @@ def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> 
     """A runner for the application of `create_app`.
 
     It cancels the handler of a client that leaves, which `aiohttp` does not do unless told. Its `cleanup` stops
-    listening, gives requests in flight `shutdown_timeout_s` to end, and then cancels them. It is to be given
-    connections by a `Listener`, which bounds them.
+    listening, gives requests in flight `shutdown_timeout_s` to end, and then tells those that are left. It is to be
+    given connections by a `Listener`, which bounds them.
     """
-    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout_s)
+
+    async def wait(_: web.Application) -> None:
+        await app[ENDING].wait(shutdown_timeout_s)
+
+    app.on_shutdown.append(wait)
+    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=GOODBYE_S)
 
 
 class _Api:
@@ -114,6 +128,7 @@ class _Api:
         metrics: GatewayMetrics,
         clock: Clock,
         traces: Traces | None,
+        ending: Ending,
     ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
@@ -123,6 +138,7 @@ class _Api:
         self._metrics = metrics
         self._clock = clock
         self._traces = traces
+        self._ending = ending
         self._intake = Intake(tokenizer, settings, lambda: generator.ready().max_sequence_tokens)
         self._started_unix_s = int(time.time())
         self._document = document()
@@ -130,21 +146,25 @@ class _Api:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._clock()
         form = await self._form(request, CompletionRequest)
-        request[CALLER].check_tier(form.service_tier)
-        job = await self._intake.completion(form, request[CALLER].tenant)
+        caller = request[CALLER]
+        caller.check_tier(form.service_tier)
+        job = await self._intake.completion(form, caller.tenant, caller.expect_prompt)
         answer = CompletionFormat(self._heading("cmpl"), self._tokenizer, job.with_logprobs)
         return await self._generate(request, job, answer, arrived_s)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         arrived_s = self._clock()
         form = await self._form(request, ChatRequest)
-        request[CALLER].check_tier(form.service_tier)
-        job = await self._intake.chat(form, request[CALLER].tenant)
+        caller = request[CALLER]
+        caller.check_tier(form.service_tier)
+        job = await self._intake.chat(form, caller.tenant, caller.expect_prompt)
         answer = ChatFormat(self._heading("chatcmpl"), self._tokenizer, job.with_logprobs)
         return await self._generate(request, job, answer, arrived_s)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        tokens = await self._intake.tokenize(await self._form(request, TokenizeRequest))
+        caller = request[CALLER]
+        tokens = await self._intake.tokenize(await self._form(request, TokenizeRequest), caller.expect_prompt)
+        caller.admit_prompt(len(tokens))
         return web.json_response(
             {"tokens": tokens, "count": len(tokens), "max_model_len": self._limits.max_sequence_tokens}
         )
@@ -174,7 +194,9 @@ class _Api:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _form(self, request: web.Request, schema: type[SchemaT]) -> SchemaT:
-        return parse(schema, await self._bodies.read_json(request))
+        body = await self._bodies.read_json(request)
+        request[SLOT].take()
+        return parse(schema, body)
 
     async def _generate(
         self, request: web.Request, job: Job, answer: AnswerFormat, arrived_s: float
@@ -190,15 +212,20 @@ class _Api:
         async with aclosing(self._pieces(job, stopwatch, caller)) as pieces:
             if job.stream:
                 return await self._stream(request, job, answer, pieces, stopwatch)
-            return await self._collect(job, answer, pieces, stopwatch)
+            return await self._collect(request, job, answer, pieces, stopwatch)
 
     async def _pieces(self, job: Job, stopwatch: RequestStopwatch, caller: Caller) -> AsyncGenerator[Piece, None]:
+        num_reports = 0
         try:
             async with aclosing(stream_pieces(self._generator, self._tokenizer, job)) as pieces:
                 async for piece in pieces:
                     stopwatch.observe(piece, self._clock())
                     caller.charge(piece.num_tokens)
                     yield piece
+                    num_reports += len(piece.reports)
+                    if num_reports >= _TURN_REPORTS:
+                        num_reports = 0
+                        await asyncio.sleep(0)
         except GenerationFailed as error:
             if error.cause is Cause.CAPACITY and not stopwatch.num_tokens:
                 caller.give_back(job.num_prompt_tokens)
@@ -206,13 +233,19 @@ class _Api:
         stopwatch.finish(self._clock())
 
     async def _collect(
-        self, job: Job, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None], stopwatch: RequestStopwatch
+        self,
+        request: web.Request,
+        job: Job,
+        answer: AnswerFormat,
+        pieces: AsyncGenerator[Piece, None],
+        stopwatch: RequestStopwatch,
     ) -> web.StreamResponse:
         choices = [WholeChoice() for generation in job.generations for _ in range(generation.num_choices)]
-        with self._failures_counted(stopwatch):
+        with self._failures_counted(request, stopwatch):
             async for piece in pieces:
                 choices[piece.choice].add(piece)
-        return web.json_response(answer.whole(choices, _usage(job, stopwatch)))
+        body = await _encoded(answer.whole(choices, _usage(job, stopwatch)))
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
         self,
@@ -224,7 +257,7 @@ class _Api:
     ) -> web.StreamResponse:
         events = EventStream(request, self._limits.stall_timeout_s)
         try:
-            with self._failures_counted(stopwatch):
+            with self._failures_counted(request, stopwatch):
                 await _send_chunks(events, job, answer, pieces)
                 if job.include_usage:
                     await events.send(encode(answer.usage_chunk(_usage(job, stopwatch))))
@@ -237,13 +270,21 @@ class _Api:
         return await events.close()
 
     @contextmanager
-    def _failures_counted(self, stopwatch: RequestStopwatch) -> Iterator[None]:
+    def _failures_counted(self, request: web.Request, stopwatch: RequestStopwatch) -> Iterator[None]:
         try:
             yield
         except GenerationFailed as error:
             stopwatch.fail(error.cause, error.message, self._clock())
             raise
-        except (asyncio.CancelledError, ConnectionError):
+        except asyncio.CancelledError:
+            if self._ending.is_reason():
+                failure = has_ended()
+                stopwatch.fail(failure.cause, failure.message, self._clock())
+                raise failure from None
+            why = "the client has left" if is_gone(request) else "the gateway has ended"
+            stopwatch.fail(Cause.CANCELLED, why, self._clock())
+            raise
+        except ConnectionError:
             stopwatch.fail(Cause.CANCELLED, "the client has left", self._clock())
             raise
         except Exception:
@@ -268,6 +309,19 @@ async def _explain(request: web.Request, response: web.StreamResponse) -> None:
     if _JOB in request:
         for name, value in request[_JOB].generations[0].waterfall.route.items():
             response.headers[f"x-baton-{name}"] = value
+
+
+async def _encoded(answer: Json) -> bytes:
+    """A whole answer, which may be large: others get their turns meanwhile."""
+    pieces: list[bytes] = []
+    num_bytes = 0
+    for piece in encode_in_pieces(answer):
+        pieces.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= _TURN_BYTES:
+            num_bytes = 0
+            await asyncio.sleep(0)
+    return b"".join(pieces)
 
 
 async def _send_chunks(

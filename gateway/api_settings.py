@@ -24,12 +24,17 @@ class Limits:
     max_body_bytes: int = 8 * 2**20
     max_bodies_bytes: int = 256 * 2**20
     """Of all bodies that are being read at a time; beyond, 429."""
+    max_answer_bytes: int = 64 * 2**20
+    """Of all answers to one request, at their longest; what would come to more is refused with 400."""
     max_in_flight: int = 1024
-    """Most POST requests at once; the next one is refused with 429."""
+    """Most POST requests at once whose bodies have been read; the next one is refused with 429."""
     default_budget_s: float = 600.0
     """Time that a generation may take."""
     body_timeout_s: float = 60.0
     """Time that a client may take to send its body."""
+    body_grace_s: float = 10.0
+    """For the first byte of a body; from then on it must come, on average, at `min_body_bytes_per_s`."""
+    min_body_bytes_per_s: int = 1024
     stall_timeout_s: float = 60.0
     """Time that a streaming client may read nothing before it counts as gone."""
     retry_after_s: int = 1
@@ -66,7 +71,7 @@ class SamplingDefaults:
                 return cls()
             given = {name: config[name] for name in cls.__slots__ if config.get(name) is not None}
             TypeAdapter(SamplingParams).validate_python({"max_tokens": 1, **given})
-        except (ValueError, AttributeError, ValidationError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError, ValidationError) as error:
             raise OperatorError(f"cannot use {path}: {error}") from error
         return cls(**given)
 
@@ -98,6 +103,8 @@ class ApiSettings:
     the tenant is the key's, and the header goes before it only for keys that say so."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call from a browser; see `gateway/access/cors.py`."""
+    allowed_hosts: frozenset[str] | None = None
+    """Names by which it may be called, beside addresses and `localhost`; None for any: `gateway/access/hosts.py`."""
     explain_routing: bool = False
     """Say with each answer where its request went, and why: addresses of workers, and what they have cached."""
     tool_parser: str = "auto"

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 """Within which a process must answer another one."""
-_GRACE_S = 5.0
-"""Beyond what open requests get: then a process is killed."""
+_GRACE_S = 12.0
+"""Beyond what open requests get, to tell those that are left, and the collector of traces: then a process is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Share:
                 return own
             connector = aiohttp.UnixConnector(str(self.folder / str(index)))
             async with aiohttp.ClientSession(connector=connector) as session:
-                async with session.get(f"http://process{path}?own") as response:
+                async with session.get(f"http://localhost{path}?own") as response:
                     return await response.read()
 
         async with asyncio.timeout(_ANSWER_S):
@@ -224,8 +224,9 @@ async def _watch(
     for process in processes:
         loop.remove_reader(process.sentinel)
         process.terminate()
+    end_s = loop.time() + grace_s + _GRACE_S
     for process in processes:
-        await asyncio.to_thread(process.join, grace_s + _GRACE_S)
+        await asyncio.to_thread(process.join, max(0.0, end_s - loop.time()))
         process.kill()
         process.join()
     codes += [process.exitcode or 0 for process in ended]

@@ -36,7 +36,9 @@ _UNSTATED: dict[str, dict[str, Any]] = {
 }
 """What a family means where its file says nothing, if it is not what `_Stated` has."""
 
-_Positive = Annotated[int, Field(ge=1)]
+_Positive = Annotated[int, Field(ge=1, lt=2**31)]
+_Layers = Annotated[int, Field(ge=1, le=2**16)]
+_Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Stated(BaseModel):
@@ -48,13 +50,13 @@ class _Stated(BaseModel):
     vocab_size: _Positive
     hidden_size: _Positive
     intermediate_size: _Positive
-    num_hidden_layers: _Positive
+    num_hidden_layers: _Layers
     num_attention_heads: _Positive
     max_position_embeddings: _Positive
     num_key_value_heads: _Positive | None = None
     head_dim: _Positive | None = None
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: _Finite = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -64,7 +66,7 @@ class _Stated(BaseModel):
     layer_types: list[str] | None = None
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
-    rope_theta: float | None = 10000.0
+    rope_theta: _Finite | None = 10000.0
     partial_rotary_factor: float | None = None
     eos_token_id: int | list[int] | None = None
     dtype: str | None = None
@@ -165,7 +167,7 @@ class ModelConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OperatorError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise OperatorError(f"{path} is not a JSON object")
@@ -237,7 +239,7 @@ def _rope(stated: _Stated, folder: Path) -> RopeConfig:
         raise ModelNotSupportedError(f"{folder}: RoPE parameters that differ between layers are not supported")
     try:
         return RopeConfig(theta=float(parameters["rope_theta"]), scaling=_scaling(parameters, folder))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise OperatorError(f"{folder}: incomplete RoPE parameters {parameters}: {error!r}") from error
 
 

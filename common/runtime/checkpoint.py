@@ -21,6 +21,8 @@ DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
+_TEMPLATE_FILES = ["additional_chat_templates/*.jinja"]
+"""Beside the tokenizer's, in folders of which a checkpoint may have some."""
 
 _PIECE_BYTES = 4 * 1024 * 1024
 _VOLATILE_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path"})
@@ -54,10 +56,19 @@ def resolve_model(name: str, *, weights: bool) -> Path:
     if found:
         if not (folder / "config.json").is_file():
             raise OperatorError(f"model folder {name} has no config.json")
+        _require_regular_files(folder)
         return folder.resolve()
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise OperatorError(f"model {name!r} is neither a folder nor a hub id of the form owner/name")
     return _download(name, weights)
+
+
+def _require_regular_files(folder: Path) -> None:
+    """Raise `OperatorError` for what cannot be read to its end: whoever opens a pipe that nobody writes to hangs."""
+    for pattern in (*TOKENIZER_FILES, *WEIGHT_FILES, *_TEMPLATE_FILES):
+        for path in folder.glob(pattern):
+            if not path.is_file() and not path.is_dir():
+                raise OperatorError(f"{path} is no regular file")
 
 
 def _download(hub_id: str, weights: bool) -> Path:
@@ -80,7 +91,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed `config.json`. Raises `OperatorError`."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OperatorError(f"cannot read {folder / 'config.json'}: {error}") from error
     if not isinstance(config, dict):
         raise OperatorError(f"{folder / 'config.json'} does not hold an object")

@@ -48,6 +48,10 @@ def _origin(text: str) -> str:
 
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(_split)]
 """Origins of web pages, as a tuple or separated by commas."""
+HostNames = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9._-]{1,253})$")], ...], NoDecode, BeforeValidator(_split)
+]
+"""Names of hosts, as a tuple or separated by commas."""
 WorkerAddresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...], NoDecode, BeforeValidator(_split)]
 """`host:port` of several workers, as a tuple or separated by commas."""
 
@@ -211,6 +215,11 @@ class GatewaySettings(TierSettings):
     cors_origins: Origins = Field(
         (), description="origins of web pages that may call from a browser: https://host[:port],... (*: any)"
     )
+    allowed_hosts: HostNames = Field(
+        (),
+        description="names in Host by which clients may call, beside localhost and addresses (*: any); none: any, but "
+        "for a gateway on a loopback address that asks for no key",
+    )
     tenant_header: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
@@ -305,6 +314,9 @@ class ServeSettings(ProcessSettings):
     kv_cache_bytes: int = Field(256 * 2**20, ge=1, description="bytes of the KV cache of each worker")
     restart: Literal["always", "never"] = Field(
         "always", description="whether a process that ends is started again; never: the stack ends with it"
+    )
+    explain_routing: bool = Field(
+        False, description="say in x-baton-* headers of each answer where its request went, and why"
     )
     grace_s: float = Field(10.0, gt=0, le=600, description="seconds that processes get to end on Ctrl-C")
 

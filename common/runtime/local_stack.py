@@ -88,7 +88,8 @@ class LocalStack:
         options = ["--host", settings.host, "--port", str(port)]
         options += ["--prefill-workers", ",".join(addresses["prefill"])]
         options += ["--decode-workers", ",".join(addresses["decode"])]
-        options += ["--admin-port", str(admin_port), "--explain-routing"]
+        options += ["--admin-port", str(admin_port)]
+        options += ["--explain-routing"] if settings.explain_routing else []
         self._children.append(Child("gateway", "gateway", [*common, *options]))
         self._keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
         await self._all_ready()

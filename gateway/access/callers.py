@@ -24,8 +24,10 @@ _MAX_METERS: Final = 2 * MAX_KEYS
 class Caller:
     """One request's sender."""
 
-    def __init__(self, tenant: str) -> None:
+    def __init__(self, tenant: str, key_name: str | None = None) -> None:
         self.tenant = tenant
+        self.key_name = key_name
+        """None where no keys are asked for."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -35,8 +37,12 @@ class Caller:
     def check_tier(self, tier: Tier) -> None:
         """Raise `ApiError`, a 403, for a tier that is not for this caller."""
 
+    def expect_prompt(self, num_tokens: int) -> None:
+        """Charge what a prompt costs at least, before the work of tokenising it. Raises as `admit_prompt` does."""
+
     def admit_prompt(self, num_tokens: int) -> None:
-        """Charge a prompt. Raises `ApiError`: a 429, or a 400 if waiting would not help."""
+        """Charge a prompt, or the rest of one that was expected. Raises `ApiError`: a 429, or a 400 if waiting would
+        not help; what was charged by then is the price of the work."""
 
     def give_back(self, num_tokens: int) -> None:
         """A prompt that was charged was refused, and nothing of it computed."""
@@ -53,17 +59,24 @@ CALLER: Final = web.RequestKey("caller", Caller)
 """Where a request has its caller, once it is let in."""
 
 
+def client_of(request: web.Request) -> str:
+    """Whom to tell from others: the holder of a key, or else an address."""
+    return request[CALLER].key_name or f"at {request.remote}"
+
+
 class KeyCaller(Caller):
     """The holder of an API key."""
 
     def __init__(
         self, tenant: str, key: ApiKey, meter: KeyMeter, metrics: GatewayMetrics, clock: Callable[[], float]
     ) -> None:
-        super().__init__(tenant)
+        super().__init__(tenant, key.name)
         self._key = key
         self._meter = meter
         self._metrics = metrics
         self._clock = clock
+        self._num_expected = 0
+        """Tokens of the request's prompt that are charged already."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -78,12 +91,16 @@ class KeyCaller(Caller):
             message = f"this API key may not use the tier {tier}, only {', '.join(self._key.tiers)}"
             raise ApiError(403, message, param="service_tier", code="tier_not_allowed")
 
+    def expect_prompt(self, num_tokens: int) -> None:
+        self.admit_prompt(num_tokens)
+        self._num_expected = num_tokens
+
     def admit_prompt(self, num_tokens: int) -> None:
         most = self._meter.most_tokens
         if most is not None and num_tokens > most:
             message = f"a prompt of {num_tokens} tokens is more than the {most} tokens a minute of this API key"
             raise invalid(None, message, code=Limit.TOKENS)
-        self._raise(self._meter.admit(num_tokens, self._clock()))
+        self._raise(self._meter.admit(num_tokens, self._clock(), self._num_expected))
 
     def give_back(self, num_tokens: int) -> None:
         self._meter.give_back(num_tokens, self._clock())

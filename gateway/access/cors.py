@@ -51,10 +51,22 @@ class Cors:
         return web.Response(status=204, headers=headers)
 
     def refuses(self, request: web.Request) -> bool:
-        """Whether a browser says that a page of another site sends this, which may not. Without a preflight: a page may
-        send text to anybody, who need not know that it is JSON."""
-        elsewhere = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
-        return elsewhere and not self._allows(request.headers.get("Origin"))
+        """Whether a browser sends this for a page of another site, which may not. Without a preflight: a page may send
+        text to anybody, who need not know that it is JSON.
+
+        Browsers say so in `Sec-Fetch-Site`, over HTTPS and to `localhost`; else most name the page's origin; and of the
+        others what is not called JSON is not taken.
+        """
+        headers = request.headers
+        origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site")
+        if self._allows(origin):
+            return False
+        if site is not None:
+            return site not in ("same-origin", "none")
+        if origin is not None:
+            return origin.partition("://")[2].lower() != headers.get("Host", "").lower()
+        browser = "Referer" in headers or headers.get("User-Agent", "").startswith("Mozilla/")
+        return browser and request.content_type != "application/json"
 
     def headers(self, request: web.Request) -> Mapping[str, str]:
         """What every answer says, preflights included."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -12,10 +14,12 @@ from aiohttp.typedefs import Handler, Middleware
 from common.contract.errors import Cause
 from gateway.access.callers import CALLER, Callers
 from gateway.access.cors import Cors
+from gateway.access.hosts import Hosts
 from gateway.api_settings import ApiSettings
 from gateway.dashboard import assets
 from gateway.observability.metrics import GatewayMetrics
 from gateway.serving.generation import GenerationFailed
+from gateway.web.ending import Ending
 from gateway.web.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | assets.PATHS.keys()
@@ -24,14 +28,42 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | assets.PATHS.keys()
 _LOG = logging.getLogger(__name__)
 
 
+class Slot:
+    """A request's place among those in flight. It is taken once the body is there: until then the request costs a
+    connection, and nothing that others wait for."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._taken = False
+
+    def take(self) -> None:
+        """Raises `ApiError`, a 429, where there is none."""
+        assert not self._taken
+        self._guard.check_room()
+        self._taken = True
+        self._guard.count(1)
+
+    def leave(self) -> None:
+        """The request has ended, with a slot or without."""
+        if self._taken:
+            self._taken = False
+            self._guard.count(-1)
+
+
+SLOT: Final = web.RequestKey("slot", Slot)
+"""Where a POST has its slot."""
+
+
 class Guard:
     """Authentication, the bounds on requests, errors, and the headers that every answer has."""
 
-    def __init__(self, settings: ApiSettings, metrics: GatewayMetrics, callers: Callers) -> None:
+    def __init__(self, settings: ApiSettings, metrics: GatewayMetrics, callers: Callers, ending: Ending) -> None:
         self._limits = settings.limits
         self._cors = Cors(settings.cors_origins)
         self._callers = callers
         self._metrics = metrics
+        self._hosts = Hosts(settings.allowed_hosts)
+        self._ending = ending
         self._num_in_flight = 0
 
     @property
@@ -59,6 +91,9 @@ class Guard:
     async def _respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = {}
         try:
+            if self._hosts.refuses(request.headers.get("Host")):
+                message = "this gateway is not known by the name in Host (--allowed-hosts)"
+                raise ApiError(403, message, code="foreign_host")
             if self._cors.is_preflight(request):
                 return self._cors.preflight(request)
             if request.path in OPEN_PATHS:
@@ -68,32 +103,51 @@ class Guard:
                 return await handler(request)
             if self._cors.refuses(request):
                 raise ApiError(403, "requests of this web page are not taken", code="foreign_origin")
-            with self._slot(), caller.request():
+            self.check_room()  # rather than read a body for nothing
+            self._ending.follow()
+            with caller.request(), closing_slot(request, Slot(self)):
                 return await handler(request)
         except web.HTTPException as error:
             if "Allow" in error.headers:
                 headers["Allow"] = error.headers["Allow"]
             answer = from_http(error, request.path, self._limits.max_body_bytes)
+        except asyncio.CancelledError:
+            if not self._ending.is_reason():
+                raise
+            answer = as_api_error(has_ended())
         except Exception as error:  # noqa: BLE001 (logged where it is worded)
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
         return answer.response(self._limits.retry_after_s, headers)
 
-    @contextmanager
-    def _slot(self) -> Iterator[None]:
+    def check_room(self) -> None:
+        """Raise `ApiError`, a 429, if as many requests are in flight as may."""
         if self._num_in_flight >= self._limits.max_in_flight:
             raise ApiError(429, f"{self._num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
-        self._num_in_flight += 1
-        self._metrics.requests_in_flight.inc()
-        try:
-            yield
-        finally:
-            self._num_in_flight -= 1
-            self._metrics.requests_in_flight.dec()
+
+    def count(self, change: int) -> None:
+        """A slot is taken, or free again."""
+        self._num_in_flight += change
+        self._metrics.requests_in_flight.inc(change)
+
+
+@contextmanager
+def closing_slot(request: web.Request, slot: Slot) -> Iterator[None]:
+    """Give the request its slot to take."""
+    request[SLOT] = slot
+    try:
+        yield
+    finally:
+        slot.leave()
 
 
 def is_gone(request: web.Request) -> bool:
     """Whether the client's connection is closed, so that nobody reads an answer."""
     return request.transport is None or request.transport.is_closing()
+
+
+def has_ended() -> GenerationFailed:
+    """What becomes of a request that is under way when a gateway's time to end is over."""
+    return GenerationFailed(Cause.DRAINING, "this gateway ends, and the request was not done in time")
 
 
 def as_api_error(error: Exception) -> ApiError:

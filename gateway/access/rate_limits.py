@@ -138,14 +138,17 @@ class KeyMeter:
         assert self._num_open > 0
         self._num_open -= 1
 
-    def admit(self, num_tokens: int, now_s: float) -> Refusal | None:
-        """Take a prompt's tokens, at most `most_tokens`; or say why not, and take none."""
+    def admit(self, num_tokens: int, now_s: float, num_taken: int = 0) -> Refusal | None:
+        """Take a prompt's tokens, at most `most_tokens`, of which `num_taken` have been taken; or say why not, and take
+        none. Who comes again after a refusal has to pay for all of them."""
         if self._tokens is None:
             return None
-        wait_s = self._tokens.wait_s(num_tokens, now_s)
-        if wait_s:
-            return Refusal(limit=Limit.TOKENS, wait_s=wait_s)
-        self._tokens.take(num_tokens, now_s)
+        if self._tokens.wait_s(max(0, num_tokens - num_taken), now_s):
+            return Refusal(limit=Limit.TOKENS, wait_s=self._tokens.wait_s(num_tokens, now_s))
+        if num_taken > num_tokens:
+            self._tokens.give_back(num_taken - num_tokens, now_s)
+        else:
+            self._tokens.take(num_tokens - num_taken, now_s)
         return None
 
     def give_back(self, num_tokens: int, now_s: float) -> None:

@@ -1,10 +1,11 @@
-"""The chunks of a stream as JSON. Most of them differ in nothing but their text: what is around it is encoded once."""
+"""Answers as JSON: whole ones in pieces, and the chunks of a stream. Most of these differ in nothing but their text:
+what is around it is encoded once."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from gateway.answer.responses import AnswerFormat, Usage
 from gateway.text.choice_text import Piece
@@ -15,6 +16,25 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 def encode(payload: Mapping[str, object]) -> bytes:
     """JSON without spaces."""
     return _JSON.encode(payload).encode()
+
+
+def encode_in_pieces(payload: object) -> Iterator[bytes]:
+    """JSON of which each item of an iterator is made when its turn comes, so that somebody else can have a turn between
+    any two pieces. Objects are gone through, and lists encoded at once."""
+    match payload:
+        case dict():
+            for number, (name, value) in enumerate(payload.items()):
+                yield (b"," if number else b"{") + _JSON.encode(name).encode() + b":"
+                yield from encode_in_pieces(value)
+            yield b"}" if payload else b"{}"
+        case Iterator():
+            number = 0
+            for number, item in enumerate(payload, 1):
+                yield b"," if number > 1 else b"["
+                yield from encode_in_pieces(item)
+            yield b"]" if number else b"[]"
+        case _:
+            yield _JSON.encode(payload).encode()
 
 
 class ChunkEncoder:

@@ -6,7 +6,7 @@ A choice's log probabilities have one entry for each token that the usage counts
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ from gateway.text.call_parser import CallDelta
 from gateway.text.choice_text import AnswerEnd, Piece, TokenReport
 
 Json = dict[str, Any]
+_Array = Callable[[Iterable[Any]], Iterable[Any]]
+"""How a JSON array is given: `list`, or `iter` for items that are made one by one, as `encode_in_pieces` takes them."""
 
 
 class TokenSpeller(Protocol):
@@ -106,7 +108,7 @@ class AnswerFormat(Protocol):
         ...
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
-        """The answer to a request that does not stream."""
+        """The answer to a request that does not stream; arrays that can be long are iterators."""
         ...
 
 
@@ -137,23 +139,30 @@ class CompletionFormat:
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
         """All choices, in order."""
         return self._heading.as_json("text_completion") | {
-            "choices": [
-                self._choice(index, "".join(choice.texts), choice.reports, choice.finish_reason)
+            "choices": (
+                self._choice(index, "".join(choice.texts), choice.reports, choice.finish_reason, iter)
                 for index, choice in enumerate(choices)
-            ],
+            ),
             "usage": usage.as_json(),
         }
 
-    def _choice(self, index: int, text: str, reports: Sequence[TokenReport], finish_reason: AnswerEnd | None) -> Json:
-        logprobs = self._logprobs(reports) if self._with_logprobs else None
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        reports: Sequence[TokenReport],
+        finish_reason: AnswerEnd | None,
+        array: _Array = list,
+    ) -> Json:
+        logprobs = self._logprobs(reports, array) if self._with_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, reports: Sequence[TokenReport]) -> Json:
+    def _logprobs(self, reports: Sequence[TokenReport], array: _Array) -> Json:
         return {
-            "tokens": [self._name(report.token_id) for report in reports],
-            "token_logprobs": [report.logprobs.logprob for report in reports],
-            "top_logprobs": [self._alternatives(report) for report in reports],
-            "text_offset": [report.text_offset for report in reports],
+            "tokens": array(self._name(report.token_id) for report in reports),
+            "token_logprobs": array(report.logprobs.logprob for report in reports),
+            "top_logprobs": array(self._alternatives(report) for report in reports),
+            "text_offset": array(report.text_offset for report in reports),
         }
 
     def _alternatives(self, report: TokenReport) -> Mapping[str, float]:
@@ -206,27 +215,27 @@ class ChatFormat:
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
         """All choices, in order."""
         return self._heading.as_json("chat.completion") | {
-            "choices": [
+            "choices": (
                 {
                     "index": index,
                     "message": _message(choice),
-                    "logprobs": self._logprobs(choice.reports),
+                    "logprobs": self._logprobs(choice.reports, iter),
                     "finish_reason": choice.finish_reason,
                 }
                 for index, choice in enumerate(choices)
-            ],
+            ),
             "usage": usage.as_json(),
         }
 
-    def _logprobs(self, reports: Iterable[TokenReport]) -> Json | None:
+    def _logprobs(self, reports: Iterable[TokenReport], array: _Array = list) -> Json | None:
         if not self._with_logprobs:
             return None
         return {
-            "content": [
+            "content": array(
                 self._entry(report.token_id, report.logprobs.logprob)
                 | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in report.logprobs.top]}
                 for report in reports
-            ],
+            ),
             "refusal": None,
         }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, Protocol
 
@@ -32,7 +32,7 @@ from gateway.workers.registry import WorkerView
 PERIOD_S: Final = 0.4
 """Seconds between two events."""
 MAX_WATCHERS: Final = 16
-"""Event streams at once; the next one is refused with 429."""
+"""Event streams at once; the next one is refused with 429, or takes the place of one of whoever has most."""
 _LATEST_SLOTS: Final = 4
 """Slots in each event but the first, which has them all."""
 
@@ -82,16 +82,21 @@ class Dashboard:
         self._names = Names(secrets.token_bytes(16))
         self._assets = {path: assets.Asset(file) for path, file in assets.PATHS.items()}
         self._latest: tuple[float, dict[str, object]] = (float("-inf"), {})
-        self._num_watchers = 0
-        self._closing = asyncio.Event()
+        self._open: dict[str, list[asyncio.Event]] = {}
+        """Event streams of each client, the oldest first; what is set is to end."""
+        self._closing = False
         self._watchers = Gauge(
             "baton_gateway_dashboard_watchers", "Event streams of the pools.", registry=metrics.registry
         )
         self.admin: AdminLink | None = None
         """Set once the admin port is bound, if there is one."""
 
-    def add_to(self, app: web.Application) -> None:
-        """Add the routes, the count of refusals, and the end of every event stream when the application ends."""
+    def add_to(self, app: web.Application, client_of: Callable[[web.Request], str]) -> None:
+        """Add the routes, the count of refusals, and the end of every event stream when the application ends.
+
+        `client_of` tells whose a request is, once it is let in.
+        """
+        self._client_of = client_of
         for path in self._assets:
             app.router.add_get(path, self._asset)
         app.router.add_get("/pools", self._state)
@@ -109,11 +114,11 @@ class Dashboard:
         return web.json_response(self._whole() | self._admin_fields(request), headers=headers)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        with self._watching():
+        with self._watching(request) as end:
             events = EventStream(request, self._stall_timeout_s)
             admin = self._admin_fields(request)
             await events.send(encode(self._whole() | admin))
-            while not await self._closes_within(self._period_s):
+            while not await _is_set_within(end, self._period_s):
                 await events.send(encode(self._shared() | admin))
             return await events.close()
 
@@ -155,28 +160,45 @@ class Dashboard:
     # --- who watches ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
-        if self._num_watchers >= MAX_WATCHERS:
-            raise ApiError(429, f"{self._num_watchers} watch already, as many as may", code=Cause.CAPACITY)
-        self._num_watchers += 1
+    def _watching(self, request: web.Request) -> Iterator[asyncio.Event]:
+        """A place for an event stream, and what is set when it is to end."""
+        client, end = self._client_of(request), asyncio.Event()
+        self._make_room(client)
+        self._open.setdefault(client, []).append(end)
+        if self._closing:
+            end.set()
         self._watchers.inc()
         try:
-            yield
+            yield end
         finally:
-            self._num_watchers -= 1
             self._watchers.dec()
+            self._leave(client, end)
 
-    async def _closes_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
-        except TimeoutError:
-            return False
-        return True
+    def _make_room(self, client: str) -> None:
+        """Nobody can keep others out: who has more than a newcomer would have gives its oldest up."""
+        if sum(map(len, self._open.values())) < MAX_WATCHERS:
+            return
+        most = max(self._open, key=lambda each: len(self._open[each]))
+        if len(self._open[most]) <= len(self._open.get(client, ())) + 1:
+            raise ApiError(429, f"{MAX_WATCHERS} watch already, as many as may", code=Cause.CAPACITY)
+        oldest = self._open[most][0]
+        oldest.set()
+        self._leave(most, oldest)
+
+    def _leave(self, client: str, end: asyncio.Event) -> None:
+        """Take a stream off the books, on which it may not be any more."""
+        streams = self._open.get(client, [])
+        if end in streams:
+            streams.remove(end)
+            if not streams:
+                del self._open[client]
 
     async def _close(self, _: web.Application) -> None:
         """A gateway that ends does not wait for those who watch."""
-        self._closing.set()
+        self._closing = True
+        for streams in self._open.values():
+            for end in streams:
+                end.set()
 
     def _outcomes(self) -> Middleware:
         @web.middleware
@@ -190,6 +212,15 @@ class Dashboard:
             return response
 
         return outcomes
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _finite(seconds: float) -> float | None:

@@ -27,7 +27,7 @@ from gateway.intake.tool_schemas import Tool, usable_tools
 from gateway.serving.generation import Generation
 from gateway.text.answer_parts import AnswerPlan
 from gateway.text.dialect import Dialect
-from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer
+from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer, TextTooLong
 from gateway.web.http_errors import ApiError, invalid
 
 COMPLETION_MAX_TOKENS = 16
@@ -49,8 +49,15 @@ _PASSED_ON = (
 """Fields that are sampling parameters under the same name."""
 
 
-_THREAD_MESSAGES: Final = 32
-"""Messages, calls and functions from which on a conversation is put into the template in a thread."""
+_TOKEN_BYTES: Final = 4
+"""Of an answer, for each token."""
+_LOGPROB_BYTES: Final = 80
+"""Of an answer, for each log probability in it."""
+_LONG_CHARS: Final = 2048
+"""From this size on a text is charged for before it is tokenised."""
+_TEMPLATE_S: Final = 10.0
+"""For putting a conversation into the chat template, which is a program of the model's author: a loop in it may have no
+end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +90,14 @@ class Job:
         return self.generations[0].sampling.logprobs is not None
 
 
+Admit = Callable[[int], None]
+"""Takes the least that a request's prompts can cost, before they are tokenised; raises what `Caller` does."""
+
+
+def _for_nothing(num_tokens: int) -> None:
+    """Nobody is charged."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LengthLimit:
     """The most tokens that a client asked for, and what it called that."""
@@ -91,6 +106,8 @@ class _LengthLimit:
     asked: int | None
     default: int | None
     """None for all that the context leaves."""
+    most: int
+    """What the bound on a request's answers leaves to each of its choices."""
 
 
 class Intake:
@@ -108,14 +125,17 @@ class Intake:
         self._limits = settings.limits
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
 
-    async def completion(self, form: CompletionRequest, tenant: str = "") -> Job:
+    async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
         """A job of one generation for each prompt."""
         self._check_form(form)
-        length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS)
+        most = self._most_tokens(len(form.prompt), form.n, form.logprobs)
+        length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS, most=most)
         grammar = await grammar_of(form)
+        context = self._context()
+        self._expect(form.prompt, "prompt", context, admit)
         generations: list[Generation] = []
         for prompt in form.prompt:
-            token_ids = await self._prompt_tokens(prompt)
+            token_ids = await self._prompt_tokens(prompt, context)
             generation = self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar)
             generations.append(replace(generation, admittance=(generations or [generation])[0].admittance))
         if not form.echo:
@@ -125,20 +145,21 @@ class Intake:
         echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
         return self._job(form, generations, echoes)
 
-    async def chat(self, form: ChatRequest, tenant: str = "") -> Job:
+    async def chat(self, form: ChatRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
         """A job of one generation."""
         self._check_form(form)
         if form.top_logprobs is not None and not form.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
+        most = self._most_tokens(1, form.n, num_logprobs)
         length = (
-            _LengthLimit(param="max_tokens", asked=form.max_tokens, default=None)
+            _LengthLimit(param="max_tokens", asked=form.max_tokens, default=None, most=most)
             if form.max_completion_tokens is None
-            else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None)
+            else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None, most=most)
         )
         tools = usable_tools(form)
         prompt = await self._render(form.messages, tools, form.chat_template_kwargs or {})
-        token_ids = await self._tokenizer.encode_rendered(prompt)
-        num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
+        token_ids = await self._conversation_tokens(prompt, self._context(), admit)
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
             prompt,
@@ -149,16 +170,22 @@ class Intake:
         generation = self._generation(form, tenant, token_ids, "messages", length, num_logprobs, grammar)
         return self._job(form, [generation], plan=plan)
 
-    async def tokenize(self, form: TokenizeRequest) -> list[int]:
-        """The tokens of a text or a conversation."""
+    async def tokenize(self, form: TokenizeRequest, admit: Admit = _for_nothing) -> list[int]:
+        """The tokens of a text or a conversation, as many as the model's context takes."""
         self.check_model(form.model)
         if (form.prompt is None) == (form.messages is None):
             raise invalid("prompt", "give either prompt or messages")
+        most = self._limits.max_sequence_tokens
         if form.messages is not None:
             prompt = await self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
-            return await self._tokenizer.encode_rendered(prompt)
-        assert form.prompt is not None
-        return await self._tokenizer.encode(form.prompt)
+            token_ids = await self._conversation_tokens(prompt, most, admit)
+        else:
+            assert form.prompt is not None
+            self._expect([form.prompt], "prompt", most, admit)
+            token_ids = await self._prompt_tokens(form.prompt, most)
+        if len(token_ids) > most:
+            raise _too_long("prompt" if form.messages is None else "messages", len(token_ids), most)
+        return token_ids
 
     def detokenize(self, form: DetokenizeRequest) -> str:
         """The text of tokens, special ones spelt out."""
@@ -185,8 +212,45 @@ class Intake:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             raise invalid(param, f"{param}: the model's token ids are 0 to {size - 1}")
 
-    async def _prompt_tokens(self, prompt: Prompt) -> list[int]:
-        return await self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _context(self) -> int:
+        """Tokens of prompt and answer together that every worker takes."""
+        return min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
+
+    def _most_tokens(self, num_prompts: int, n: int | None, num_logprobs: int | None) -> int:
+        """Tokens of each choice with which the answers to a request stay within their bound."""
+        token_bytes = _TOKEN_BYTES if num_logprobs is None else _TOKEN_BYTES + _LOGPROB_BYTES * (1 + num_logprobs)
+        most = self._limits.max_answer_bytes // (num_prompts * (n or 1) * token_bytes)
+        if not most:
+            raise invalid("n", "so many prompts, choices and log probabilities are more than one answer may have")
+        return most
+
+    def _expect(self, prompts: Sequence[Prompt], param: str, context: int, admit: Admit) -> None:
+        """Before they are tokenised: refuse what by its length alone is beyond the context, and admit the least that
+        long texts can have. Short ones are no work, and are admitted by what they have."""
+        expected = 0
+        for text in prompts:
+            if isinstance(text, str):
+                least = self._tokenizer.least_tokens(text)
+                if least > context:
+                    raise _too_long(param, least, context)
+                expected += least if len(text) >= _LONG_CHARS else 0
+        if expected:
+            admit(expected)
+
+    async def _prompt_tokens(self, prompt: Prompt, context: int) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        try:
+            return await self._tokenizer.encode(prompt, context)
+        except TextTooLong as error:
+            raise _too_long("prompt", None, context) from error
+
+    async def _conversation_tokens(self, prompt: str, context: int, admit: Admit) -> list[int]:
+        self._expect([prompt], "messages", context, admit)
+        try:
+            return await self._tokenizer.encode_rendered(prompt, context)
+        except TextTooLong as error:
+            raise _too_long("messages", None, context) from error
 
     async def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> str:
         """A conversation as the model reads it."""
@@ -203,11 +267,13 @@ class Intake:
                 [message.for_template() for message in messages], [tool.for_template() for tool in tools], switches
             )
 
-        size = len(tools) + sum(1 + len(message.tool_calls or ()) for message in messages)
         try:
-            return render() if size <= _THREAD_MESSAGES else await self._tokenizer.threads.run(render)
+            return await self._tokenizer.threads.run(render, _TEMPLATE_S)
         except ChatTemplateError as error:
             raise invalid("messages", str(error)) from error
+        except TimeoutError as error:
+            message = f"the model's chat template does not come to an end within {_TEMPLATE_S:g} s with these messages"
+            raise invalid("messages", message) from error
 
     def _generation(
         self,
@@ -220,20 +286,26 @@ class Intake:
         grammar: str | None,
     ) -> Generation:
         """`param` is the field that the prompt came from."""
-        context = min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
+        context = self._context()
         if not token_ids:
             raise invalid(param, f"{param} must not be empty")
         if len(token_ids) >= context:
-            message = f"{param} has {len(token_ids)} tokens; with at least one to generate, the context takes {context}"
-            raise invalid(param, message, code="context_length_exceeded")
+            raise _too_long(param, len(token_ids), context)
         self._check_vocabulary(token_ids, param)
         rest = context - len(token_ids)
         max_tokens = length.asked
         if max_tokens is None:
-            max_tokens = rest if length.default is None else min(length.default, rest)
+            max_tokens = min(rest if length.default is None else length.default, rest, length.most)
         if max_tokens > rest:
             message = f"{len(token_ids)} tokens of prompt and {length.param} {max_tokens} exceed the context, {context}"
             raise invalid(length.param, message, code="context_length_exceeded")
+        if max_tokens > length.most:
+            message = (
+                f"{length.param} {max_tokens} of each choice could make an answer of more than "
+                f"{self._limits.max_answer_bytes} bytes: with so many prompts, choices and log probabilities it is at "
+                f"most {length.most}"
+            )
+            raise invalid(length.param, message)
         return Generation(
             token_ids=tuple(token_ids),
             num_choices=form.n or 1,
@@ -291,6 +363,13 @@ class Intake:
             include_timings=include_timings,
             plan=plan,
         )
+
+
+def _too_long(param: str, num_tokens: int | None, context: int) -> ApiError:
+    """`num_tokens`: as far as they were counted; None for more than the context."""
+    counted = f"more than {context}" if num_tokens is None else str(num_tokens)
+    message = f"{param} has {counted} tokens; with at least one to generate, the context takes {context}"
+    return invalid(param, message, code="context_length_exceeded")
 
 
 def _cache_salt(tenant: str, cache_salt: str | None) -> str:

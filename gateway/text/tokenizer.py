@@ -7,6 +7,8 @@ text that is already sent could not follow.
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import inspect
 import os
 import re
@@ -16,17 +18,38 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from tokenizers import AddedToken
 
 from common.contract.errors import BatonError, OperatorError
 from gateway.bounded_threads import BoundedThreads
 from gateway.text.detokenizer import TokenDecoder
+from gateway.text.plain_text import Marker
 
 _THREAD_CHARS = 2048
 """Text from this size on, half a millisecond's work, is encoded in a thread; the way there and back takes a fifth of
 that."""
 _NUM_THREADS = 4
+_SLICE_CHARS = 2**14
+"""What is counted by itself, before a long text is encoded."""
+_SURE_BYTES_PER_TOKEN = 6
+"""A text with at most so many bytes for each token that it may have is encoded at once: hardly any has more of them to
+a token, and what encoding takes is bounded by it."""
+_LARGE_BYTES = 2**18
+"""From this size on texts are encoded one at a time, for each takes up to 200 times its size meanwhile; and what that
+leaves behind is given back to the system."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNSETTLED = "�"
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+"""What a template may run into: the sandbox's `range` has at most 100,000 items, and says so with `OverflowError`."""
 _TEMPLATE_NAMES = frozenset(
     {"messages", "raise_exception", "strftime_now", "namespace", "dict", "range", "self", "conversations"}
 )
@@ -35,6 +58,10 @@ _TEMPLATE_NAMES = frozenset(
 
 class ChatTemplateError(BatonError):
     """The model's chat template does not take these messages, or the model has none."""
+
+
+class TextTooLong(BatonError):  # noqa: N818 (what is wrong is the text)
+    """A text has more tokens than it may have; how many was not counted to the end."""
 
 
 def keep_torch_out() -> None:
@@ -66,9 +93,16 @@ class ModelTokenizer:
         special = {index for index, token in added.items() if token.special}
         self._with_text = frozenset(vocabulary.values()) - special
         self._rendering_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._marker = Marker([token.content for token in added.values() if token.special])
+        self._marking: Any = None
+        """The backend that knows marks, once one was needed."""
         self._spellings: dict[int, tuple[str, bytes]] = {}
+        self._longest_bytes = max(len(token.encode()) for token in vocabulary)
+        """Of any token, as the vocabulary spells it: at least as many as it stands for."""
         self.threads = BoundedThreads(_NUM_THREADS, "tokenizer")
         """Where long texts are worked on."""
+        self._large = BoundedThreads(1, "tokenizer-large")
+        """Where very long ones are."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -79,16 +113,25 @@ class ModelTokenizer:
         from transformers import AutoTokenizer  # after `keep_torch_out`
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError, ImportError, KeyError) as error:
+            # Without the last word on remote code a person at a terminal is asked, and code of the checkpoint runs.
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # what the libraries raise over a malformed file is of a dozen unrelated types
             raise OperatorError(f"cannot load a tokenizer from {folder}: {error}") from error
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise OperatorError(f"the tokenizer in {folder} has no fast form (tokenizer.json)")
         return cls(tokenizer)
 
-    async def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with the special tokens that the model puts around a text."""
-        return await self._encode(text, add_special_tokens=True)
+    def least_tokens(self, text: str) -> int:
+        """So many tokens the text has at least, by its length alone."""
+        return -(-len(self._marker.unmarked(text).encode()) // self._longest_bytes)
+
+    async def encode(self, text: str, at_most: int | None = None) -> list[int]:
+        """The tokens of a prompt, with the special tokens that the model puts around a text.
+
+        Raises `TextTooLong` instead of encoding what has clearly more than `at_most` tokens; near that number there is
+        no telling without.
+        """
+        return await self._encode(text, at_most, add_special_tokens=True)
 
     def render_chat(
         self,
@@ -99,26 +142,32 @@ class ModelTokenizer:
         """A conversation as the model reads it, up to where the assistant is to speak.
 
         `tools` are the functions that the model is told of, `switches` further variables of its chat template, each of
-        which `takes_switch`. Raises `ChatTemplateError`.
+        which `takes_switch`. Special tokens that are spelt in any of these have marks inside, which `encode_rendered`
+        knows. Raises `ChatTemplateError`.
         """
         if self._templates.chat_template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
         try:
             text: str = self._templates.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
+                self._marker.marked(messages),
+                tools=self._marker.marked(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
-                **(switches or {}),
+                **self._marker.marked(switches or {}),
             )
             text.encode()
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise ChatTemplateError(f"the model's chat template does not take these messages: {error}") from error
+        except _TEMPLATE_ERRORS as error:
+            why = self._marker.unmarked(str(error))
+            raise ChatTemplateError(f"the model's chat template does not take these messages: {why}") from error
         return text
 
-    async def encode_rendered(self, text: str) -> list[int]:
-        """The tokens of a conversation that `render_chat` has written: no special token is added to its own."""
-        return await self._encode(text, add_special_tokens=False)
+    async def encode_rendered(self, text: str, at_most: int | None = None) -> list[int]:
+        """The tokens of a conversation that `render_chat` has written: no special token is added to its own, and what
+        clients spell as one is text.
+
+        Raises as `encode` does.
+        """
+        return await self._encode(text, at_most, add_special_tokens=False)
 
     def chat_template(self, with_tools: bool) -> str:
         """The model's chat template for conversations with functions, or without; empty if there is none."""
@@ -166,14 +215,52 @@ class ModelTokenizer:
             known = self._spellings[token_id] = self._spell(token_id)
         return known
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        def encode() -> list[int]:
-            # The batch form is the one that lets go of the interpreter lock.
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            token_ids: list[int] = encoding.ids
-            return token_ids
+    async def _encode(self, text: str, at_most: int | None, *, add_special_tokens: bool) -> list[int]:
+        marked = self._marker.mark in text
+        if len(text) < _THREAD_CHARS and not marked:
+            return self._encode_whole(text, add_special_tokens)
+        num_bytes = len(text.encode())
 
-        return encode() if len(text) < _THREAD_CHARS else await self.threads.run(encode)
+        def encode() -> list[int]:
+            try:
+                if at_most is not None and num_bytes > _SURE_BYTES_PER_TOKEN * at_most:
+                    self._refuse_clearly_too_long(self._marker.unmarked(text), at_most)
+                return self._encode_marked(text) if marked else self._encode_whole(text, add_special_tokens)
+            finally:
+                if num_bytes >= _LARGE_BYTES:
+                    _give_memory_back()
+
+        return await (self.threads if num_bytes < _LARGE_BYTES else self._large).run(encode)
+
+    def _encode_whole(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The batch form is the one that lets go of the interpreter lock.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        token_ids: list[int] = encoding.ids
+        return token_ids
+
+    def _encode_marked(self, text: str) -> list[int]:
+        """The tokens of a conversation in which clients have spelt special tokens. Beside a mark there are seams, as
+        beside any added token."""
+        if self._marking is None:
+            marking = copy.deepcopy(self._backend)
+            marking.add_tokens([AddedToken(self._marker.mark, normalized=False)])
+            self._marking = marking
+        mark = self._marking.token_to_id(self._marker.mark)
+        (encoding,) = self._marking.encode_batch_fast([text], add_special_tokens=False)
+        return [token for token in encoding.ids if token != mark]
+
+    def _refuse_clearly_too_long(self, text: str, at_most: int) -> None:
+        """Count in slices. A token or two at each of their seams are not those of the whole text, so that what is not
+        far beyond `at_most` passes."""
+        enough = at_most + at_most // 4 + _THREAD_CHARS
+        num_tokens = 0
+        for start in range(0, len(text), _SLICE_CHARS):
+            (encoding,) = self._backend.encode_batch_fast(
+                [text[start : start + _SLICE_CHARS]], add_special_tokens=False
+            )
+            num_tokens += len(encoding)
+            if num_tokens > enough:
+                raise TextTooLong(f"more than {at_most} tokens")
 
     def _spell(self, token_id: int) -> tuple[str, bytes]:
         raw: str | None = self._backend.id_to_token(token_id)
@@ -207,6 +294,13 @@ class _SpellingOut:
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` gives something for this token."""
         return token_id in self._marked or self._tokenizer.has_text(token_id)
+
+
+def _give_memory_back() -> None:
+    """Threads keep what they have freed, each a heap of its own: hundreds of MB after one long text."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def _byte_alphabet() -> dict[str, int]:

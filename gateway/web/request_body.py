@@ -33,11 +33,15 @@ class BodyReader:
         body = _Body(request.headers.get("Content-Encoding", "identity"), limits.max_body_bytes)
         if request.content_length is not None and request.content_length > limits.max_body_bytes:
             raise body.too_large()
-        held = 0
+        held = num_received = 0
+        began_s = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(limits.body_timeout_s):
+            async with asyncio.timeout_at(began_s + min(limits.body_grace_s, limits.body_timeout_s)) as deadline:
                 # Not `request.read()`, which keeps the bytes for as long as the request is served.
                 while chunk := await request.content.readany():
+                    num_received += len(chunk)
+                    paid_s = limits.body_grace_s + num_received / limits.min_body_bytes_per_s
+                    deadline.reschedule(began_s + min(paid_s, limits.body_timeout_s))
                     body.feed(chunk)
                     self._num_bytes += len(body) - held
                     held = len(body)
@@ -45,7 +49,11 @@ class BodyReader:
                         raise ApiError(429, "too much is being sent at once", code=Cause.CAPACITY)
             return _decode(body.whole(), limits.max_body_values)
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {limits.body_timeout_s} s") from None
+            message = (
+                f"a body must arrive within {limits.body_timeout_s:g} s, and after {limits.body_grace_s:g} s have come "
+                f"with {limits.min_body_bytes_per_s} bytes a second"
+            )
+            raise ApiError(408, message) from None
         except web.RequestPayloadError as error:
             raise invalid(None, "the body could not be read", code="invalid_body") from error
         finally:

@@ -57,7 +57,7 @@ def listening(stack: Stack) -> set[int]:
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     """One stack for the tests that only talk to it."""
-    with Stack() as running:
+    with Stack("--explain-routing") as running:
         assert running.ready.startswith("ready"), running.wait()
         yield running
         code, log = running.end(signal.SIGTERM)

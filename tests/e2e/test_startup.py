@@ -104,6 +104,25 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
     assert "LlamaForCausalLM" in line
 
 
+@pytest.mark.parametrize(
+    ("size", "value"),
+    [
+        ("vocab_size", "-5"),
+        ("vocab_size", "1e999"),
+        ("vocab_size", "true"),
+        ("max_position_embeddings", "1" + "0" * 40),
+        ("max_position_embeddings", '"many"'),
+        ("max_position_embeddings", "null"),
+    ],
+)
+def test_an_absurd_size_of_a_model_is_named(size: str, value: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": "100", "max_position_embeddings": "100"} | {size: value}
+    said = ", ".join(f'"{name}": {value}' for name, value in sizes.items())
+    (tmp_path / "config.json").write_text("{" + said + "}")
+    line = run_to_the_end("gateway", ["--model", str(tmp_path), "--decode-workers", "127.0.0.1:1", "--port", "0"])
+    assert size in line
+
+
 def test_a_gateway_beside_workers_of_another_model_ends_with_both_values(
     main_pool: Workers, checkpoint: Checkpoint
 ) -> None:

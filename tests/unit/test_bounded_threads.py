@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 from gateway_fixtures import byte_level_backend, wrap
 
 from common.runtime.daemon_threads import DaemonThreads
-from gateway.bounded_threads import BoundedThreads
+from gateway.bounded_threads import BoundedThreads, Interruptible
 
 
 class Work:
@@ -97,3 +98,42 @@ def test_daemon_threads_pass_errors_on_and_leave_out_what_was_cancelled() -> Non
     with pytest.raises(ZeroDivisionError):
         broken.result(60)
     assert held.result(60)
+
+
+async def test_work_without_an_end_is_ended_and_its_thread_goes_on() -> None:
+    threads = BoundedThreads(1, "test")
+
+    def endless() -> None:
+        while True:
+            with contextlib.suppress(Exception):  # as a library might
+                sum(range(100))
+
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await threads.run(endless, 0.05)
+        assert await threads.run(lambda: 7, 60.0) == 7
+
+
+def test_an_interruption_ends_the_work_or_comes_too_late_and_never_meets_anything_else() -> None:
+    """However both run into each other, the thread comes out of it unharmed."""
+    ends = {True: 0, False: 0}
+    for number in range(300):
+        begun = threading.Event()
+
+        def work(number: int = number, begun: threading.Event = begun) -> int:
+            begun.set()
+            return sum(range(number * 50))
+
+        interruptible = Interruptible(work)
+
+        def interrupt(begun: threading.Event = begun, interruptible: Interruptible[int] = interruptible) -> None:
+            begun.wait(60)
+            interruptible.interrupt()
+
+        other = threading.Thread(target=interrupt)
+        other.start()
+        with contextlib.suppress(TimeoutError):
+            ends[interruptible() == sum(range(number * 50))] += 1
+        other.join()
+        assert sum(range(1000)) == 499500
+    assert not ends[False]

@@ -56,6 +56,36 @@ def test_demo_is_the_bundled_model(weights: bool) -> None:
     assert read_config(DEMO_FOLDER)["vocab_size"] > 0
 
 
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+    ],
+)
+def test_pipes_are_no_files(folder: Path, name: str, weights: bool) -> None:
+    """Whoever opens one that nobody writes to waits for ever."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(OperatorError, match=f"{name} is no regular file"):
+        resolve_model(str(folder), weights=weights)
+    path.unlink()
+    (folder / "elsewhere").write_text("{}")
+    path.symlink_to(folder / "elsewhere")
+    assert resolve_model(str(folder), weights=weights) == folder
+
+
+def test_a_config_that_is_nested_too_deeply(folder: Path) -> None:
+    (folder / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(OperatorError, match="cannot read"):
+        read_config(folder)
+
+
 def test_a_folder_is_taken_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model(str(folder), weights=True) == folder
     assert resolve_model(f"{folder}/", weights=True) == folder

@@ -175,13 +175,65 @@ async def test_a_slow_body_and_a_slow_answer_are_no_slow_head() -> None:
             writer.write(_head(len(body)))
             for byte in range(0, len(body), 8):
                 writer.write(body[byte : byte + 8])
-                await time.advance(5)
+                await time.advance(1.9)
             answer = asyncio.create_task(_answer(reader, 10_000))
             while not answer.done():
                 await time.advance(50)
             status, _, whole = await answer
             assert (status, whole["choices"][0]["text"]) == (200, "hello world")
             writer.close()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "pause_s", "lasts_s"), [(b"", 1, 10), (b" ", 1, 10), (b" " * 1000, 1, 41), (b" " * 9000, 1, 60)]
+)
+async def test_a_body_that_drips_is_given_up(chunk: bytes, pause_s: float, lasts_s: float) -> None:
+    """Nothing for 10 s, then less than 1 KiB a second; and never longer than a minute."""
+    limits = settings(min_body_bytes_per_s=1310)
+    async with serve(ScriptedGenerator(), limits) as server:
+        with Time() as time:
+            reader, writer = await _open(server)
+            writer.write(_head(2**20))
+            answer = asyncio.create_task(_answer(reader, 10_000))
+            await time.advance(0)
+            num_sent = 0
+            while not answer.done():
+                writer.write(chunk)
+                await time.advance(pause_s)
+                num_sent += 1
+                assert num_sent < 100
+            status, _, body = await answer
+            assert status == 408
+            assert_error(body, None)
+            assert abs(num_sent * pause_s - lasts_s) <= 2
+            writer.close()
+
+
+async def test_who_sends_a_head_alone_takes_no_slot() -> None:
+    """As many as would fill all of them, and of the others each is served."""
+    generator = ScriptedGenerator(hang=True)
+    async with serve(generator, settings(max_in_flight=2)) as server:
+        idle = [await _open(server) for _ in range(4)]
+        for number, (_, writer) in enumerate(idle):
+            writer.write(_head(100) + b"{" * number)
+            await writer.drain()
+        bodies = [json.dumps(COMPLETION).encode()] * 3
+        asking = [await _open(server) for _ in bodies]
+        for number, ((_, writer), body) in enumerate(zip(asking, bodies, strict=True)):
+            writer.write(_head(len(body)) + body)
+            if number < 2:
+                async with asyncio.timeout(TIMEOUT_S):
+                    while generator.num_open <= number:
+                        await asyncio.sleep(0.01)
+        status, _, answer = await _answer(asking[2][0])
+        assert status == 429
+        assert_error(answer, None, "capacity")
+        assert server.metrics.registry.get_sample_value("baton_gateway_requests_in_flight") == 2
+        for _, writer in [*idle, *asking]:
+            writer.close()
+        async with asyncio.timeout(TIMEOUT_S):
+            while server.metrics.registry.get_sample_value("baton_gateway_requests_in_flight"):
+                await asyncio.sleep(0.01)
 
 
 async def test_a_body_that_comes_after_its_answer_is_no_head() -> None:

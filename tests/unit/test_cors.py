@@ -14,6 +14,7 @@ from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, as
 from common.contract.errors import OperatorError
 from common.runtime.config import GatewaySettings, load
 from gateway.access.api_keys import Keyring
+from gateway.access.hosts import called_by
 
 PAGE = "https://chat.example.org"
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
@@ -30,7 +31,7 @@ async def test_by_default_no_page_may() -> None:
             assert response.status == 405
             assert_error(await response.json(), None, "method_not_allowed")
             assert not _allowed(response.headers)
-        async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION, headers=headers) as response:
+        async with session.get(server.url + "/v1/models", headers=headers) as response:
             assert response.status == 200
             assert not _allowed(response.headers)
             assert "Vary" not in response.headers
@@ -55,6 +56,82 @@ async def test_a_page_of_another_site_cannot_make_a_browser_generate() -> None:
             async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION, headers=headers) as response:
                 assert response.status == 200
                 assert "x-baton-route" in response.headers["Access-Control-Expose-Headers"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "taken"),
+    [
+        ({"Content-Type": "text/plain", "Origin": PAGE}, False),
+        ({"Content-Type": "application/json", "Origin": PAGE}, False),
+        ({"Content-Type": "text/plain", "Origin": "null"}, False),
+        ({"Content-Type": "text/plain", "Origin": "http://127.0.0.1:1"}, False),
+        ({"Content-Type": "application/json", "Origin": "http://HOST"}, True),
+        ({"Content-Type": "text/plain", "Origin": "http://HOST"}, True),
+        ({"Content-Type": "text/plain", "Referer": PAGE}, False),
+        ({"Content-Type": "application/x-www-form-urlencoded", "User-Agent": "Mozilla/5.0 (X11)"}, False),
+        ({"Content-Type": "application/json", "User-Agent": "Mozilla/5.0 (X11)"}, True),
+        ({"Content-Type": "application/x-www-form-urlencoded", "User-Agent": "curl/8.5.0"}, True),
+        ({"Content-Type": "application/json"}, True),
+    ],
+)
+async def test_a_browser_that_does_not_say_what_site_a_page_is_of(headers: dict[str, str], taken: bool) -> None:
+    """`Sec-Fetch-Site` is not sent over plain HTTP but to `localhost`, nor by old browsers."""
+    generator = ScriptedGenerator()
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        host = server.url.removeprefix("http://")
+        headers = {name: value.replace("HOST", host) for name, value in headers.items()}
+        body = json.dumps(COMPLETION)
+        async with session.post(server.url + COMPLETIONS_PATH, data=body, headers=headers) as response:
+            assert response.status == (200 if taken else 403)
+            if not taken:
+                assert_error(await response.json(), None, "foreign_origin")
+    assert len(generator.generations) == taken
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "has_keys", "called", "taken"),
+    [
+        ((), "127.0.0.1", False, "127.0.0.1:8000", True),
+        ((), "127.0.0.1", False, "localhost:8000", True),
+        ((), "127.0.0.1", False, "LOCALHOST", True),
+        ((), "localhost", False, "baton.localhost", True),
+        ((), "127.0.0.1", False, "[::1]:8000", True),
+        ((), "127.0.0.1", False, "host.docker.internal:8000", True),
+        ((), "127.0.0.1", False, "evil.example:8000", False),
+        ((), "127.0.0.1", False, "127.0.0.1.evil.example", False),
+        ((), "127.0.0.1", False, "localhost.evil.example", False),
+        ((), "127.0.0.1", False, "evil.example.", False),
+        ((), "127.0.0.1", False, "", False),
+        ((), "::1", False, "evil.example", False),
+        ((), "127.0.0.1", True, "anything.example", True),
+        ((), "0.0.0.0", False, "anything.example", True),
+        (("Chat.example.org",), "127.0.0.1", False, "chat.example.org", True),
+        (("chat.example.org",), "127.0.0.1", False, "evil.example", False),
+        (("chat.example.org",), "0.0.0.0", True, "evil.example", False),
+        (("*",), "127.0.0.1", False, "anything.example", True),
+    ],
+)
+async def test_a_name_that_a_page_has_made_mean_this_machine(
+    names: tuple[str, ...], host: str, has_keys: bool, called: str, taken: bool
+) -> None:
+    """For posts, and for what is open to read."""
+    allowed = called_by(names, host=host, has_keys=has_keys)
+    api_settings = dataclasses.replace(settings(), allowed_hosts=allowed)
+    async with serve(ScriptedGenerator(), api_settings) as server, aiohttp.ClientSession() as session:
+        headers = {"Host": called}
+        async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION, headers=headers) as response:
+            assert response.status == (200 if taken else 403)
+            if not taken:
+                assert_error(await response.json(), None, "foreign_host")
+        async with session.get(server.url + "/metrics", headers=headers) as response:
+            assert response.status == (200 if taken else 403)
+
+
+def test_names_of_hosts_are_given_without_ports() -> None:
+    given = load(GatewaySettings, "baton gateway", ["--allowed-hosts", "a.example, b.example"])
+    assert given.allowed_hosts == ("a.example", "b.example")
+    with pytest.raises(OperatorError, match="allowed-hosts"):
+        load(GatewaySettings, "baton gateway", ["--allowed-hosts", "https://a.example"])
 
 
 @pytest.mark.parametrize("origins", [(PAGE, "http://localhost:3000"), ("*",)])

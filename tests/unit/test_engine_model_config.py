@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from itertools import product
 from pathlib import Path
@@ -254,6 +255,16 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, config: dict
         (LLAMA | {"rope_theta": None}, "incomplete RoPE parameters"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "incomplete RoPE parameters"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "incomplete RoPE parameters"),
+        (LLAMA | {"rope_theta": 0.0}, "not a valid LlamaForCausalLM config: rope_theta"),
+        (LLAMA | {"rope_theta": math.inf}, "not a valid LlamaForCausalLM config: rope_theta"),
+        (LLAMA | {"rms_norm_eps": math.nan}, "not a valid LlamaForCausalLM config: rms_norm_eps"),
+        (LLAMA | {"num_hidden_layers": 10**12}, "not a valid LlamaForCausalLM config: num_hidden_layers"),
+        (LLAMA | {"max_position_embeddings": 10**30}, "not a valid LlamaForCausalLM config: max_position_embeddings"),
+        (LLAMA | {"vocab_size": -5}, "not a valid LlamaForCausalLM config: vocab_size"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": math.inf}},
+            "incomplete RoPE parameters",
+        ),
         (LLAMA | {"num_key_value_heads": 3}, "KV heads must divide"),
         (LLAMA | {"head_dim": 15}, "must be even|even rotary"),
         (LLAMA | {"eos_token_id": [True]}, "eos_token_id|valid"),

@@ -27,6 +27,8 @@ from gateway_fixtures import (
     wrap,
 )
 
+from gateway.intake import request_intake
+
 COMMON_CASES = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -283,6 +285,33 @@ async def test_an_unknown_model_is_not_found(path: str) -> None:
     status, answer, _ = await post(path, body)
     assert status == 404
     assert_error(answer, "model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{{ m(n) if n > 0 }}{{ m(n - 1) if n > 0 }}{% endmacro %}{{ m(1) }}"
+        "{% for i in range(100000) %}{% for j in range(100000) %}{{ j }}{% endfor %}{% endfor %}",
+        "{{ range(100000) | map('string') | list | length }}" * 20_000,
+    ],
+    ids=["loops", "recursion", "filters"],
+)
+async def test_a_chat_template_without_an_end(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are served meanwhile, and it does not take its thread for ever."""
+    monkeypatch.setattr(request_intake, "_TEMPLATE_S", 0.3)
+    endless = wrap(byte_level_backend(), chat_template=template)
+    async with serve(ScriptedGenerator(), model_tokenizer=endless) as server, aiohttp.ClientSession() as session:
+
+        async def ask(path: str, body: Any) -> tuple[int, Any]:
+            async with session.post(server.url + path, json=body) as response:
+                return response.status, await response.json()
+
+        asking = [asyncio.create_task(ask(CHAT_PATH, CHAT)) for _ in range(6)]
+        assert (await ask(COMPLETIONS_PATH, COMPLETION))[0] == 200
+        for status, answer in await asyncio.gather(*asking):
+            assert status == 400
+            assert_error(answer, "messages")
 
 
 async def test_no_chat_template() -> None:

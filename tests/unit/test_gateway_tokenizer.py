@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,9 @@ def test_templates_that_do_not_fit() -> None:
         "{{ messages[0].content + 1 }}",
         "{{ nothing.of.this }}",
         "{% broken",
+        "{{ range(10**9) }}",
+        "{{ 1 / 0 }}",
+        "{{ 10**400 * 1.5 }}",
     ]:
         with pytest.raises(ChatTemplateError):
             wrap(byte_level_backend(), template).render_chat(MESSAGES)
@@ -111,6 +116,23 @@ def test_what_cannot_be_loaded_is_the_operators_to_mend(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(OperatorError, match="cannot load a tokenizer"):
         ModelTokenizer.load(tmp_path)
+
+
+def test_code_of_a_checkpoint_is_not_run_whatever_a_person_at_the_terminal_would_say(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`transformers` asks, where it is not told."""
+    ran = tmp_path / "ran"
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    (model / "mine.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Mine: pass\n")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with suppress(OperatorError):
+        ModelTokenizer.load(model)
+    assert not ran.exists()
 
 
 def test_tokens_are_spelt_by_text_or_bytes() -> None:
@@ -155,7 +177,7 @@ def test_sampling_defaults_of_the_model(
     assert SamplingDefaults.from_model(tmp_path) == expected
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"do_sample": true, "temperature": -1}'])
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000, '{"do_sample": true, "temperature": -1}'])
 def test_sampling_defaults_that_cannot_be_used(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(OperatorError, match=r"generation_config\.json"):

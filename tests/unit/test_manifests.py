@@ -202,11 +202,11 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], None], str]] = {
     "a role": (set_in("Deployment", DECODE, *FIRST, "args", value=["decoder"]), "'decoder' is no role"),
     "the grace": (
         lambda objects: set_env(objects, "decode", "BATON_DRAIN_GRACE_S", "600"),
-        "Deployment/baton-decode: terminationGracePeriodSeconds is below the 605 s",
+        "Deployment/baton-decode: terminationGracePeriodSeconds is below the 615 s",
     ),
     "the grace and preStop": (
         set_in("Deployment", GATEWAY, *FIRST, "lifecycle", "preStop", "exec", "command", value=["sleep", "60"]),
-        "Deployment/baton-gateway: terminationGracePeriodSeconds is below the 665 s",
+        "Deployment/baton-gateway: terminationGracePeriodSeconds is below the 675 s",
     ),
     "an account": (
         set_in("Deployment", GATEWAY, *POD, "serviceAccountName", value="me"),

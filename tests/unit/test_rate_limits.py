@@ -28,6 +28,7 @@ from gateway_fixtures import (
 
 from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
+from gateway.api_settings import ApiSettings
 from gateway.serving.generation import GenerationFailed
 
 HELLO = 1 + len(encode("hello"))
@@ -74,15 +75,16 @@ def entry(name: str, key: str, limits: str) -> str:
 
 
 @asynccontextmanager
-async def client_of(tmp_path: Path, limits: str, generator: ScriptedGenerator | None = None) -> AsyncIterator[Client]:
+async def client_of(
+    tmp_path: Path, limits: str, generator: ScriptedGenerator | None = None, api_settings: ApiSettings | None = None
+) -> AsyncIterator[Client]:
     """A client whose key, "k" of alice, has these limits; "other" of bob has none."""
     file = tmp_path / "keys.toml"
     file.write_text(entry("alice", "k", limits) + entry("bob", "other", ""))
     time = Time()
     keyring = Keyring(file, clock=time)
-    async with serve(
-        generator or ScriptedGenerator(), settings(retry_after_s=9), clock=time, keyring=keyring
-    ) as server:
+    api_settings = api_settings or settings(retry_after_s=9)
+    async with serve(generator or ScriptedGenerator(), api_settings, clock=time, keyring=keyring) as server:
         async with aiohttp.ClientSession() as session:
             yield Client(server, session, time, file)
 

@@ -1,0 +1,127 @@
+"""Answers of tens of megabytes: bounded, and encoded while others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import pytest
+from gateway_fixtures import (
+    CHAT,
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    CONTEXT,
+    MODEL,
+    ScriptedGenerator,
+    assert_error,
+    byte_level_backend,
+    encode,
+    post,
+    serve,
+    settings,
+)
+from transformers import PreTrainedTokenizerFast
+
+from gateway.answer.chunk_encoder import encode_in_pieces
+from gateway.text.tokenizer import ModelTokenizer
+
+LARGE = {"model": MODEL, "prompt": [[5, 6]] * 64, "n": 16, "max_tokens": 16, "logprobs": 20}
+MOST_SPELLINGS_IN_A_TURN = 20_000
+
+
+class CountingTokenizer(ModelTokenizer):
+    """Counts the tokens that are spelt: most of the work of an answer with log probabilities."""
+
+    num_spelt = 0
+
+    def spelling(self, token_id: int) -> tuple[str, bytes]:
+        self.num_spelt += 1
+        return super().spelling(token_id)
+
+
+def _array(*items: object) -> Iterator[object]:
+    yield from items
+
+
+@pytest.mark.parametrize(
+    ("lazy", "whole"),
+    [
+        ({}, {}),
+        (_array(), []),
+        ({"a": _array()}, {"a": []}),
+        (_array({"a": _array(1, 2.5, None)}, {}, []), [{"a": [1, 2.5, None]}, {}, []]),
+        ({"é": '"\n', "b": {"c": _array("d"), "e": [1]}}, {"é": '"\n', "b": {"c": ["d"], "e": [1]}}),
+    ],
+)
+def test_pieces_are_the_json_of_the_whole(lazy: object, whole: object) -> None:
+    assert json.loads(b"".join(encode_in_pieces(lazy))) == whole
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 16])
+async def test_others_get_their_turns_while_a_large_answer_is_made(tokens_per_delta: int) -> None:
+    """It held the event loop for seconds, in which healthy workers were lost."""
+    tokenizer = CountingTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), bos_token="<s>", eos_token="</s>")
+    )
+    generator = ScriptedGenerator(token_ids=encode("hello") * 16, tokens_per_delta=tokens_per_delta)
+    most = 0
+
+    async def take_turns() -> None:
+        nonlocal most
+        while True:
+            before = tokenizer.num_spelt
+            await asyncio.sleep(0)
+            most = max(most, tokenizer.num_spelt - before)
+
+    async with serve(generator, model_tokenizer=tokenizer) as server, aiohttp.ClientSession() as session:
+        turns = asyncio.create_task(take_turns())
+        async with session.post(server.url + COMPLETIONS_PATH, json=LARGE) as response:
+            assert response.status == 200
+            answer = json.loads(await response.read())
+        turns.cancel()
+        with suppress(asyncio.CancelledError):
+            await turns
+    assert len(answer["choices"]) == 64 * 16
+    assert all(len(choice["logprobs"]["tokens"]) == 16 for choice in answer["choices"])
+    assert tokenizer.num_spelt >= 64 * 16 * 16 * 22
+    assert most <= MOST_SPELLINGS_IN_A_TURN
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "most"),
+    [
+        (COMPLETIONS_PATH, {"prompt": "hello", "n": 4, "max_tokens": 101}, 100),
+        (COMPLETIONS_PATH, {"prompt": ["hello"] * 4, "n": 2, "max_tokens": 51}, 50),
+        (COMPLETIONS_PATH, {"prompt": "hello", "logprobs": 4, "max_tokens": 4}, 3),
+        (CHAT_PATH, CHAT | {"n": 8, "max_tokens": 51}, 50),
+        (CHAT_PATH, CHAT | {"n": 8, "max_completion_tokens": 51}, 50),
+        (CHAT_PATH, CHAT | {"logprobs": True, "top_logprobs": 4, "max_tokens": 4}, 3),
+    ],
+)
+async def test_an_answer_is_bounded(path: str, body: dict[str, Any], most: int) -> None:
+    """Here by 1,600 bytes: 4 for each token, 80 for each log probability."""
+    limits = settings(max_answer_bytes=1600)
+    param = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    generator = ScriptedGenerator()
+    status, answer, _ = await post(path, body, generator, api_settings=limits)
+    assert status == 400
+    assert_error(answer, param)
+    assert str(most) in answer["error"]["message"]
+    assert generator.generations == []
+    status, _, _ = await post(path, body | {param: most}, generator, api_settings=limits)
+    assert status == 200
+    del body[param]
+    status, _, _ = await post(path, body, generator, api_settings=limits)
+    assert status == 200
+    assert generator.generations[-1].sampling.max_tokens == min(most, 16 if path == COMPLETIONS_PATH else CONTEXT)
+
+
+async def test_more_choices_than_one_answer_may_have() -> None:
+    body = {"prompt": "hello", "logprobs": 20, "n": 16, "max_tokens": 1}
+    status, answer, _ = await post(COMPLETIONS_PATH, body, api_settings=settings(max_answer_bytes=1600))
+    assert status == 400
+    assert_error(answer, "n")
