@@ -9,12 +9,13 @@ from pydantic import ConfigDict, Field
 
 from common.contract.errors import FingerprintMismatchError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Version of the wire protocol; two processes of different versions refuse each other.
 
 History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; prefixes that are pulled.
 3, second attempts, migration, drain; heartbeats say what they have heard. 4, suspects of a crash.
-5, biases and grammars. 6, heartbeats count tokens; what a request's time was spent on. See docs/protocol.md.
+5, biases and grammars. 6, heartbeats count tokens; what a request's time was spent on.
+7, suspects are tried in groups. See docs/protocol.md.
 """
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
