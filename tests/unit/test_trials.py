@@ -394,7 +394,7 @@ def test_hundreds_of_streams_go_on_within_a_second_and_the_others_at_half_their_
         steps.append(timed.step())
     assert len(timed.step()) == 64 + NUM_STREAMS
     check_shares(steps)
-    assert num_prefill_steps * (STEP_S + NOTICE_S) + bench.now - began < 1.0
+    assert num_prefill_steps * (STEP_S + NOTICE_S) + bench.now - began < 0.5
 
 
 def check_shares(steps: list[list[str]]) -> None:
