@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from random import Random
 
 import decode_bench
 import pytest
@@ -148,6 +149,42 @@ def test_who_is_not_suspected_can_leave_at_any_time() -> None:
     trials.choose([A, B], 0)
     trials.discard(B)
     assert trials.suspects() == (A,)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_comes_and_goes_suspects_are_apart_and_everybody_has_turns(seed: int) -> None:
+    """Steps of any length; whoever may is in a step."""
+    random = Random(seed)
+    trials, now = Trials(), 0.0
+    keys = [RequestKey(RequestId(f"r{number}"), 1) for number in range(8)]
+    levels: dict[RequestKey, Suspicion] = {}
+    others_s = group_s = still_s = 0.0
+    for _ in range(400):
+        key = random.choice(keys[2:])  # two are above suspicion
+        if random.random() < 0.1 and key not in levels:
+            levels[key] = random.choice([GROUP, GROUP, ALONE])
+            trials.add(key, levels[key])
+        elif random.random() < 0.1:
+            levels.pop(key, None)
+            trials.discard(key)
+        present = [*keys[:2], *(key for key in keys[2:] if random.random() < 0.9)]
+        chosen = set(trials.choose(present, now))
+        assert chosen
+        assert chosen <= set(present)
+        now += (took_s := random.choice([0.005, 0.02, 0.1]))
+        levels = {key: level for key, level in levels.items() if key in trials}  # one may have had its time
+        if trials.turn:
+            assert chosen == set(trials.turn)
+            (level,) = {levels[key] for key in chosen}
+            assert level is GROUP or len(chosen) == 1
+            assert level is ALONE or chosen == {key for key in present if levels.get(key) is GROUP}
+            group_s += took_s if level is GROUP else 0
+        else:
+            assert chosen == {key for key in present if key not in levels}
+            others_s += took_s
+        assert others_s >= group_s - 0.1, "but for the turn that has just been"
+        still_s = 0.0 if keys[0] in chosen else still_s + took_s
+        assert still_s <= TRIAL_S + 0.1
 
 
 # --- what gateways are told ------------------------------------------------------------------------------------------
