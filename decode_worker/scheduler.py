@@ -184,8 +184,7 @@ class DecodeScheduler:
         allowance_s = 0.0 if request.pull is not None else len(work.token_ids) * self._costs.prefill_s_per_token
         deadline = request.arrived + self._policy.ttft_target_s(work.tier) + allowance_s
         self._waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
-        if work.suspect:
-            self.trials.add(request.key)
+        self.trials.add(request.key, work.suspicion)
         self._look_again = True
 
     def reserve(self, now: float) -> list[Reservation]:

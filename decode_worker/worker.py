@@ -31,7 +31,6 @@ from common.contract.messages import (
     MAX_TOLD_TOKENS,
     Abort,
     Ack,
-    Alone,
     Attach,
     AttachPrefix,
     AttachSequence,
@@ -60,7 +59,7 @@ from common.engine.cache_feed import CacheFeed
 from common.engine.engine import Engine, Started
 from common.engine.prompt import first_tokens
 from common.engine.sequence import finish_reason
-from common.engine.trials import NOTICE_S, TRIAL_TOKENS
+from common.engine.trials import NOTICE_S, TRIAL_TOKENS, TrialFeed
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import DecodeSettings
@@ -151,6 +150,7 @@ class DecodeWorker:
         )
         self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
         self._feed = CacheFeed(self._pool, server.send)
+        self._trial_feed = TrialFeed(self._scheduler.trials, self._gateway_of, server.send)
         self._draining = False
         self._fence = AttemptFence()
         self._requests: dict[RequestId, DecodeRequest] = {}
@@ -203,7 +203,7 @@ class DecodeWorker:
                     before = None
                 continue
             slices = step.slices(step_before)  # before anything is awaited: an abort takes a sequence's blocks
-            await self._tell_who_is_alone()
+            await self._tell_whose_turn_it_is()
             self._steps_ahead += before is not None
             submitted = self._engine.submit(slices, step.copies, step.swap_outs, step.swap_ins)
             if before is not None:
@@ -227,19 +227,15 @@ class DecodeWorker:
     async def _rest(self) -> None:
         """Nothing can be computed: wait for something, unless what had to be waited for is there now."""
         self._wake.clear()
+        self._trial_feed.publish()
         self._departures.cut()
         self._reserve()
         if not (self._scheduler.num_running and self._pool.num_free):
             await self._wake.wait()
 
-    async def _tell_who_is_alone(self) -> None:
+    async def _tell_whose_turn_it_is(self) -> None:
         """Before a step that may be this worker's last."""
-        news = self._scheduler.trials.news()
-        for key, alone in news:
-            request = self._requests.get(key.request)
-            if request is not None and request.key == key:
-                self._server.send(request.gateway, Alone(request=key.request, attempt=key.attempt, alone=alone))
-        if news:
+        if self._trial_feed.publish():
             await asyncio.sleep(NOTICE_S)
 
     async def _tick_loop(self) -> None:
@@ -297,9 +293,10 @@ class DecodeWorker:
         return tuple(request.key for request in self._owned_by(peer))
 
     def on_open(self, peer: Incarnation, role: Role) -> None:
-        """A gateway is told what the prefix cache holds."""
+        """A gateway is told what the prefix cache holds, and who is on trial."""
         if role is Role.GATEWAY:
             self._feed.begin(peer)
+            self._trial_feed.begin(peer)
 
     def on_peer_lost(self, peer: Incarnation) -> None:
         """A gateway's requests, and what a sink has borrowed, end with it."""
@@ -307,6 +304,7 @@ class DecodeWorker:
             self._forget(request, "its gateway is gone")
         self._lender.on_peer_lost(peer)
         self._feed.end(peer)
+        self._trial_feed.end(peer)
 
     def _on_decode(self, gateway: Incarnation, work: Decode) -> None:
         if not self._fence.admits(work.key):
@@ -562,8 +560,9 @@ class DecodeWorker:
         generation.append(outcome.token_id, outcome.logprobs, reason)
         self._generation_tokens += 1
         self._send_tokens(generation)
-        if generation.request.work.suspect and generation.request.num_new >= TRIAL_TOKENS:
-            self._scheduler.trials.discard(generation.request.key)
+        request = generation.request
+        if request.key in self._scheduler.trials and request.num_new >= TRIAL_TOKENS:
+            self._scheduler.trials.discard(request.key)
         if reason is not None:
             took_s = self._clock() - generation.began
             self._sequence_s += (took_s - self._sequence_s) * (_SEQUENCE_WEIGHT if self._sequence_s else 1.0)
@@ -624,6 +623,10 @@ class DecodeWorker:
 
     def _find(self, request: RequestId) -> DecodeRequest | None:
         return self._requests.get(request) or self._finished.get(request)
+
+    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
+        request = self._requests.get(key.request)
+        return request.gateway if request is not None and request.key == key else None
 
     def _owned_by(self, gateway: Incarnation) -> list[DecodeRequest]:
         return [r for r in (*self._requests.values(), *self._finished.values()) if r.gateway == gateway]

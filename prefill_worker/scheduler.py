@@ -207,8 +207,7 @@ class PrefillScheduler:
         chain.extend(request.token_ids, len(request.token_ids))
         request.block_hashes = chain.hashes
         self._requests[request.key.request] = request
-        if request.work.suspect:
-            self.trials.add(request.key)
+        self.trials.add(request.key, request.work.suspicion)
         self._deadlines.add(request, request.deadline)
         self._enqueue(request)
 

@@ -29,7 +29,6 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import (
     Abort,
-    Alone,
     Attach,
     AttachPrefix,
     Cancelled,
@@ -56,7 +55,7 @@ from common.engine.cache_feed import CacheFeed
 from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine, Started
 from common.engine.prompt import first_tokens, prompt_slice
-from common.engine.trials import NOTICE_S
+from common.engine.trials import NOTICE_S, TrialFeed
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import PrefillSettings
@@ -141,6 +140,7 @@ class PrefillWorker:
         )
         self._prefix_pulls = PrefixPulls(me, self._block_size, layout.block_bytes, engine.costs, settings.pull_prefixes)
         self._feed = CacheFeed(self._pool, server.send)
+        self._trial_feed = TrialFeed(self._scheduler.trials, self._gateway_of, server.send)
         self._draining = False
         self._fence = AttemptFence()
         self._owners: dict[RequestId, _Owner] = {}
@@ -178,6 +178,7 @@ class PrefillWorker:
             if not chunks:
                 if before is None:
                     self._wake.clear()
+                    self._trial_feed.publish()
                     await self._wake.wait()
                 else:
                     await self._end_step(before)
@@ -185,7 +186,7 @@ class PrefillWorker:
                 continue
             number = self._pool.step_started()
             slices = [prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table) for c in chunks]
-            await self._tell_who_is_alone()
+            await self._tell_whose_turn_it_is()
             self._steps_ahead += before is not None
             step = _InFlight(number, chunks, self._engine.submit(slices), self._checksums(chunks))
             if before is not None:
@@ -202,14 +203,9 @@ class PrefillWorker:
         self._pool.step_finished(step.number)
         self._after_step(step.chunks, outcomes, checksums)
 
-    async def _tell_who_is_alone(self) -> None:
+    async def _tell_whose_turn_it_is(self) -> None:
         """Before a step that may be this worker's last."""
-        news = self._scheduler.trials.news()
-        for key, alone in news:
-            owner = self._owners.get(key.request)
-            if owner is not None and owner.attempt == key.attempt:
-                self._server.send(owner.gateway, Alone(request=key.request, attempt=key.attempt, alone=alone))
-        if news:
+        if self._trial_feed.publish():
             await asyncio.sleep(NOTICE_S)
 
     async def _deadline_loop(self) -> None:
@@ -259,9 +255,10 @@ class PrefillWorker:
         return tuple(self._owned_by(peer))
 
     def on_open(self, peer: Incarnation, role: Role) -> None:
-        """A gateway is told what the prefix cache holds."""
+        """A gateway is told what the prefix cache holds, and who is on trial."""
         if role is Role.GATEWAY:
             self._feed.begin(peer)
+            self._trial_feed.begin(peer)
 
     def on_peer_lost(self, peer: Incarnation) -> None:
         """A gateway's requests end with it; a sink's leases wait for another sink."""
@@ -269,6 +266,7 @@ class PrefillWorker:
             self._end(key.request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
         self._lender.on_peer_lost(peer)
         self._feed.end(peer)
+        self._trial_feed.end(peer)
 
     def _on_prefill(self, gateway: Incarnation, work: Prefill) -> None:
         if not self._fence.admits(work.key):
@@ -481,6 +479,10 @@ class PrefillWorker:
                 self._intake.abandon(prefix.pull, None, message)
         self._lender.withdraw(request, cause, message)
         self._wake.set()
+
+    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
+        owner = self._owners.get(key.request)
+        return owner.gateway if owner is not None and owner.attempt == key.attempt else None
 
     def _owned_by(self, gateway: Incarnation) -> list[RequestKey]:
         return [RequestKey(r, o.attempt) for r, o in self._owners.items() if o.gateway == gateway]

@@ -16,7 +16,6 @@ from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
     Abort,
     Ack,
-    Alone,
     CacheEvents,
     Decode,
     Failed,
@@ -29,6 +28,7 @@ from common.contract.messages import (
     RequestMessage,
     Role,
     Tokens,
+    Trial,
     Welcome,
 )
 from common.contract.sampling import SamplingParams
@@ -154,9 +154,9 @@ class Bench:
     def fail(self, address: str, key: RequestKey, cause: Cause) -> None:
         self.say(address, Failed(request=key.request, attempt=key.attempt, cause=cause, message="why"))
 
-    def alone(self, address: str, key: RequestKey, *, alone: bool = True) -> None:
-        """That worker computes nothing but this request; or others, too."""
-        self.say(address, Alone(request=key.request, attempt=key.attempt, alone=alone))
+    def trial(self, address: str, *keys: RequestKey, beside: int = 0) -> None:
+        """That worker computes nothing but these requests and so many of other gateways; with none, everybody's."""
+        self.say(address, Trial(num_requests=len(keys) + beside, requests=keys))
 
     def link(self, address: str) -> Any:
         return self.links[address]

@@ -31,6 +31,7 @@ from common.contract.tiers import Tier
 from gateway.serving.attempt import Attempt, Deliver, Part, Place, Send
 from gateway.serving.flow import Action, Done, Fail, Flow, FlowState, Left, Want
 from gateway.serving.generation import Delta, Generation
+from gateway.serving.suspicion import Crash
 
 P, P2, D, D2, D3 = "p:1", "p:2", "d:1", "d:2", "d:3"
 REQUEST = RequestId("r1")
@@ -179,8 +180,13 @@ class Run:
             seen += self.do(self.flow.on_message(about, part, message))
         return seen
 
-    def lose(self, address: str, why: str = "dead", *, crashed: bool = False) -> list[Seen]:
-        return self.do(self.flow.worker_lost(address, why, crashed_at=self.now if crashed else None))
+    def lose(self, address: str, why: str = "dead", *, crashed: bool = False, beside: int | None = None) -> list[Seen]:
+        """The worker is gone; if it has crashed, in everybody's steps; with `beside`, in those of its newest part and
+        of so many others."""
+        if beside is None:
+            return self.do(self.flow.worker_lost(address, why, Crash(self.now) if crashed else None))
+        crash = Crash(self.now, 1 + beside, frozenset({self.last[address][1].key}))
+        return self.do(self.flow.worker_lost(address, why, crash))
 
     def resync(self, address: str, *, known: bool) -> list[Seen]:
         attempt, part = self.last[address]
@@ -239,7 +245,7 @@ class Run:
                 assert self.flow.on_message(attempt, part, message) == []
             for known in (False, True):
                 assert self.flow.on_resync(attempt, part, known=known) == []
-            assert self.flow.worker_lost(part.place.address, "dead", crashed_at=self.now) == []
+            assert self.flow.worker_lost(part.place.address, "dead", Crash(self.now)) == []
             assert self.flow.movable(part.place.address) == []
             assert self.flow.keys_at(part.place.address) == []
         assert self.flow.fail(Cause.DEADLINE, "late") == []

@@ -55,6 +55,6 @@ class Cause(StrEnum):
     SUPERSEDED = "superseded"
     """A newer attempt at the same request arrived."""
     POISON = "poison"
-    """Two workers have crashed while they had this request, the second one while it was on trial."""
+    """Workers have crashed while they had this request, the last one while it was alone on trial."""
     INTERNAL = "internal"
     """A bug or a failing machine; the worker's log has the details."""

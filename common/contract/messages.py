@@ -232,6 +232,17 @@ class Resume(Message):
     """Take work again."""
 
 
+class Suspicion(StrEnum):
+    """How the first steps of a request are to be computed, which may have crashed a worker."""
+
+    NONE = "none"
+    """With everybody else's: it is not suspected."""
+    GROUP = "group"
+    """With those of all suspects of this level."""
+    ALONE = "alone"
+    """Apart from everything else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work(RequestMessage):
     token_ids: Annotated[tuple[int, ...], packed_numbers(1, MAX_TOKENS)]
@@ -248,8 +259,8 @@ class _Work(RequestMessage):
     """Whose request it is: tenants of one tier share a worker evenly."""
     cache_salt: Name = ""
     """Requests share cached prefixes only under the same salt."""
-    suspect: Flag = False
-    """Whether it may have crashed a worker: its first steps are its own, and `Alone` says when."""
+    suspicion: Suspicion = Suspicion.NONE
+    """Whether it may have crashed a worker: `Trial` says when its first steps are computed."""
 
     def __post_init__(self) -> None:
         if self.prompt_len > len(self.token_ids):
@@ -426,10 +437,17 @@ class Failed(RequestMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone(RequestMessage):
-    """Whether, from here on, the engine's steps are this suspect's alone."""
+class Trial(Message):
+    """Whose the engine's steps are from here on: those of so many suspects, or, with none, everybody else's."""
 
-    alone: Flag
+    num_requests: Count
+    """Of all gateways."""
+    requests: OpenRequests
+    """Those of this gateway."""
+
+    def __post_init__(self) -> None:
+        if len(self.requests) > self.num_requests:
+            raise ValueError(f"{len(self.requests)} requests of {self.num_requests}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -566,7 +584,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Tokens,
     Finished,
     Failed,
-    Alone,
+    Trial,
     Cut,
     Moved,
     Cancelled,

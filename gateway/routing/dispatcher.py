@@ -22,7 +22,6 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.messages import (
     MAX_OPEN_REQUESTS,
     Abort,
-    Alone,
     CacheEvents,
     Decode,
     Drain,
@@ -38,6 +37,7 @@ from common.contract.messages import (
     Role,
     Timings,
     Tokens,
+    Trial,
     Welcome,
 )
 from common.contract.tiers import Tier
@@ -53,6 +53,7 @@ from gateway.routing.router import Cached, Expected, Handoff, Local, LocalPrefil
 from gateway.serving.attempt import Attempt, Deliver, Part, Place, Send
 from gateway.serving.flow import Action, Done, Fail, Flow, Left, Want
 from gateway.serving.generation import Delta, Generation, GenerationFailed, Readiness, Refusal
+from gateway.serving.suspicion import Crash
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Given, Registry, WorkerView
@@ -136,6 +137,8 @@ class Dispatcher(Collector):
         """Choices that wait for workers."""
         self._listed: dict[str, frozenset[RequestKey]] = {}
         """What the last Hello to each worker listed: its answer judges these alone."""
+        self._trials: dict[str, Trial] = {}
+        """What workers have said last of whose steps these are."""
         self._usable = asyncio.Event()
         self._linking: dict[asyncio.Task[None], ControlClient] = {}
         self._follows = False
@@ -388,6 +391,7 @@ class Dispatcher(Collector):
                     if isinstance(message, Prefill | Decode):
                         given = client.given[part] = self._given(client, part, message)
                         self._registry.took(part.place.address, given)
+                        self.recovery.trials[message.suspicion] += 1
                 case Deliver():
                     self._deliver(client, action)
                 case Want():
@@ -470,7 +474,8 @@ class Dispatcher(Collector):
         num_blocks = self._index.longest(client.block_hashes)
         client.cached = {place: num * client.block_size for place, num in num_blocks.items()}
         generation = client.flow.generation
-        route = self._placement.choose(want, generation.tier, client.cached, self._clock(), client.fingerprint)
+        beside = client.flow.beside(want)
+        route = self._placement.choose(want, generation.tier, client.cached, self._clock(), client.fingerprint, beside)
         if route is None:
             return
         del self._waiting[want]
@@ -594,6 +599,7 @@ class Dispatcher(Collector):
     def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
         """Messages to or from a worker were lost."""
         self._registry.resynced(link.address)
+        self._trials.pop(link.address, None)
         open_requests = frozenset(welcome.open_requests)
         for client in list(self._open_clients):
             for attempt, part in client.flow.parts_at(link.address):
@@ -612,6 +618,8 @@ class Dispatcher(Collector):
                 self._look_again()
         elif isinstance(message, RequestMessage):
             self._on_request(link.address, message)
+        elif isinstance(message, Trial):
+            self._trials[link.address] = message
         elif isinstance(message, CacheEvents) and link.worker is not None:
             self._index.apply(Place(link.address, link.worker), message)
 
@@ -647,8 +655,6 @@ class Dispatcher(Collector):
                 fields = client.about("moved", part.key, choice=message.choice, decode=part.place.address)
                 log.info("request %s: choice %d has moved", part.key.request, message.choice, extra=fields)
                 self.recovery.pause.observe(self._clock() - client.delivered_at.get(message.choice, self._clock()))
-        elif isinstance(message, Alone):
-            self.recovery.num_trials += message.alone
         elif isinstance(message, Failed) and attempt.moving is not None and not attempt.decode_has_spoken:
             self.recovery.moves["stayed"] += 1
         self._do(client, client.flow.on_message(attempt, part, message))
@@ -666,10 +672,12 @@ class Dispatcher(Collector):
         self._lose(link.address, why, crashed=crashed)
 
     def _lose(self, address: str, why: str, *, crashed: bool) -> None:
+        trial = self._trials.pop(address, Trial(num_requests=0, requests=()))
         # The channel was not sure of it before now: what the worker was sent meanwhile has never been there.
-        crashed_at = self._clock() - RECONNECT_S if crashed else None
+        at = self._clock() - RECONNECT_S
+        crash = Crash(at, trial.num_requests, frozenset(trial.requests)) if crashed else None
         for client in list(self._open_clients):
-            self._do(client, client.flow.worker_lost(address, why, crashed_at=crashed_at))
+            self._do(client, client.flow.worker_lost(address, why, crash))
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """A worker refuses this gateway."""

@@ -8,6 +8,7 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Role
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
+from gateway.serving.attempt import Place
 from gateway.serving.flow import Want
 from gateway.workers.registry import Registry, WorkerView
 
@@ -43,12 +44,13 @@ class Placement:
         cached: Cached,
         now: float,
         fits: Fingerprint | None = None,
+        beside: frozenset[Place] = frozenset(),
         *,
         least_wait: bool = False,
     ) -> Route | None:
-        """Workers for these choices, of this fingerprint if they have begun; None if they have to wait. With
-        `least_wait` those where they wait least, however long the prompt then takes."""
-        caution = Caution(avoid=want.avoid, fits=fits)
+        """Workers for these choices, of this fingerprint if they have begun, those in `beside` if possible; None if
+        they have to wait. With `least_wait` those where they wait least, however long the prompt then takes."""
+        caution = Caution(avoid=want.avoid, fits=fits, beside=beside)
         ask = Ask(num_tokens=want.num_tokens, tier=tier, num_choices=len(want.choices), now=now, least_wait=least_wait)
         if want.offer is None:
             return self._router.choose(ask, cached, caution)

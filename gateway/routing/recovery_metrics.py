@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
+from common.contract.messages import Suspicion
 
 _BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -27,8 +28,8 @@ class RecoveryMetrics:
     """Attempts that failed and were followed by another, by cause."""
     moves: Counter[str] = field(default_factory=Counter)
     """Running sequences that were to leave a draining worker, by how that ended: moved, stayed."""
-    num_trials: int = 0
-    """Times that a suspect was alone on a worker."""
+    trials: Counter[Suspicion] = field(default_factory=Counter)
+    """Prompts and sequences that workers were given, by how they are tried."""
     resume: Histogram = field(
         default_factory=lambda: _histogram(
             "baton_gateway_resume_seconds", "From the failure of an attempt to the stream's next token."
@@ -55,6 +56,11 @@ class RecoveryMetrics:
         for end in ("moved", "stayed"):
             moves.add_metric([end], self.moves[end])
         yield moves
-        yield CounterMetricFamily("baton_gateway_trials", "Times that a suspect had steps of its own.", self.num_trials)
+        trials = CounterMetricFamily(
+            "baton_gateway_trials", "Suspects that workers were given, by how they are tried.", labels=["level"]
+        )
+        for level in (Suspicion.GROUP, Suspicion.ALONE):
+            trials.add_metric([level], self.trials[level])
+        yield trials
         yield from self.resume.collect()
         yield from self.pause.collect()

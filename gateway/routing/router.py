@@ -139,15 +139,20 @@ class Caution:
     """Those that have just failed the request."""
     fits: Fingerprint | None = None
     """What the request has begun with: it goes on only with the same."""
+    beside: frozenset[Place] = frozenset()
+    """Those that it should go to, if they are among the others."""
 
     def decode(self, workers: list[WorkerView]) -> list[WorkerView]:
         """Decode workers to choose from: if all of them have failed, any."""
         workers = self._fitting(workers)
-        return [worker for worker in workers if worker.place not in self.avoid] or workers
+        return self._beside([worker for worker in workers if worker.place not in self.avoid] or workers)
 
     def prefill(self, workers: list[WorkerView]) -> list[WorkerView]:
         """Prefill workers to choose from; decode workers can do without, so those that have failed are not asked."""
-        return [worker for worker in self._fitting(workers) if worker.place not in self.avoid]
+        return self._beside([worker for worker in self._fitting(workers) if worker.place not in self.avoid])
+
+    def _beside(self, workers: list[WorkerView]) -> list[WorkerView]:
+        return [worker for worker in workers if worker.place in self.beside] or workers
 
     def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
         return [w for w in workers if self.fits is None or (w.welcome and w.welcome.fingerprint == self.fits)]

@@ -24,7 +24,6 @@ from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import (
     Abort,
     Ack,
-    Alone,
     Cancelled,
     Cut,
     Decode,
@@ -37,6 +36,7 @@ from common.contract.messages import (
     Resend,
     Role,
     Source,
+    Suspicion,
     Tokens,
 )
 from gateway.serving.generation import Delta, Generation
@@ -66,8 +66,6 @@ class Part:
     """Tokens of its prompt, whoever computes them."""
     over: bool = False
     """Whether the worker has nothing (more) to do for it."""
-    alone: bool = False
-    """Whether it is alone in the worker's steps: should the worker crash now, this is why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +81,8 @@ class Choice:
     num_bugs: int = 0
     """Of those, the ones that a worker has called its own fault."""
     num_crashes: int = 0
-    """Workers that have crashed with it since it was last above suspicion."""
-    num_crashes_in_all: int = 0
+    """Workers that have crashed in everybody's steps while it was there."""
+    suspicion: Suspicion = Suspicion.NONE
     innocent_at: int = 0
     """Where it will be above suspicion."""
     avoid: set[Place] = field(default_factory=set)
@@ -167,8 +165,8 @@ class Attempt:
         self.begun_at = now
         self.decode_has_spoken = False
         """Whether any of the tokens came from the decode worker: it holds the KV of all that came before them."""
-        self.suspect = any(choice.num_crashes for choice in choices)
-        """Whether a choice of it may have crashed a worker."""
+        self.suspicion = max((choice.suspicion for choice in choices), key=list(Suspicion).index)
+        """Of the choice that is suspected most."""
         self.over = False
         self.num_duplicates = 0
         self.num_gaps = 0
@@ -200,7 +198,7 @@ class Attempt:
             "tier": generation.tier,
             "tenant": generation.tenant,
             "cache_salt": generation.cache_salt,
-            "suspect": self.suspect,
+            "suspicion": self.suspicion,
         }
         source = self.moving or self.prefill
         if source is None:
@@ -219,8 +217,6 @@ class Attempt:
                 return [Broken(part, cause, text, self._to_blame(part, cause))]
             case Finished() if part is self.decode:
                 return self._ask_for_missing(again=False)
-            case Alone(alone=alone):
-                part.alone = alone
             case Cancelled():
                 return [self._fault(part, "cancelled what was not aborted")]
             case Cut(choice=index) | Moved(choice=index):

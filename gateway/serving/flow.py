@@ -11,9 +11,9 @@ Life cycle of a request in the gateway:
     5. Every choice has its finish reason: done. Or an attempt fails for good, or too often, or the time runs out:
        failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
 
-A request that was on a worker when that crashed is a suspect until it has got past the place where it was. The next
-worker computes its first steps apart from everything else (`common.engine.trials`), and says so (`Alone`): if it
-crashes then, the request is refused. The requests that wait there meanwhile go on.
+A choice that was on a worker when that crashed is a suspect until it has got past the place where it was. The next
+worker computes its first steps with those of other suspects, or alone (`common.engine.trials`), and says so (`Trial`):
+if it crashes then, the choice is suspected more, or refused (`gateway.serving.suspicion`).
 
 Pure state: events in, actions out.
 """
@@ -26,19 +26,16 @@ from enum import StrEnum
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey, new_request_id
-from common.contract.messages import Alone, Cut, Message, Moved, PrefixHint, Role
+from common.contract.messages import Cut, Message, Moved, PrefixHint, Role, Suspicion
 from gateway.serving.attempt import Action as AttemptAction
 from gateway.serving.attempt import Attempt, Broken, Choice, Deliver, Part, Place, Send, abort
 from gateway.serving.generation import Generation
+from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash, Share, suspicion_after
 
 MAX_FAILURES = 6
 """Attempts at a choice that may fail without a new token between them; one more fails the request."""
 MAX_BUGS = 2
 """Of those, what a worker calls its own fault."""
-TRIAL_TOKENS = 4
-"""Tokens beyond the place of a crash with which a suspect is above suspicion."""
-MAX_CRASHES = 8
-"""Workers that may crash with a choice in all, for one that kills later than in its first steps; one more fails it."""
 FIRST_DELAY_S = 0.05
 """Of the second attempt in a row that follows a failure; each further one waits twice as long."""
 _FINAL = frozenset({Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE})
@@ -146,6 +143,14 @@ class Flow:
         parts = [part for _, part in self.parts_at(address)]
         return [part.key for part in (*parts, *offers) if part.place.address == address]
 
+    def beside(self, want: Want) -> frozenset[Place]:
+        """Where suspects should go, since other suspects of this request are there: spread over the pool, they would
+        crash one worker each."""
+        if not any(_suspected(choice) for choice in want.choices):
+            return frozenset()
+        suspected = [each for each in self.attempts if any(map(_suspected, each.unfinished))]
+        return frozenset(part.place for attempt in suspected for part in attempt.parts)
+
     # --- events --------------------------------------------------------------------------------------------------
 
     def begin(self) -> list[Action]:
@@ -208,9 +213,8 @@ class Flow:
         if not self.running:
             return []
         actions: list[Action] = []
-        if part.role is Role.PREFILL and not part.over and not isinstance(message, Alone):
+        if part.role is Role.PREFILL and not part.over:
             part.over = True  # whatever it says, its prompt is computed, or never will be
-            part.alone = False
             actions.append(Left(part))
         actions += self._do(attempt, attempt.on_message(part, message))
         if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
@@ -221,14 +225,13 @@ class Flow:
         """Messages to or from a part's worker were lost; whether it still knows its part."""
         return self._do(attempt, attempt.on_resync(part, known=known)) if self.running else []
 
-    def worker_lost(self, address: str, why: str, *, crashed_at: float | None) -> list[Action]:
-        """The session with this worker is over; its process died at `crashed_at`, if it did. What began later was on
-        its way to a dead worker, and is not suspected of anything."""
+    def worker_lost(self, address: str, why: str, crash: Crash | None = None) -> list[Action]:
+        """The session with this worker is over, by a crash or otherwise."""
         actions: list[Action] = []
         for attempt, part in self.parts_at(address):
             if self.running and attempt in self.attempts:
-                crashed = crashed_at is not None and attempt.begun_at <= crashed_at
-                actions += self._do(attempt, attempt.lost(part, why), crashed=crashed)
+                share = Share.NONE if crash is None else crash.share_of(part.key, attempt.begun_at)
+                actions += self._do(attempt, attempt.lost(part, why), share)
         return actions
 
     def fail(self, cause: Cause, message: str) -> list[Action]:
@@ -241,8 +244,8 @@ class Flow:
 
     # --- the steps between ---------------------------------------------------------------------------------------
 
-    def _do(self, attempt: Attempt, actions: Sequence[AttemptAction], *, crashed: bool = False) -> list[Action]:
-        """Carry out what an attempt decided."""
+    def _do(self, attempt: Attempt, actions: Sequence[AttemptAction], share: Share = Share.NONE) -> list[Action]:
+        """Carry out what an attempt decided, which has this share in a worker's crash."""
         done: list[Action] = []
         for action in actions:
             match action:
@@ -251,7 +254,7 @@ class Flow:
                 case Deliver():
                     done += [action, *self._progress(attempt, self.choices[action.delta.choice])]
                 case Broken():
-                    done += self._broken(attempt, action, crashed=crashed)
+                    done += self._broken(attempt, action, share)
         return done
 
     def _begin(self, attempt: Attempt, where: str, budget_s: float, prefix: PrefixHint | None) -> list[Action]:
@@ -264,7 +267,7 @@ class Flow:
         choice.num_failures = choice.num_bugs = 0
         choice.avoid.clear()
         if choice.ended or choice.next_position >= choice.innocent_at:
-            choice.num_crashes = 0
+            choice.suspicion = Suspicion.NONE
         actions: list[Action] = []
         if not choice.ended and attempt.moving is None:
             return actions  # as most tokens find it: every attempt goes on as before
@@ -277,11 +280,11 @@ class Flow:
             actions += [each.acknowledge(), *self._close(each)]
         return actions
 
-    def _broken(self, attempt: Attempt, broken: Broken, *, crashed: bool) -> list[Action]:
+    def _broken(self, attempt: Attempt, broken: Broken, share: Share) -> list[Action]:
         """An attempt has failed: what it was to bring is wanted from others."""
         self.story.append(f"{broken.cause}: {broken.message}")
         wanting = [choice for choice in attempt.unfinished if self._is_missing(choice, attempt)]
-        end = self._last_straw(attempt, wanting, broken, crashed=crashed)
+        end = self._last_straw(attempt, wanting, broken, share)
         offer = self._standing_offer(attempt, broken) if wanting and end is None else None
         actions: list[Action] = [abort(part) for part in attempt.parts if part is not offer]
         actions += self._close(attempt, keep=offer)
@@ -295,26 +298,31 @@ class Flow:
         self.failures[broken.cause] = self.failures.get(broken.cause, 0) + 1
         return [*actions, *self._again(attempt, wanting, offer)]
 
-    def _last_straw(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, *, crashed: bool) -> Fail | None:
+    def _last_straw(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, share: Share) -> Fail | None:
         """Count the failure for the choices that it concerns; whether it is one too many."""
-        proven = crashed and broken.part.alone and any(choice.num_crashes for choice in wanting)
+        proven = share is Share.ALONE and any(map(_suspected, wanting))
         for choice in wanting:
-            choice.num_failures += 1
+            choice.num_failures += share not in (Share.STOOD_BY, Share.IN_GROUP)  # that was somebody else, probably
             choice.num_bugs += broken.cause is Cause.INTERNAL
             if broken.blame is not None:
                 choice.avoid.add(broken.blame.place)
-        for choice in attempt.unfinished if crashed else ():
+        for choice in attempt.unfinished:
             if choice in wanting or self._source(attempt, choice) is None:  # it was there, though another may have it
-                choice.num_crashes += 1
-                choice.num_crashes_in_all += 1
-                choice.innocent_at = choice.next_position + TRIAL_TOKENS
+                self._suspect(choice, share)
         if proven:
-            message = "two workers have crashed with this request, the second one while it computed nothing else"
+            message = "workers have crashed with this request, the last one while it computed nothing else"
             return Fail(Cause.POISON, f"{message}: {broken.message}")
-        if any(choice.num_crashes_in_all > MAX_CRASHES for choice in wanting):
+        if any(choice.num_crashes > MAX_CRASHES for choice in wanting):
             return Fail(Cause.POISON, f"{MAX_CRASHES + 1} workers have crashed with this request: {broken.message}")
         exhausted = any(choice.num_failures > MAX_FAILURES or choice.num_bugs > MAX_BUGS for choice in wanting)
         return Fail(broken.cause, broken.message) if exhausted or broken.cause in _FINAL else None
+
+    def _suspect(self, choice: Choice, share: Share) -> None:
+        """A worker that had the choice is lost."""
+        if share not in (Share.NONE, Share.STOOD_BY):
+            choice.suspicion = suspicion_after(choice.suspicion, share)
+            choice.num_crashes += share is Share.PERHAPS
+            choice.innocent_at = choice.next_position + TRIAL_TOKENS
 
     def _again(self, attempt: Attempt, choices: Sequence[Choice], offer: Part | None) -> list[Action]:
         """Choices of an attempt that is over want workers."""
@@ -442,3 +450,7 @@ class Flow:
             wanted = [want for want in self.wants if choice in want.choices]
             assert len(under_way) <= 2, self.story
             assert choice.ended or len(going_on) + len(wanted) == 1, self.story
+
+
+def _suspected(choice: Choice) -> bool:
+    return choice.suspicion is not Suspicion.NONE

@@ -158,7 +158,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(
             text = gateway.get("/metrics")
         num_near_ties = len(different) - len(wrong)
         print(f"{number} requests in {seconds:.0f} s; faults: {dict(chaos.happened)}; near ties: {num_near_ties}")
-        print("\n".join(line for line in text.splitlines() if "failovers_total{" in line or "trials_total " in line))
+        print("\n".join(line for line in text.splitlines() if "failovers_total{" in line or "trials_total{" in line))
         assert sum(chaos.happened.values()) > seconds / 4, "hardly anything happened"
         assert not wrong, [
             (index, found[index].error, expected[index].tokens, found[index].tokens) for index in wrong[:3]

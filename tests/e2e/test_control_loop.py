@@ -20,7 +20,6 @@ from common.contract.ids import Incarnation, RequestKey, new_incarnation, new_re
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import (
     Abort,
-    Alone,
     Cancelled,
     Decode,
     Failed,
@@ -30,7 +29,9 @@ from common.contract.messages import (
     Prefill,
     Role,
     Source,
+    Suspicion,
     Tokens,
+    Trial,
 )
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Slice
@@ -299,11 +300,12 @@ async def test_a_token_beyond_the_vocabulary_harms_nobody(role: Role, checkpoint
 
 
 async def test_suspects_have_steps_of_their_own_and_their_gateways_know(checkpoint: Callable[[str], Path]) -> None:
-    """Two gateways, a suspect each, and a third request that stands still meanwhile."""
+    """Two gateways, a suspect each that is tried alone, and a third request that stands still meanwhile."""
     async with AsyncExitStack() as stack:
         decode, held, address, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
         links = [await stack.enter_async_context(gateway_of(address)) for _ in range(3)]
-        works = [work(40, 12) | {"suspect": suspect, "source": None} for suspect in (False, True, True)]
+        levels = (Suspicion.NONE, Suspicion.ALONE, Suspicion.ALONE)
+        works = [work(40, 12) | {"suspicion": level, "source": None} for level in levels]
 
         def heard(index: int, kind: type[Message]) -> list[Any]:
             return [message for message in links[index][0].heard if isinstance(message, kind)]
@@ -317,15 +319,17 @@ async def test_suspects_have_steps_of_their_own_and_their_gateways_know(checkpoi
             await eventually(lambda index=index: decode.ready()[1]["requests"] == index + 1)  # type: ignore[misc]
         num_before = sum(len(tokens.token_ids) for tokens in heard(0, Tokens))
         held.hold(after=1)  # the step of the first one; the first suspect's is held
-        await eventually(lambda: bool(heard(1, Alone)))
-        assert [message.alone for message in heard(1, Alone)] == [True], "it is told before the step is over"
-        assert not heard(2, Alone)
+        for index in range(3):
+            await eventually(lambda index=index: bool(heard(index, Trial)))  # type: ignore[misc]
+        told = [[(trial.num_requests, len(trial.requests)) for trial in heard(index, Trial)] for index in range(3)]
+        assert told == [[(1, 0)], [(1, 1)], [(1, 0)]], "all are told before the step is over"
         held.release()
         for index in range(3):
             await eventually(lambda index=index: bool(heard(index, Finished)))  # type: ignore[misc]
-        assert [message.alone for message in heard(1, Alone)] == [message.alone for message in heard(2, Alone)]
-        assert [message.alone for message in heard(2, Alone)] == [True, False]
-        assert heard(0, Alone) == []
+        for index in range(3):  # nobody is on trial any more, whether or not there is another step
+            await eventually(lambda index=index: heard(index, Trial)[-1].num_requests == 0)  # type: ignore[misc]
+            told = [(trial.num_requests, len(trial.requests)) for trial in heard(index, Trial)]
+            assert told == [(1, index == 1), (0, 0), (1, index == 2), (0, 0)]
         texts = [[token for tokens in heard(index, Tokens) for token in tokens.token_ids] for index in range(3)]
         assert texts == [texts[0]] * 3
         assert 0 < num_before < len(texts[0])

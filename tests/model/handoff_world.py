@@ -33,6 +33,7 @@ from gateway.serving import flow as flows
 from gateway.serving.attempt import Deliver, Place, Send
 from gateway.serving.flow import Flow, FlowState, Want
 from gateway.serving.generation import Generation
+from gateway.serving.suspicion import Crash
 from kv_transfer.sink import Pull
 from kv_transfer.source import LeaseTable
 
@@ -174,7 +175,7 @@ class Gateway:
 
     def on_lost(self, address: str, *, crashed: bool) -> None:
         self.places.pop(address, None)
-        self.do(self.flow.worker_lost(address, "lost", crashed_at=0.0 if crashed else None))
+        self.do(self.flow.worker_lost(address, "lost", Crash(at=0.0) if crashed else None))
 
     def on_open(self, address: str, worker: Incarnation) -> None:
         self.places[address] = worker

@@ -20,7 +20,6 @@ from common.contract.messages import (
     MESSAGES,
     Abort,
     Ack,
-    Alone,
     Attach,
     AttachPrefix,
     AttachSequence,
@@ -54,9 +53,11 @@ from common.contract.messages import (
     Settle,
     Settled,
     Source,
+    Suspicion,
     Timings,
     TokenLogprobs,
     Tokens,
+    Trial,
     Welcome,
 )
 from common.contract.sampling import MAX_LOGPROBS, MAX_SEED, SamplingParams
@@ -176,7 +177,7 @@ def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -
         tier=draw(st.sampled_from(Tier)),
         tenant=draw(names),
         cache_salt=draw(names),
-        suspect=draw(st.booleans()),
+        suspicion=draw(st.sampled_from(Suspicion)),
         **{name: draw(strategy) for name, strategy in more.items()},
     )
 
@@ -249,7 +250,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Cancelled: st.builds(Cancelled, **about),
     Cut: st.builds(Cut, **about, choice=choices, position=counts),
     Moved: st.builds(Moved, **about, choice=choices),
-    Alone: st.builds(Alone, **about, alone=st.booleans()),
+    Trial: st.builds(Trial, num_requests=st.integers(5, 2**62), requests=open_requests),
     Attach: st.builds(Attach, **about, offered=attempts),
     AttachSequence: st.builds(AttachSequence, **about, sequence=keys, choice=choices, position=st.integers(1, 2**62)),
     AttachPrefix: st.builds(AttachPrefix, **about, block_hashes=block_hashes),

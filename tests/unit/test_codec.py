@@ -474,7 +474,6 @@ REQUEST_MESSAGES: dict[str, dict[str, Any]] = {
     "Attach": {"request": "r1", "attempt": 1, "offered": 1},
     "AttachPrefix": ATTACH_PREFIX,
     "AttachSequence": ATTACH_SEQUENCE,
-    "Alone": {"request": "r1", "attempt": 1, "alone": True},
     "Cut": {"request": "r1", "attempt": 1, "choice": 0, "position": 0},
     "Moved": {"request": "r1", "attempt": 1, "choice": 0},
     "Timings": TIMINGS,

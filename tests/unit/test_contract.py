@@ -96,7 +96,7 @@ def test_a_mismatch_in_two_fields_names_both() -> None:
 
 def test_every_field_of_a_fingerprint_is_compared() -> None:
     names = {field.name for field in dataclasses.fields(Fingerprint)} - {"layout"}
-    changed = {name: 99 if name == "protocol_version" else "changed" for name in names}
+    changed = {name: PROTOCOL_VERSION + 1 if name == "protocol_version" else "changed" for name in names}
     for name, value in changed.items():
         with pytest.raises(FingerprintMismatchError, match=name):
             FINGERPRINT.require_equal(dataclasses.replace(FINGERPRINT, **{name: value}), "a", "b")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from dispatcher_bench import (
     D2,
+    D3,
     P2,
     PROMPT,
     Bench,
@@ -24,7 +25,7 @@ from dispatcher_bench import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Cut, Decode, Phase, Prefill, Role
+from common.contract.messages import Cut, Decode, Phase, Prefill, Role, Suspicion
 from gateway.serving.flow import FIRST_DELAY_S
 from gateway.serving.generation import GenerationFailed
 
@@ -253,13 +254,11 @@ async def test_who_was_on_a_worker_when_it_crashed_goes_on_as_a_suspect(make: An
     bench.lose(D, crashed=True)
     for suspect in (first, second):
         newest, work = bench.newest(suspect)
-        assert (newest.attempt, set(work), work[D2].suspect) == (2, {D2}, True), "whose turn it is the worker knows"
+        told = newest.attempt, set(work), work[D2].suspicion
+        assert told == (2, {D2}, Suspicion.GROUP), "whose turn it is the worker knows"
     assert (bench.newest(other)[0], bench.newest(another)[0]) == (other, another), "these were elsewhere"
-    assert bench.counted("trials_total") == 0
-    bench.alone(D2, bench.newest(first)[0])
-    bench.alone(D2, bench.newest(first)[0], alone=False)
-    bench.alone(D2, bench.newest(second)[0])
-    assert bench.counted("trials_total") == 2
+    assert bench.counted("trials_total", level="group") == 2
+    assert bench.counted("trials_total", level="alone") == 0
 
 
 async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any, time: Time) -> None:
@@ -271,7 +270,7 @@ async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any, time: Ti
     bench.lose(D, crashed=True)
     bench.open(D2)
     assert set(bench.newest(poison)[1]) == {D2}
-    bench.alone(D2, bench.newest(poison)[0])
+    bench.trial(D2, bench.newest(poison)[0])
     bench.lose(D2, crashed=True)
     assert await failure(refused) is Cause.POISON
     bench.open(D, restarted=True)
@@ -280,6 +279,89 @@ async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any, time: Ti
     assert (set(work), work[D].token_ids) == ({D}, (*PROMPT, 10)), "it waited there for its turn"
     bench.tokens(D, key, 1, 11, reason="stop")
     assert await text(task) == [10, 11]
+
+
+async def two_suspects_and_one_that_stands_by(make: Any) -> tuple[Bench, list[RequestKey]]:
+    """All on D2, where the first two went on when their own worker crashed."""
+    bench = make(prefill=(), decode=(D, D2))
+    bench.lose(D2)
+    suspects = [(await bench.request())[0] for _ in range(2)]
+    for key in suspects:
+        bench.tokens(D, key, 0, 10)
+    bench.lose(D, crashed=True)
+    bench.open(D2)
+    other, _ = await bench.request()
+    bench.tokens(D2, other, 0, 10)
+    bench.open(D, restarted=True)
+    return bench, [bench.newest(key)[0] for key in (*suspects, other)]
+
+
+def levels(bench: Bench, keys: list[RequestKey], address: str) -> list[Suspicion]:
+    """How these are tried at a worker."""
+    return [bench.newest(key)[1][address].suspicion for key in keys]
+
+
+async def test_a_group_that_crashes_its_worker_is_tried_singly_and_who_stood_by_is_not_suspected(make: Any) -> None:
+    bench, keys = await two_suspects_and_one_that_stands_by(make)
+    bench.trial(D2, *keys[:2])
+    bench.lose(D2, crashed=True)
+    assert levels(bench, keys, D) == [Suspicion.ALONE, Suspicion.ALONE, Suspicion.NONE]
+    assert bench.counted("trials_total", level="alone") == 2
+
+
+async def test_one_request_is_a_group_only_if_those_of_all_gateways_are_counted(make: Any) -> None:
+    bench, keys = await two_suspects_and_one_that_stands_by(make)
+    bench.trial(D2, keys[0], beside=1)
+    bench.lose(D2, crashed=True)
+    assert levels(bench, keys, D) == [Suspicion.ALONE, Suspicion.GROUP, Suspicion.NONE]
+
+
+async def test_a_group_of_another_gateway_leaves_everybody_here_as_he_was(make: Any) -> None:
+    bench, keys = await two_suspects_and_one_that_stands_by(make)
+    bench.trial(D2, beside=7)
+    bench.lose(D2, crashed=True)
+    assert levels(bench, keys, D) == [Suspicion.GROUP, Suspicion.GROUP, Suspicion.NONE]
+
+
+@pytest.mark.parametrize("how", ["over", "messages lost", "session lost"])
+async def test_a_trial_that_is_over_or_of_which_news_may_be_lost_convicts_nobody(
+    make: Any, time: Time, how: str
+) -> None:
+    bench, keys = await two_suspects_and_one_that_stands_by(make)
+    bench.trial(D2, keys[0])
+    match how:
+        case "over":
+            bench.trial(D2)
+        case "messages lost":
+            bench.dispatcher.hello(bench.link(D2))
+            bench.dispatcher.on_resync(bench.link(D2), welcome(Role.DECODE, keys))
+        case "session lost":
+            bench.lose(D2)
+            await time.advance(FIRST_DELAY_S)
+            bench.open(D2)
+            bench.lose(D)
+            await time.advance(2 * FIRST_DELAY_S)
+            assert levels(bench, keys, D2) == [Suspicion.GROUP, Suspicion.GROUP, Suspicion.NONE]
+            bench.open(D)
+    bench.lose(D2, crashed=True)
+    await time.advance(4 * FIRST_DELAY_S)
+    assert levels(bench, keys, D) == [Suspicion.GROUP] * 3
+
+
+async def test_choices_of_one_request_are_tried_on_the_same_workers(make: Any) -> None:
+    """Else each of them could crash a worker."""
+    bench = make(prefill=(P, P2), decode=(D, D2, D3))
+    key, _ = await bench.request(n=4)
+    prefill, decode = sorted(bench.work[key], reverse=True)
+    for choice in range(4):
+        bench.tokens(prefill, key, 0, 10, choice=choice)
+        bench.tokens(decode, key, 0, 10, 11, choice=choice)
+    known = set(bench.work)
+    bench.lose(decode, crashed=True)
+    retried = [set(work) for each, work in bench.work.items() if each not in known]
+    assert len(retried) == 4
+    assert all(workers == retried[0] for workers in retried)
+    assert decode not in retried[0]
 
 
 async def test_the_gateway_s_own_verdict_on_a_source_comes_before_a_report(make: Any, time: Time) -> None:
@@ -292,7 +374,7 @@ async def test_the_gateway_s_own_verdict_on_a_source_comes_before_a_report(make:
     bench.lose(P, crashed=True)
     await settle()
     _, work = bench.newest(key)
-    assert (set(work), work[P2].suspect) == ({P2, D}, True)
+    assert (set(work), work[P2].suspicion) == ({P2, D}, Suspicion.GROUP)
     await time.advance(1.0)
     assert bench.newest(key)[0].attempt == 2, "the report is stale by now"
 
@@ -305,7 +387,7 @@ async def test_a_source_that_is_there_after_all_is_another_matter(make: Any, tim
     bench.links[P].broken = False
     await time.advance(1.0)
     _, work = bench.newest(key)
-    assert (set(work), work[P2].suspect) == ({P2, D}, False)
+    assert (set(work), work[P2].suspicion) == ({P2, D}, Suspicion.NONE)
 
 
 async def test_a_request_goes_on_only_with_the_same_model(make: Any, time: Time) -> None:

@@ -26,11 +26,12 @@ from flow_run import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Abort, Ack, Alone, Decode, Prefill, Role
+from common.contract.messages import Abort, Ack, Decode, Prefill, Role, Suspicion
 from gateway.serving import flow as rules
 from gateway.serving.attempt import Deliver
 from gateway.serving.flow import Fail, FlowState
 from gateway.serving.generation import Delta
+from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash
 
 FINAL = (Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE)
 PASSING = [cause for cause in Cause if cause not in (*FINAL, Cause.POISON, Cause.CANCELLED)]
@@ -413,6 +414,9 @@ def test_each_further_failure_in_a_row_makes_the_next_attempt_wait_longer(run: R
 
 # --- suspects --------------------------------------------------------------------------------------------------------
 
+NONE, GROUP, ALONE = Suspicion
+"""How a request is tried."""
+
 
 def crashed_once(*heard: int) -> Run:
     """A suspect that wants workers: its decode worker has crashed."""
@@ -422,81 +426,113 @@ def crashed_once(*heard: int) -> Run:
     return run
 
 
-def is_suspect(run: Run, decode: str = D3, prefill: str | None = None) -> bool:
-    """Whether the next attempt tells its workers so."""
+def level(run: Run, decode: str = D3, prefill: str | None = None) -> Suspicion:
+    """What the next attempt tells its workers."""
     seen = len(run.sent(Decode))
     run.go(decode, prefill)
     (work,) = [message for _, message in run.sent(Decode)[seen:]]
-    return work.suspect
-
-
-def alone(*, alone: bool = True) -> Alone:
-    return Alone(request=REQUEST, attempt=1, alone=alone)
+    told: Suspicion = work.suspicion
+    return told
 
 
 def test_who_was_on_a_worker_when_it_crashed_is_a_suspect() -> None:
     run = crashed_once()
     run.go(D2, P2)
-    assert [message.suspect for _, message in (*run.sent(Prefill), *run.sent(Decode))] == [False, True, False, True]
+    told = [message.suspicion for _, message in (*run.sent(Prefill), *run.sent(Decode))]
+    assert told == [NONE, GROUP, NONE, GROUP]
 
 
 @pytest.mark.parametrize("address", [P, D])
 def test_silence_makes_nobody_a_suspect(run: Run, address: str) -> None:
     run.lose(address, "silent", crashed=False)
-    assert not is_suspect(run)
+    assert level(run) is NONE
 
 
 def test_who_had_left_a_prefill_worker_when_it_crashed_is_no_suspect(run: Run) -> None:
     run.on(P, tokens(START, 1))
     assert run.lose(P, crashed=True) == []
     run.on(D, failed(Cause.LEASE_LOST))
-    assert not is_suspect(run)
+    assert level(run) is NONE
 
 
 @pytest.mark.parametrize("address", [P2, D2])
 def test_a_suspect_whose_worker_crashes_while_it_is_alone_is_refused(address: str) -> None:
+    """It was the only one of its group."""
     run = crashed_once()
     run.go(D2, P2)
-    run.on(address, alone())
-    run.lose(address, "its process died", crashed=True)
+    run.lose(address, "its process died", crashed=True, beside=0)
     assert run.failure is Cause.POISON
     (terminal,) = run.terminals
     assert isinstance(terminal, Fail)
-    assert "two workers have crashed" in terminal.message
+    assert "workers have crashed" in terminal.message
     assert "its process died" in terminal.message
     assert {each for each, message in run.sent(Abort) if message.attempt == 2} == {P2, D2}
     run.check_end()
 
 
 @pytest.mark.parametrize("address", [P2, D2])
-def test_a_suspect_whose_worker_crashes_beside_others_is_one_still(address: str) -> None:
-    """It waited for its turn, or it was alone and is so no more: somebody else's steps killed the worker."""
+def test_a_suspect_whose_group_crashes_its_worker_is_tried_alone_next(address: str) -> None:
     run = crashed_once()
     run.go(D2, P2)
-    if address == D2:
-        run.on(D2, alone(), alone(alone=False))
-    run.on(P2 if address == D2 else D2, alone())
+    run.lose(address, crashed=True, beside=63)
+    assert not run.terminals
+    assert level(run) is ALONE
+    run.lose(D3, crashed=True, beside=0)
+    assert run.failure is Cause.POISON
+    run.check_end()
+
+
+@pytest.mark.parametrize("address", [P2, D2])
+def test_a_suspect_whose_worker_crashes_in_everybody_s_steps_is_one_still(address: str) -> None:
+    """It waited for its turn, or its time was up and it ran with the others."""
+    run = crashed_once()
+    run.go(D2, P2)
     run.lose(address, crashed=True)
     assert not run.terminals
-    assert is_suspect(run)
+    assert level(run) is GROUP
+
+
+@pytest.mark.parametrize("before", list(Suspicion))
+def test_who_stood_by_when_others_crashed_the_worker_is_as_suspect_as_before(before: Suspicion) -> None:
+    run = Run(begin=False)
+    if before is not NONE:
+        run = crashed_once()
+    if before is ALONE:
+        run.go(D2)
+        run.lose(D2, crashed=True, beside=1)
+    run.go(D3)
+    run.do(run.flow.worker_lost(D3, "dead", Crash(run.now, 2, frozenset({RequestKey(REQUEST, 99)}))))
+    assert level(run, D2) is before
+
+
+def test_crashes_in_the_steps_of_a_group_and_of_others_do_not_count_towards_refusal() -> None:
+    run = crashed_once()
+    run.go(D2)
+    run.lose(D2, crashed=True, beside=5)
+    for _ in range(max(MAX_CRASHES, rules.MAX_FAILURES) + 2):
+        assert run.want.delay_s == 0
+        assert level(run, D3) is ALONE
+        run.do(run.flow.worker_lost(D3, "dead", Crash(run.now, 1, frozenset({RequestKey(REQUEST, 99)}))))
+    assert not run.terminals
+    run.do(run.flow.cancel())
+    run.check_end()
 
 
 def test_the_first_tokens_end_a_prefill_worker_s_part_in_it() -> None:
     run = crashed_once()
     run.go(D2, P2)
-    run.on(P2, alone())
-    assert not run.last[P2][1].over, "it has only begun"
     run.on(P2, tokens(START + 1, 2))
-    assert run.lose(P2, crashed=True) == []
+    assert run.lose(P2, crashed=True, beside=0) == []
     run.on(D2, failed(Cause.LEASE_LOST))
-    assert is_suspect(run), "of the first crash"
+    assert level(run) is GROUP, "of the first crash"
 
 
-def test_who_is_alone_and_no_suspect_is_not_convicted(run: Run) -> None:
-    """A worker that says so of itself is mistaken."""
-    run.on(D, alone())
-    run.lose(D, crashed=True)
+@pytest.mark.parametrize("beside", [0, 1])
+def test_who_is_on_trial_and_no_suspect_is_not_convicted(run: Run, beside: int) -> None:
+    """It has just been cleared, and the worker has not said so yet."""
+    run.lose(D, crashed=True, beside=beside)
     assert not run.terminals
+    assert level(run) is GROUP
 
 
 @pytest.mark.parametrize("suspect", [False, True])
@@ -505,18 +541,17 @@ def test_what_was_sent_to_a_dead_worker_is_not_what_killed_it(suspect: bool) -> 
     run = crashed_once() if suspect else Run(begin=False)
     run.now = 5.0
     run.go(D2, P2)
-    run.do(run.flow.worker_lost(P2, "its process died", crashed_at=4.9))
-    assert is_suspect(run, D3, P) == suspect
-    run.do(run.flow.worker_lost(D3, "its process died", crashed_at=5.0))
-    assert is_suspect(run, D2)
+    run.do(run.flow.worker_lost(P2, "its process died", Crash(4.9)))
+    assert level(run, D3, P) is (GROUP if suspect else NONE)
+    run.do(run.flow.worker_lost(D3, "its process died", Crash(5.0)))
+    assert level(run, D2) is GROUP
 
 
 def test_a_suspect_whose_worker_falls_silent_is_tried_again() -> None:
     run = crashed_once()
     run.go(D2, P2)
-    run.on(D2, alone())
     run.lose(D2, "silent", crashed=False)
-    assert is_suspect(run)
+    assert level(run) is GROUP
     run.do(run.flow.cancel())
     run.check_end()
 
@@ -525,15 +560,14 @@ def test_a_suspect_is_cleared_some_tokens_past_the_place_of_the_crash() -> None:
     run = crashed_once(2, 3)
     run.go(D2, P2)
     run.on(P2, tokens(START + 3, 4))
-    for number in range(1, rules.TRIAL_TOKENS):
+    for number in range(1, TRIAL_TOKENS):
         run.on(D2, tokens(START + 3 + number, 4 + number))
     run.lose(D2, crashed=False)
-    assert not is_suspect(run, D3, P)
-    run.on(D3, alone())
-    run.lose(D3, crashed=True)
+    assert level(run, D3, P) is NONE
+    run.lose(D3, crashed=True, beside=0)
     assert not run.terminals
-    assert is_suspect(run, D2, P2), "and suspected anew"
-    run.on(D2, tokens(START + 3 + rules.TRIAL_TOKENS, 9, end="stop"))
+    assert level(run, D2, P2) is GROUP, "and suspected anew"
+    run.on(D2, tokens(START + 3 + TRIAL_TOKENS, 9, end="stop"))
     assert run.flow.state is FlowState.DONE
     run.check_end()
 
@@ -544,27 +578,42 @@ def test_tokens_before_the_place_of_the_crash_clear_nobody() -> None:
     run.lose(D, crashed=True)
     for want, address in zip(list(run.flow.wants), (D2, D3), strict=True):
         run.go(address, want=want)
-    run.on(D2, *(tokens(START + 4 + n, n, choice=0) for n in range(rules.TRIAL_TOKENS)))
-    run.on(D2, alone())
-    run.lose(D2, crashed=True)
+    run.on(D2, *(tokens(START + 4 + n, n, choice=0) for n in range(TRIAL_TOKENS)))
+    run.lose(D2, crashed=True, beside=0)
     assert not run.terminals
-    run.on(D3, alone())
-    run.lose(D3, crashed=True)
+    run.lose(D3, crashed=True, beside=0)
     assert run.failure is Cause.POISON
+    run.check_end()
+
+
+def test_suspects_of_one_request_go_where_others_of_it_are() -> None:
+    """Spread over the pool they would crash one worker each."""
+    run = Run(num_choices=3)
+    run.on(D, *(tokens(START, 7, choice=choice) for choice in range(3)))
+    assert run.flow.beside(run.flow._want(run.flow.choices, KEY)) == frozenset(), "nobody is suspected"
+    run.flow.wants.clear()
+    run.lose(D, crashed=True)
+    first, second, third = run.flow.wants
+    assert run.flow.beside(first) == frozenset()
+    run.go(D2, P2, want=first)
+    assert run.flow.beside(second) == run.flow.beside(third) == {place(D2), place(P2)}
+    run.on(D2, *(tokens(START + 1 + n, n, choice=0) for n in range(TRIAL_TOKENS)))
+    assert run.flow.beside(second) == frozenset(), "the first one is cleared"
+    run.do(run.flow.cancel())
     run.check_end()
 
 
 def test_who_crashes_too_many_workers_in_all_is_refused_though_it_was_cleared_each_time() -> None:
     run = Run(local=True)
     position = START
-    for number in range(rules.MAX_CRASHES):
+    for number in range(MAX_CRASHES):
         address = (D, D2)[number % 2]
-        run.on(address, *(tokens(position + n, n) for n in range(rules.TRIAL_TOKENS + 1)))
-        position += rules.TRIAL_TOKENS + 1
+        run.on(address, *(tokens(position + n, n) for n in range(TRIAL_TOKENS + 1)))
+        position += TRIAL_TOKENS + 1
         run.lose(address, crashed=True)
         assert not run.terminals
         run.go((D, D2)[(number + 1) % 2])
-    run.lose((D, D2)[rules.MAX_CRASHES % 2], crashed=True)
+    run.lose((D, D2)[MAX_CRASHES % 2], crashed=True)
     assert run.failure is Cause.POISON
     run.check_end()
 
@@ -573,8 +622,7 @@ def test_a_suspect_takes_over_an_offer_as_a_suspect(run: Run) -> None:
     run.on(P, tokens(START, 1))
     run.lose(D, crashed=True)
     assert run.want.offer is not None
-    assert is_suspect(run, D2)
-    run.on(D2, alone())
-    run.lose(D2, crashed=True)
+    assert level(run, D2) is GROUP
+    run.lose(D2, crashed=True, beside=0)
     assert run.failure is Cause.POISON
     assert {address for address, _ in run.sent(Abort)} == {P, D, D2}

@@ -29,7 +29,7 @@ from flow_run import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Abort, Ack, Decode, Message, Prefill, Resend
+from common.contract.messages import Abort, Ack, Decode, Message, Prefill, Resend, Suspicion
 from gateway.serving.flow import FlowState, Want
 
 ABORT_2 = Abort(request=REQUEST, attempt=2)
@@ -234,7 +234,7 @@ def test_a_failed_move_costs_no_attempt_and_makes_no_suspect(run: Run) -> None:
         run.move(D2)
         run.lose(D2, crashed=True)
     run.on(D, failed(Cause.LEASE_LOST))
-    assert run.want.choices[0].num_crashes == 0
+    assert run.want.choices[0].suspicion is Suspicion.NONE
     assert run.want.delay_s == 0
     assert run.want.avoid == frozenset()
 
@@ -323,7 +323,7 @@ def test_a_new_one_that_fails_after_it_has_taken_over_is_followed_by_another(run
     run.move(D2)
     run.on(D2, tokens(START + 2, 3))
     run.lose(D2, crashed=True)
-    assert run.want.choices[0].num_crashes == 1
+    assert run.want.choices[0].suspicion is Suspicion.GROUP
     assert run.want.num_tokens == START + 3
 
 
@@ -409,4 +409,4 @@ def test_who_is_about_to_leave_a_worker_that_crashes_is_a_suspect(run: Run) -> N
     run.on(D, cut(START + 2))
     run.lose(D, crashed=True)
     run.on(D2, failed(Cause.WORKER_LOST))
-    assert run.want.choices[0].num_crashes == 1
+    assert run.want.choices[0].suspicion is Suspicion.GROUP

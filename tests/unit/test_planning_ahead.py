@@ -7,7 +7,7 @@ from dataclasses import replace
 from decode_bench import EAGER, Bench, request
 from migration_bench import Pause, World
 
-from common.contract.messages import Cancelled
+from common.contract.messages import Cancelled, Suspicion
 from decode_worker.request import Generation
 from decode_worker.step import Step
 
@@ -62,7 +62,7 @@ def test_no_step_is_planned_while_a_suspect_or_a_penalty_needs_to_know() -> None
     assert bench.scheduler.may_run_ahead(begun[1])
     bench.end(begun)
     suspect = request("suspect", 5)
-    suspect.work = replace(suspect.work, suspect=True)
+    suspect.work = replace(suspect.work, suspicion=Suspicion.GROUP)
     bench.enter(suspect)
     begun = bench.begin(None)
     assert not bench.scheduler.may_run_ahead(begun[1])
@@ -85,11 +85,11 @@ def test_an_abort_before_the_engine_has_the_step_that_was_planned_harms_nobody()
     site.step(3)
     world.deliver()
     telling = Pause(None)
-    site.worker._tell_who_is_alone = lambda: telling  # type: ignore[assignment,method-assign,return-value]
+    site.worker._tell_whose_turn_it_is = lambda: telling  # type: ignore[assignment,method-assign,return-value]
     site.flag.up = False
     site.end_step()
     assert site.pause is telling
-    del site.worker._tell_who_is_alone
+    del site.worker._tell_whose_turn_it_is
     world.gateway.abort(given_up)
     world.deliver()
     site.flag.up = True
