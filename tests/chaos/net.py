@@ -84,6 +84,18 @@ class Host:
             _run(*self.cuts.pop())
 
 
+class _Here(Host):
+    """The host that the tests run on."""
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
+
+HERE = _Here("", "127.0.0.1", "", "")
+
+
 @contextmanager
 def hosts(number: int) -> Iterator[list[Host]]:
     """So many hosts, and this one, on one bridge."""
