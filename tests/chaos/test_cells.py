@@ -15,10 +15,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from needs import needs
 from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, Process, Workers, answer, avoided, generation, prompt, until
 
 from chaos.client import Outcome, ask
-from chaos.net import why_not
 from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, theatre
 from common.contract.errors import Cause
 from common.contract.messages import Role
@@ -41,7 +41,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 _salts = itertools.count()
 _seeds = itertools.count(1_000_000)
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = needs("hosts")
 
 
 def _transports() -> list[Any]:
