@@ -70,7 +70,7 @@ async def http(stack: Stack) -> AsyncIterator[aiohttp.ClientSession]:
     """A client; afterwards nothing is held, by the gateway or by a worker."""
     async with aiohttp.ClientSession(stack.url) as session:
         yield session
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await (await session.get("/ready")).json())["details"]["in_flight"] or stack.leftovers():
                 await asyncio.sleep(0.02)
 
