@@ -20,6 +20,7 @@ test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest $(DEALT) -m "not gpu" tests/kernels tests/parity tests/model tests/property tests/unit
 	$(BIN)/python -m pytest $(DEALT) --durations 15 -m "not gpu and not chaos" tests/chaos tests/e2e
+	@$(BIN)/python tests/needs.py
 
 chaos: $(STAMP)
 	SOAK_REQUESTS=500 SOAK_RECORD=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos

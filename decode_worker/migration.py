@@ -15,6 +15,10 @@ with the sequence (Sun et al., "Llumnix: Dynamic Scheduling for Large Language M
 It names blocks by what they hold, as any pull of a cached prefix does. Without a prefix cache, or if it fails, the
 second stage reads everything.
 
+The first stage may take so long that the sequence has run ahead of it: many move at once, or the sink's machine is
+busy. Then the source does not cut (`MAX_TAIL_BLOCKS`, `MAX_PUT_OFF`). The move fails, the gateway begins another one,
+and that reads ahead what is new only: the sink's prefix cache has the rest.
+
 The source never goes on with a sequence that it has cut; should the sink fail, the gateway begins another attempt.
 """
 
@@ -36,6 +40,11 @@ from kv_transfer.sink import Pull
 
 Send = Callable[[Incarnation, Message], None]
 
+MAX_TAIL_BLOCKS = 4
+"""Blocks' worth of tokens that a sequence may be ahead of what its sink has read, when it is cut."""
+MAX_PUT_OFF = 3
+"""Times that it is not cut for that; then the sink is too slow ever to come near."""
+
 
 class Departures:
     """Sequences that others want to go on with. Each keeps its blocks until a sink has proved that it has them."""
@@ -47,12 +56,14 @@ class Departures:
         lender: Lender,
         send: Send,
         checksum: Callable[[Sequence[int]], Sequence[int]] | None,
+        block_size: int,
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
         self._lender = lender
         self._send = send
         self._checksum = checksum
+        self._block_size = block_size
         self._wanted: dict[Generation, AttachSequence] = {}
         """Sequences that will be cut when their step has ended."""
         self._cut: dict[RequestKey, Generation] = {}
@@ -82,6 +93,10 @@ class Departures:
         if not self._may_take(message, generation):
             self._send(sink, withdrawn(message.key, Cause.SUPERSEDED, "this name is another's, or a newer attempt's"))
             return
+        if self._has_run_ahead(message, generation):
+            generation.num_put_off += 1
+            self._send(sink, withdrawn(message.key, Cause.CAPACITY, "the sequence has run ahead of what was read"))
+            return
         self._lender.expect(message.key, generation.request.deadline)
         self._lender.on_message(sink, message)
         self._wanted[generation] = message
@@ -95,6 +110,11 @@ class Departures:
             if wanted.request == message.request and (other is not generation or wanted.attempt > message.attempt)
         ]
         return not others
+
+    def _has_run_ahead(self, message: AttachSequence, generation: Generation) -> bool:
+        """Whether the sink had better read ahead once more, because too much is left for the second stage."""
+        num_ahead = generation.sequence.num_tokens - message.position
+        return num_ahead > MAX_TAIL_BLOCKS * self._block_size and generation.num_put_off < MAX_PUT_OFF
 
     def cut(self) -> None:
         """No step is in flight: stop the sequences that are wanted, and offer them."""
@@ -216,6 +236,7 @@ class Arrivals:
         assert arrival is not None
         arrival.num_held = len(block_ids)
         arrival.request.ahead = ahead.times
+        self._pool.name(block_ids, arrival.request.chain.hashes[: len(block_ids)])  # should the second stage fail
         self._pool.release(block_ids)
         self._attach(arrival)
 

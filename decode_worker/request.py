@@ -79,6 +79,8 @@ class Generation:
     """Requests of higher tiers that came in since, after it had waited beyond the ageing time."""
     gave_way: bool = False
     """Whether it has lost them to a higher tier: it does so only once."""
+    num_put_off: int = 0
+    """Times that it was not cut, since it had run ahead of what its sink had read."""
     moved: bool = False
     """Whether another worker goes on with it."""
     num_kept: int = 0

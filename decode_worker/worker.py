@@ -146,7 +146,12 @@ class DecodeWorker:
         )
         self._arrivals = Arrivals(self._scheduler, self._pool, self._intake, self._block_size)
         self._departures = Departures(
-            self._scheduler, self._pool, self._lender, server.send, region.crc32 if settings.checksums else None
+            self._scheduler,
+            self._pool,
+            self._lender,
+            server.send,
+            region.crc32 if settings.checksums else None,
+            self._block_size,
         )
         self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
         self._feed = CacheFeed(self._pool, server.send)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from skips import pytest_make_collect_report, pytest_runtest_makereport
+
+__all__ = ["checkpoint", "pytest_make_collect_report", "pytest_runtest_makereport"]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,19 +18,6 @@ _numbers = itertools.count()
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
-
-
-def why_not() -> str:
-    """Why this machine cannot make network namespaces; empty if it can."""
-    if shutil.which("ip") is None or shutil.which("bridge") is None:
-        return "needs iproute2 (ip and bridge)"
-    probe = f"bt{os.getpid() % 10000}probe"
-    try:
-        _run("ip", "netns", "add", probe)
-    except subprocess.CalledProcessError as error:
-        return f"cannot make network namespaces: {error.stderr.strip()}"
-    _run("ip", "netns", "del", probe)
-    return ""
 
 
 @dataclass(slots=True)
@@ -84,6 +70,18 @@ class Host:
         """Mend everything."""
         while self.cuts:
             _run(*self.cuts.pop())
+
+
+class _Here(Host):
+    """The host that the tests run on."""
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
+
+HERE = _Here("", "127.0.0.1", "", "")
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from needs import needs
 from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, Process, Workers, answer, avoided, generation, prompt, until
 
 from chaos.client import Outcome, ask
-from chaos.net import why_not
 from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, theatre
 from common.contract.errors import Cause
 from common.contract.messages import Role
@@ -41,7 +41,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 _salts = itertools.count()
 _seeds = itertools.count(1_000_000)
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = needs("hosts")
 
 
 def _transports() -> list[Any]:
@@ -254,29 +254,40 @@ async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
         expected = await references("long", ask, PROMPT)
 
         async def leaving() -> asyncio.Task[Answer]:
-            """A stream that runs on D1, and has to leave."""
+            """A stream on D1, which has to leave, and stands still before its next step."""
+            d1.close("step", skip=24)
             with avoided(registry, stage.p2.process, *[d2.process] * 4):
                 task = ask(PROMPT)
-                await until(lambda: d1.state()["running"] == 1, "it does not run")
+                await until(lambda: d1.waiting("step") == 1, "it does not run")
             dispatcher.tell(d1.address, drain=True)
             return task
 
+        async def cut() -> None:
+            await until(lambda: d1.state()["parked"] == 1, "nobody wants the sequence")
+            d1.open("step")
+
         await settled(stage, dispatcher, registry)
         async with asyncio.timeout(60):
-            await (
-                await leaving()
-            )  # a connection between D1 and D2 that the last fault has broken shows, and is replaced
+            # A connection between D1 and D2 that the last fault has broken shows, and is replaced.
+            task = await leaving()
+            await cut()
+            await task
         await recovered(stage, dispatcher, registry)
         gate = (d2, "read") if state == "moving" else (d1, "Settled")
         gate[0].close(gate[1], skip=0 if state == "moving" else 1)
         task = await leaving()
+        if state == "cut":
+            await cut()
         await until(lambda: gate[0].waiting(gate[1]) > 0, f"{state} was not reached")
         assert d1.state()["running"] == (1 if state == "moving" else 0)
+        if who == "source":
+            d1.open("step")
         d1.partner, d2.partner = d2, d1
         try:
             async with happening(stage, registry, fault, d1 if who == "source" else d2, gate):
                 if who == "sink":
                     dispatcher.tell(d1.address, drain=False)  # it is the only one that is left
+                    d1.open("step")
                 answered = await task
         finally:
             d1.partner, d2.partner = stage.p1, stage.p2

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs
 from stack import BLOCK_BYTES, answer, avoided, generation, prompt, until
 
-from chaos.net import why_not
 from chaos.theatre import CHUNK, Freeze, Theatre, theatre
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = needs("hosts")
 
 NUM_BLOCKS = 64
 BOUND_S = 5.0

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs
 from stack import BLOCK_BYTES, answer, generation, prompt, until
 
-from chaos.net import why_not
 from chaos.theatre import Theatre, theatre
 from common.contract.errors import Cause
 from common.contract.messages import Role
 from gateway.serving.generation import GenerationFailed
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = needs("hosts")
 
 POISON = 377
 LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}

@@ -21,14 +21,14 @@ from typing import Any
 import aiohttp
 import pytest
 from near_ties import is_near_tie
+from needs import needs
 from stack import BLOCK_BYTES, prompt
 
 from benchmarks.record import record
 from chaos.client import Outcome, ask
-from chaos.net import why_not
 from chaos.theatre import FAULTS, Actor, Theatre, theatre
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = needs("hosts")
 
 NUM_BLOCKS = 256
 CONCURRENCY = 8

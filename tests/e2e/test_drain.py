@@ -1,4 +1,7 @@
-"""A decode worker that drains: its streams go on elsewhere, with the same tokens, and nothing is computed again."""
+"""A decode worker that drains: its streams go on elsewhere, with the same tokens, and nothing is computed again.
+
+The worker that is to drain stands still at a gate (`chaos.staged_worker`) until what a test waits for has come about.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,25 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos.net import HERE
+from chaos.theatre import Actor
 from checkpoints import make_checkpoint
-from stack import BLOCK_BYTES, Answer, Process, Workers, answer, avoided, generation, prompt, until
+from stack import BLOCK_BYTES, Answer, Process, Workers, answer, avoided, generation, prompt, until, wait_until
 
 from common.contract.errors import Cause
+from common.contract.messages import Role
 from gateway.routing.dispatcher import Dispatcher
 from gateway.serving.generation import GenerationFailed
 from gateway.workers.registry import Registry
 
-LONG = {"max_tokens": 1000, "ignore_eos": True}
-"""A stream that goes on for longer than anything here takes to be noticed."""
+LONG = {"max_tokens": 150, "ignore_eos": True}
+NUM_BEFORE = 24
+"""Steps that a stream has before its worker stands still."""
 
 
 @pytest.fixture(scope="module")
@@ -30,53 +38,106 @@ def long_context(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("long"), seed=7, max_position_embeddings=8192)
 
 
+@dataclass
+class Stage:
+    """One prefill and two decode workers."""
+
+    workers: Workers
+    leaving: Actor
+    """The decode worker that drains."""
+
+    @property
+    def address(self) -> str:
+        """Of the worker that drains."""
+        return self.leaving.address
+
+    @property
+    def other(self) -> Process:
+        """The decode worker that the streams move to."""
+        return self.workers.decode[1]
+
+    @asynccontextmanager
+    async def gateway(self) -> AsyncIterator[tuple[Dispatcher, Registry]]:
+        """A gateway's dispatcher; afterwards nobody stands still or drains any more."""
+        registry = self.workers.registry()
+        async with self.workers.dispatcher(registry) as dispatcher:
+            try:
+                yield dispatcher, registry
+            finally:
+                for gate in self.leaving.closed.copy():
+                    self.leaving.open(gate)
+                for process in self.workers.decode:
+                    dispatcher.tell(process.facts["control"], drain=False)
+                await until(self.serves, "it does not resume")
+
+    def serves(self) -> bool:
+        """Whether both decode workers do."""
+        return all(process.get("/ready")["phase"] == "serving" for process in self.workers.decode)
+
+
+def staged(role: Role, folder: Path, scratch: Path, *options: str) -> Actor:
+    """A worker that stops at gates, on its way to being ready."""
+    options = (role.value, "--model", str(folder), "--num-threads", "1", *options)
+    actor = Actor(role, HERE, options, {}, scratch / "stage")
+    actor.start()
+    return actor
+
+
+@pytest.fixture(scope="module")
+def migration(long_context: Path, pools: dict[str, Workers], tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    """The workers, started once."""
+    scratch, size = tmp_path_factory.mktemp("stage"), ("--kv-cache-bytes", str(64 * 2**20))
+    leaving = staged(Role.DECODE, long_context, scratch, "--checksums", "--drain-grace-s", "60", *size)
+    workers = Workers.start(long_context, options=("--checksums",), prefill_options=("--chunk-size", "512"))
+    leaving.ready()
+    workers.decode.insert(0, leaving.process)
+    pools["migration"] = workers
+    return Stage(workers, leaving)
+
+
 @pytest.fixture
-def workers(pool: Callable[..., Workers], long_context: Path, pools: dict[str, Workers]) -> Workers:
-    """One prefill and two decode workers, which each test leaves serving."""
-    if "migration" not in pools:
-        pools["migration"] = Workers.start(
-            long_context, decode=2, options=("--checksums",), prefill_options=("--chunk-size", "512")
-        )
-    return pool("migration")
+def stage(migration: Stage, pool: Callable[..., Workers]) -> Stage:
+    """The workers, which each test leaves serving."""
+    pool("migration")
+    return migration
 
 
 @asynccontextmanager
 async def streaming(
-    workers: Workers, dispatcher: Dispatcher, registry: Registry, length: int, **sampling: Any
-) -> AsyncIterator[tuple[asyncio.Task[Answer], list[int]]]:
-    """A stream on the first decode worker that has got some tokens; the task, and the tokens so far."""
+    stage: Stage, dispatcher: Dispatcher, registry: Registry, length: int, **sampling: Any
+) -> AsyncIterator[asyncio.Task[Answer]]:
+    """A stream whose client has some tokens, on the worker that is to leave, which stands still until `leave`."""
     work = generation(prompt(length, length), **(LONG | sampling))
-    seen: list[int] = []
+    num_seen = 0
 
     async def collect() -> Answer:
+        nonlocal num_seen
         result = Answer([[] for _ in range(work.num_choices)], [None] * work.num_choices, [])
         async for delta in dispatcher.generate(work):
-            seen.extend(delta.token_ids)
+            num_seen += len(delta.token_ids)
             result.tokens[delta.choice].extend(delta.token_ids)
             result.reasons[delta.choice] = delta.finish_reason
             result.deltas.append(delta)
         return result
 
-    with avoided(registry, workers.decode[1]):
+    def stands_still() -> bool:
+        return stage.leaving.waiting("step") == 1 and num_seen > NUM_BEFORE * work.num_choices
+
+    stage.leaving.close("step", skip=NUM_BEFORE)
+    with avoided(registry, stage.other):
         task = asyncio.create_task(collect())
-        await until(lambda: len(seen) > 20 or task.done(), "nothing is generated")
+        await until(stands_still, "it does not stand still amid the stream")
     try:
-        yield task, seen
+        yield task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def has_moved_before(workers: Workers, dispatcher: Dispatcher, registry: Registry) -> None:
-    """The first read from a worker takes as long as many tokens: the connection is made."""
-    if workers.decode[1].metric("baton_move_tail_blocks_total"):
-        return
-    address = workers.decode[0].facts["control"]
-    async with streaming(workers, dispatcher, registry, 50) as (task, _):
-        dispatcher.tell(address, drain=True)
-        await asyncio.wait_for(task, 60)
-    dispatcher.tell(address, drain=False)
-    await until(lambda: registry.workers[address].usable, "it does not resume")
+async def leave(stage: Stage, num_sequences: int = 1) -> None:
+    """Let the worker go on once others want its sequences, and have read what there was of them."""
+    await until(lambda: stage.leaving.state()["parked"] == num_sequences, "nobody wants the sequence")
+    stage.leaving.open("step")
 
 
 def computed_by(workers: Workers) -> float:
@@ -89,96 +150,83 @@ def computed_by(workers: Workers) -> float:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0, "top_k": 20, "seed": 5, "logprobs": 2}], ids=["greedy", "sampled"]
 )
-async def test_a_stream_moves_and_computes_nothing_again(
-    workers: Workers, length: int, sampling: dict[str, Any]
-) -> None:
-    registry = workers.registry()
-    leaving, other = workers.decode
-    async with workers.dispatcher(registry) as dispatcher:
+async def test_a_stream_moves_and_computes_nothing_again(stage: Stage, length: int, sampling: dict[str, Any]) -> None:
+    leaving, other = stage.leaving, stage.other
+    async with stage.gateway() as (dispatcher, registry):
         expected = await answer(dispatcher, generation(prompt(length, length), **(LONG | sampling)))
-        address = leaving.facts["control"]
-        await has_moved_before(workers, dispatcher, registry)
         tail = other.metric("baton_move_tail_blocks_total")
-        async with streaming(workers, dispatcher, registry, length, **sampling) as (task, _):
-            computed, moves = computed_by(workers), dispatcher.recovery.moves["moved"]
-            assert dispatcher.tell(address, drain=True)
+        async with streaming(stage, dispatcher, registry, length, **sampling) as task:
+            computed = computed_by(stage.workers)
+            assert dispatcher.tell(stage.address, drain=True)
+            await leave(stage)
             found = await asyncio.wait_for(task, 60)
         assert found.tokens == expected.tokens
         assert found.reasons == ["length"]
         numbers, wanted = ([each for d in a.deltas for each in d.logprobs or ()] for a in (found, expected))
         assert len(numbers) == (LONG["max_tokens"] if "logprobs" in sampling else 0)
         assert [each.logprob for each in numbers] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
-        assert computed_by(workers) == computed, "something was computed again"
-        assert dispatcher.recovery.moves == {"moved": moves + 1}
-        assert other.metric("baton_move_tail_blocks_total") - tail <= 3, "the pause grows with the sequence"
-        await until(lambda: leaving.get("/ready")["safe_to_delete"], "it is not drained")
-        assert leaving.get("/ready")["phase"] == "drained"
-        dispatcher.tell(address, drain=False)
-        await until(lambda: leaving.get("/ready")["phase"] == "serving", "it does not resume")
-        assert leaving.get("/ready")["ready"]
+        assert computed_by(stage.workers) == computed, "something was computed again"
+        assert dispatcher.recovery.moves == {"moved": 1}
+        assert other.metric("baton_move_tail_blocks_total") - tail <= 2, "the pause grows with the sequence"
+        await until(lambda: leaving.state()["safe_to_delete"], "it is not drained")
+        assert leaving.state()["phase"] == "drained"
+        dispatcher.tell(stage.address, drain=False)
+        await until(lambda: leaving.state()["phase"] == "serving", "it does not resume")
+        assert leaving.state()["ready"]
 
 
-async def test_every_choice_moves_by_itself(workers: Workers) -> None:
-    registry = workers.registry()
-    leaving = workers.decode[0]
+async def test_every_choice_moves_by_itself(stage: Stage) -> None:
     sampling = {"temperature": 1.0, "top_k": 20, "seed": 5, "n": 3}
-    async with workers.dispatcher(registry) as dispatcher:
+    async with stage.gateway() as (dispatcher, registry):
         expected = await answer(dispatcher, generation(prompt(80, 80), **(LONG | sampling)))
-        async with streaming(workers, dispatcher, registry, 80, **sampling) as (task, _):
-            computed = computed_by(workers)
-            dispatcher.tell(leaving.facts["control"], drain=True)
+        async with streaming(stage, dispatcher, registry, 80, **sampling) as task:
+            computed = computed_by(stage.workers)
+            dispatcher.tell(stage.address, drain=True)
+            await leave(stage, 3)
             found = await asyncio.wait_for(task, 60)
         assert found.tokens == expected.tokens
-        assert computed_by(workers) == computed
+        assert computed_by(stage.workers) == computed
         assert dispatcher.recovery.moves == {"moved": 3}
-        dispatcher.tell(leaving.facts["control"], drain=False)
-        await until(lambda: leaving.get("/ready")["phase"] == "serving", "it does not resume")
 
 
-async def test_without_another_worker_a_stream_finishes_where_it_is(workers: Workers) -> None:
-    registry = workers.registry()
-    first, second = (process.facts["control"] for process in workers.decode)
-    async with workers.dispatcher(registry) as dispatcher:
-        dispatcher.tell(second, drain=True)
-        await until(lambda: not registry.workers[second].usable, "it does not drain")
-        async with streaming(workers, dispatcher, registry, 100) as (task, _):
-            dispatcher.tell(first, drain=True)
-            await until(lambda: not registry.workers[first].usable, "it does not drain")
+async def test_without_another_worker_a_stream_finishes_where_it_is(stage: Stage) -> None:
+    first, second = (process.facts["control"] for process in stage.workers.decode)
+    async with stage.gateway() as (dispatcher, registry):
+        async with streaming(stage, dispatcher, registry, 100) as task:
+            for address in (second, first):
+                dispatcher.tell(address, drain=True)
+            await until(lambda: not registry.usable(Role.DECODE), "they do not drain")
             with pytest.raises(GenerationFailed) as refused:
                 await answer(dispatcher, generation(prompt(1, 9)))
             assert refused.value.cause is Cause.WORKER_LOST
+            stage.leaving.open("step")
             found = await asyncio.wait_for(task, 60)
         assert found.reasons == ["length"]
         assert len(found.tokens[0]) == LONG["max_tokens"]
-        for address in (first, second):
-            dispatcher.tell(address, drain=False)
-        await until(lambda: not registry.missing(), "they do not resume")
 
 
-async def test_sigterm_drains(long_context: Path) -> None:
-    workers = Workers.start(long_context, decode=2, options=("--checksums", "--drain-grace-s", "20"))
-    registry = workers.registry()
-    leaving = workers.decode[0]
-    try:
-        async with workers.dispatcher(registry) as dispatcher:
-            expected = await answer(dispatcher, generation(prompt(100, 100), **LONG))
-            async with streaming(workers, dispatcher, registry, 100) as (task, _):
-                leaving.signal()
-                found = await asyncio.wait_for(task, 60)
-            assert found.tokens == expected.tokens
-            assert await asyncio.to_thread(leaving.wait) == 0
-            assert dispatcher.recovery.moves == {"moved": 1}
-            assert not dispatcher.recovery.failovers
-    finally:
-        workers.signal()
-        workers.wait()
+async def test_sigterm_drains(stage: Stage) -> None:
+    leaving = stage.leaving
+    async with stage.gateway() as (dispatcher, registry):
+        expected = await answer(dispatcher, generation(prompt(100, 100), **LONG))
+        async with streaming(stage, dispatcher, registry, 100) as task:
+            leaving.process.signal()
+            await leave(stage)
+            found = await asyncio.wait_for(task, 60)
+        assert found.tokens == expected.tokens
+        assert await asyncio.to_thread(leaving.process.wait) == 0
+        assert dispatcher.recovery.moves == {"moved": 1}
+        assert not dispatcher.recovery.failovers
+        leaving.start()
+        leaving.ready()
+        stage.workers.decode[0] = leaving.process
 
 
 async def test_what_does_not_leave_in_time_fails_with_a_clear_error(long_context: Path) -> None:
     workers = Workers.start(long_context, options=("--drain-grace-s", "0.1"))
     try:
         async with workers.dispatcher(patience_s=0.5) as dispatcher:
-            task = asyncio.create_task(answer(dispatcher, generation(prompt(5, 50), max_tokens=4000, ignore_eos=True)))
+            task = asyncio.create_task(answer(dispatcher, generation(prompt(5, 50), max_tokens=8000, ignore_eos=True)))
             await until(lambda: workers.decode[0].get("/ready")["running"] == 1, "it does not run")
             workers.decode[0].signal()
             with pytest.raises(GenerationFailed) as failed:
@@ -191,26 +239,35 @@ async def test_what_does_not_leave_in_time_fails_with_a_clear_error(long_context
         workers.wait()
 
 
-async def test_a_prefill_worker_that_drains_hands_its_queue_back(long_context: Path) -> None:
+async def test_a_prefill_worker_that_drains_hands_its_queue_back(
+    stage: Stage, long_context: Path, tmp_path: Path
+) -> None:
     small = ("--kv-cache-bytes", str(80 * BLOCK_BYTES), "--chunk-size", "64", "--token-budget", "64")
-    workers = Workers.start(long_context, prefill=2, prefill_options=small)
-    registry = workers.registry()
-    leaving, other = workers.prefill
+    leaving = staged(Role.PREFILL, long_context, tmp_path, "--checksums", *small)
+    other = Process("prefill_worker", ["--model", str(long_context), "--num-threads", "1", "--checksums", *small])
+    workers = Workers(long_context, [leaving.process, other], [stage.other])
     try:
+        leaving.ready()
+        other.fact("ready")
+        registry = workers.registry()
         async with workers.dispatcher(registry) as dispatcher:
             prompts = [prompt(seed, 900) for seed in range(6)]
             expected = [await answer(dispatcher, generation(each)) for each in prompts]
+            leaving.close("step")
             with avoided(registry, other):
                 tasks = [asyncio.create_task(answer(dispatcher, generation(each, cache_salt="b"))) for each in prompts]
-                await until(lambda: leaving.get("/ready")["waiting"] > 0, "nobody waits")
-            dispatcher.tell(leaving.facts["control"], drain=True)
+                await until(lambda: leaving.state()["waiting"] > 0, "nobody waits")
+            dispatcher.tell(leaving.address, drain=True)
+            await until(lambda: leaving.state()["phase"] == "draining", "it does not drain")
+            leaving.open("step")
             found = await asyncio.wait_for(asyncio.gather(*tasks), 60)
             assert [each.tokens for each in found] == [each.tokens for each in expected]
             assert dispatcher.recovery.failovers[Cause.DRAINING] > 0
-            await until(lambda: leaving.get("/ready")["safe_to_delete"], "it is not drained")
+            await until(lambda: leaving.state()["safe_to_delete"], "it is not drained")
     finally:
-        workers.signal()
-        workers.wait()
+        started = Workers(long_context, workers.prefill)
+        started.signal()
+        started.wait()
 
 
 def _post(url: str) -> tuple[int, Any]:
@@ -221,10 +278,9 @@ def _post(url: str) -> tuple[int, Any]:
         return error.code, json.loads(error.read())
 
 
-def test_an_operator_drains_by_the_admin_port(workers: Workers) -> None:
-    leaving: Process = workers.decode[0]
-    worker = leaving.facts["control"]
-    with workers.gateway("--admin-port", "0") as gateway:
+def test_an_operator_drains_by_the_admin_port(stage: Stage) -> None:
+    worker = stage.address
+    with stage.workers.gateway("--admin-port", "0") as gateway:
         admin = gateway.fact("admin")
 
         def seen() -> dict[str, Any]:
@@ -233,14 +289,8 @@ def test_an_operator_drains_by_the_admin_port(workers: Workers) -> None:
 
         assert {each["phase"] for each in seen().values()} <= {"serving", None}
         assert _post(f"{admin}/workers/{worker}/drain") == (202, {"id": worker, "told": "drain"})
-        _wait(lambda: seen()[worker]["safe_to_delete"])
-        assert leaving.get("/ready")["phase"] == "drained"
+        wait_until(lambda: seen()[worker]["safe_to_delete"], "it does not drain")
+        assert stage.leaving.state()["phase"] == "drained"
         assert _post(f"{admin}/workers/{worker}/resume")[0] == 202
-        _wait(lambda: seen()[worker]["phase"] == "serving")
+        wait_until(lambda: seen()[worker]["phase"] == "serving", "it does not resume")
         assert _post(f"{admin}/workers/nobody:1/drain")[0] == 404
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    from stack import wait_until
-
-    wait_until(condition, "it does not come about")

@@ -35,6 +35,8 @@ def mixed(cache_salt: str) -> list[Generation]:
     return [replace(work, cache_salt=cache_salt) for work in works]
 
 
+NUM_STREAMED = 1000
+"""Tokens of a stream beside which a prompt is computed: for longer than anything takes to be sent."""
 NUM_TOKENS = sum(len(work.token_ids) for work in mixed(""))
 
 
@@ -103,7 +105,7 @@ async def test_a_prompt_rides_with_the_decodes_in_pieces_or_goes_before_them(loc
     workers = alone(local, mode)
     num_pieces = -(-300 // CHUNK)
     steps = workers.metric("baton_engine_steps_total")
-    stream = generation(prompt(750, 10), max_tokens=600, ignore_eos=True, cache_salt=f"stream {mode}")
+    stream = generation(prompt(750, 10), max_tokens=NUM_STREAMED, ignore_eos=True, cache_salt=f"stream {mode}")
     other = generation(prompt(751, 300), max_tokens=1, cache_salt=f"other {mode}")
     num_streamed = 0
     streamed_meanwhile: list[int] = []
@@ -125,10 +127,10 @@ async def test_a_prompt_rides_with_the_decodes_in_pieces_or_goes_before_them(loc
         assert len(asked.result().tokens[0]) == 1
     steps = workers.metric("baton_engine_steps_total") - steps
     if mode == "chunked":
-        assert steps == 600
+        assert steps == NUM_STREAMED
         assert streamed_meanwhile[0] >= num_pieces - 1, "the prompt was computed in larger pieces"
     else:
-        assert steps == 600 + -(-300 // TOKEN_BUDGET)
+        assert steps == NUM_STREAMED + -(-300 // TOKEN_BUDGET)
     workers.wait_for_baseline()
 
 

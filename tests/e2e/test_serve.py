@@ -70,7 +70,7 @@ async def http(stack: Stack) -> AsyncIterator[aiohttp.ClientSession]:
     """A client; afterwards nothing is held, by the gateway or by a worker."""
     async with aiohttp.ClientSession(stack.url) as session:
         yield session
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await (await session.get("/ready")).json())["details"]["in_flight"] or stack.leftovers():
                 await asyncio.sleep(0.02)
 
@@ -179,9 +179,8 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
     async with asyncio.timeout(20):
         while (await (await http.get("/ready")).json())["details"]["in_flight"] < 4:
             await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)
+    await asyncio.to_thread(wait_until, lambda: bool(stack.leftovers()), "the requests never reached the workers")
     assert not any(task.done() for task in tasks)
-    assert stack.leftovers()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -242,7 +241,7 @@ async def test_a_heartbeat_that_tells_of_more_sequences_than_requests_is_taken(
             await asyncio.sleep(0.01)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert not any("refused" in line for line in stack.log), stack.log
+    assert not any(re.search("frame .*refused", line) for line in stack.log), stack.log
 
 
 async def test_the_dashboard_is_there_and_may_drain(http: aiohttp.ClientSession, stack: Stack) -> None:

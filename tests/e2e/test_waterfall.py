@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from chaos.net import Host
+from chaos.net import HERE
 from chaos.theatre import CHUNK, Actor
 from otlp_collector import Collector, running_collector
 from stack import BLOCK_BYTES, BLOCK_SIZE, Process, Workers, prompt, until
@@ -35,15 +35,6 @@ NUM_TOKENS = 24
 PATIENT = ("--heartbeat-timeout-s", "10")
 """Nobody is lost because the machine is busy; a process that dies is noticed at once."""
 _seeds = itertools.count(2_000_000)
-
-
-class Here(Host):
-    """This host."""
-
-    @property
-    def prefix(self) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
 
 
 @dataclass
@@ -154,7 +145,7 @@ def stage(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     actors = []
     for index, role in enumerate((Role.PREFILL, Role.DECODE, Role.DECODE)):
         own = [role.value, *options, *(chunks if role is Role.PREFILL else [])]
-        actors.append(Actor(role, Here("", "127.0.0.1", "", ""), own, {}, scratch / f"stage{index}"))
+        actors.append(Actor(role, HERE, own, {}, scratch / f"stage{index}"))
     try:
         for actor in actors:
             actor.start()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from metric_names import documents, queries
+from needs import require
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "k8s" / "components" / "monitoring"
@@ -30,16 +29,9 @@ Series = dict[tuple[str, Labels], tuple[str, ...]]
 
 
 def promtool(*arguments: str | Path) -> str:
-    """What it prints. Where there is none the test is skipped; but in CI it fails, unless `PROMTOOL=none` says that it
-    cannot be had."""
-    wanted = os.environ.get("PROMTOOL", "promtool")
-    found = shutil.which(wanted)
-    if found is None:
-        why = f"there is no promtool ({wanted}): apt-get install prometheus, or set PROMTOOL to its path"
-        if "CI" in os.environ and wanted != "none":
-            pytest.fail(why)
-        pytest.skip(why)
-    done = subprocess.run([found, *arguments], capture_output=True, text=True, check=False)
+    """What it prints."""
+    require("promtool")
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs
 
 from benchmarks.autoscale import (
     NEEDED,
@@ -25,9 +25,7 @@ from benchmarks.autoscale import (
 )
 from benchmarks.horizontal import Autoscaler
 
-promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool (Debian's prometheus) evaluates the rules"
-)
+promtool = needs("promtool")
 ROLES = ("prefill", "decode")
 
 

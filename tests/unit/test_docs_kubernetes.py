@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from manifest_lints import Object, containers, environment, faults, of, templates
+from needs import needs
 
 from common.runtime.kv_size import KNOWN_SHAPES, KVSizeSettings, size_of_model, table_of_known_models
 
@@ -31,9 +30,7 @@ RESTRICTED_VOLUMES = {
 }
 """That the Pod Security level `restricted` allows."""
 
-needs_kubectl = pytest.mark.skipif(
-    shutil.which("kubectl") is None and "CI" not in os.environ, reason="kubectl builds the manifests"
-)
+needs_kubectl = needs("kubectl")
 
 
 def between(mark: str) -> str:

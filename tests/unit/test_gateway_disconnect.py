@@ -33,7 +33,7 @@ async def test_nothing_is_written_and_the_client_leaves(stream: bool, num_before
     generator = ScriptedGenerator(text="hello world the end of the story", hang=True, num_before=num_before)
     async with serve(generator) as server:
         _, writer = await connect(server, BODY | {"stream": stream, "prompt": prompt})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await generator.hanging.wait()
             while generator.num_open < (1 if prompt == "hello" else 2):
                 await asyncio.sleep(0.005)

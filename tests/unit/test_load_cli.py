@@ -184,7 +184,6 @@ async def test_a_sweep_and_its_pictures(server: ScriptedServer, tmp_path: Path) 
 
 
 async def test_pictures(server: ScriptedServer, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     one, many = tmp_path / "one.json", tmp_path / "many.json"
     options = ("--url", server.url, "--requests", "4", "--rate", "200", "--output-tokens", "3", *GOAL)
     assert (await bench(*options, "--output", str(one), "--timeline"))[0] == 0

@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -20,6 +19,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from manifest_lints import Object, faults
+from needs import needs
 
 K8S = Path(__file__).parents[2] / "k8s"
 VERSIONS = ("1.37", "1.36", "1.35")
@@ -54,10 +54,7 @@ def included(base: str) -> frozenset[str]:
 
 BUILDS = {" + ".join(build): build for build in builds()}
 
-# In CI its absence is a failure.
-pytestmark = pytest.mark.skipif(
-    shutil.which("kubectl") is None and "CI" not in os.environ, reason="kubectl builds the manifests"
-)
+pytestmark = needs("kubectl")
 
 
 @cache

@@ -33,7 +33,7 @@ from common.contract.sampling import SamplingParams
 from decode_worker import migration as migration_module
 from decode_worker import request as request_module
 from decode_worker import worker as worker_module
-from decode_worker.migration import goes_on
+from decode_worker.migration import MAX_PUT_OFF, goes_on
 from decode_worker.step import Step
 from kv_transfer.lender import LENT_TTL_S
 
@@ -137,6 +137,49 @@ def test_tokens_that_come_while_the_first_stage_reads_go_with_the_second() -> No
     finish(world)
     assert no_token_was_computed_twice(world)
     assert len(old.ask.choices[0].token_ids) == 40
+
+
+def test_a_sequence_that_has_run_ahead_is_not_cut_but_read_ahead_again() -> None:
+    """What is read while a stream stands still is bounded: not by how long the first stage took."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, max_tokens=100)
+    late = world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    d0.step(40)  # the first stage takes as long as ten blocks
+    world.deliver()
+    end_step(world, d0)
+    assert (old.cut, failed(late)) == (set(), Cause.CAPACITY)
+    assert d0.in_step, "it goes on"
+    num_read = d1.reads.num_blocks_read
+    world.gateway.move(old, d1)
+    world.deliver()
+    assert d1.reads.num_blocks_read == num_read + 10, "what was read ahead before is cached"
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.worker._arrivals.num_tail_blocks == 1
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+def test_a_sequence_that_always_runs_ahead_is_cut_nevertheless() -> None:
+    world = World(num_blocks=64)
+    d0, d1 = first(world), second(world)
+    old = running(world, max_tokens=200)
+    for _ in range(MAX_PUT_OFF):
+        leg = world.gateway.move(old, d1)
+        world.deliver(reads=False)
+        d0.step(30)
+        world.deliver()
+        assert failed(leg) is Cause.CAPACITY
+    world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    d0.step(30)
+    world.deliver()
+    end_step(world, d0)
+    assert old.moved == {0}
+    finish(world)
+    assert no_token_was_computed_twice(world)
 
 
 @pytest.mark.parametrize("why", ["no cache", "not draining"])

@@ -35,6 +35,8 @@ HELLO = 1 + len(encode("hello"))
 """Tokens of the prompt of `COMPLETION`."""
 WORLD = len(encode("hello world"))
 """Tokens of the scripted answer."""
+ANSWER_TIMEOUT_S = 60.0
+"""A request that hangs for longer was let in where it should have been refused."""
 
 
 class Time:
@@ -58,7 +60,8 @@ class Client:
         self, body: dict[str, Any] | None = None, path: str = COMPLETIONS_PATH, key: str = "k"
     ) -> tuple[int, Any, Any]:
         headers = {"Authorization": f"Bearer {key}"}
-        async with self.session.post(self.server.url + path, json=body or COMPLETION, headers=headers) as response:
+        asked = self.session.post(self.server.url + path, json=body or COMPLETION, headers=headers)
+        async with asyncio.timeout(ANSWER_TIMEOUT_S), asked as response:
             raw = await response.read()
             stream = response.content_type == "text/event-stream"
             return response.status, raw.decode() if stream else json.loads(raw), response.headers
