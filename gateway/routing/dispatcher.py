@@ -569,7 +569,7 @@ class Dispatcher(Collector):
         """Choices have waited long without any worker that may have them."""
         client = self._waiting.client(want)
         flow = client.flow
-        why = f"no decode worker has been there for {self._patience_s:.1f} s; before: {flow.story[-1]}"
+        why = f"no decode worker has been usable for {self._patience_s:.1f} s; before: {flow.story[-1]}"
         end = Fail(Cause.WORKER_LOST, why)
         if want.refusal is not None and self._placement.all_too_small(want, client.fingerprint):
             end = want.refusal
@@ -610,6 +610,8 @@ class Dispatcher(Collector):
 
     def _move_away(self, address: str) -> None:
         """A decode worker drains: let others pull its running sequences, as far as they have room."""
+        if not self._placement.any_refuge(address):
+            return
         for client in list(self._open_clients):
             for attempt, choice in client.flow.movable(address):
                 generation = client.flow.generation

@@ -20,6 +20,7 @@ class Rebind:
     decode: WorkerView
 
 
+_NOTHING = Ask(num_tokens=1)
 Route = Handoff | Local | Rebind
 
 
@@ -70,6 +71,13 @@ class Placement:
             return self._router.choose(ask, cached, caution)
         decode = caution.decode(self._registry.usable(Role.DECODE), ask)
         return Rebind(least_loaded_decode(decode, ask, cached)) if decode else None
+
+    def any_refuge(self, address: str) -> bool:
+        """Whether another decode worker might have room for a sequence of the one at `address`."""
+        leaving = self._registry.workers[address].welcome
+        fits = None if leaving is None else leaving.fingerprint
+        others = Caution(fits=fits).able(self._registry.usable(Role.DECODE), _NOTHING)
+        return any(worker.address != address and worker.has_room(_NOTHING.num_tokens) for worker in others)
 
     def refuge(
         self, address: str, choice: Choice, most_tokens: int, fits: Fingerprint | None = None

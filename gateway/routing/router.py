@@ -6,7 +6,8 @@ no prefill worker is usable       the same, since the request is served all the 
 otherwise                         a prefill and a decode worker                             handoff
 
 The prefill worker is the one from which the first token is expected first (`gateway.routing.estimates`), the decode
-worker the one where the fewest blocks will be in use. Workers that have just failed the request are avoided.
+worker the one where the fewest blocks will be in use, of those that can hold the sequence to its end if there are any.
+Workers that have just failed the request are avoided.
 """
 
 from __future__ import annotations

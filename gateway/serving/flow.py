@@ -8,8 +8,10 @@ Life cycle of a request in the gateway:
        client has as a forced prefix. Choices that have tokens of their own go on each by itself. If it was the decode
        worker, and had not begun, the prefill worker's offer still stands: only a decode worker is wanted.
     4. A decode worker drains: a second attempt pulls the running sequence from it (`move`), and takes over at the cut.
-    5. Every choice has its finish reason: done. Or an attempt fails for good, or too often, or the time runs out:
-       failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
+    5. Every choice has its finish reason: done. Or an attempt fails for good, or too often, or nobody takes it, or the
+       time runs out: failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
+
+That a worker is full, drains or is too small is no failure: others are asked. A request that was let in waits for them.
 
 A choice that was on a worker when that crashed is a suspect until it has got past the place where it was. The next
 worker computes its first steps with those of other suspects, or alone (`common.engine.trials`), and says so (`Trial`):

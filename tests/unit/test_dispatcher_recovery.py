@@ -83,7 +83,7 @@ async def test_who_waits_in_vain_is_told_after_a_while(make: Any, time: Time) ->
     assert not task.done()
     await time.advance(0.02)
     await settle()
-    with pytest.raises(GenerationFailed, match=r"no decode worker has been there for 10.0 s.*its process died"):
+    with pytest.raises(GenerationFailed, match=r"no decode worker has been usable for 10.0 s.*its process died"):
         await task
     assert bench.in_flight() == (0, 0)
 

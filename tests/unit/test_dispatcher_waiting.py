@@ -174,6 +174,27 @@ async def test_heartbeats_cost_nothing_while_many_wait_for_room(make: Any) -> No
     assert counts.num_looked_up == counts.num_routed == decodes(bench, D2)
 
 
+@pytest.mark.parametrize("why", ["full", "other weights"])
+async def test_heartbeats_cost_nothing_while_many_are_to_leave_a_worker_and_nobody_can_take_them(
+    make: Any, why: str
+) -> None:
+    bench = make()
+    bench.lose(D2)
+    await streams(bench)
+    bench.open(D2, weights_hash="new" if why == "other weights" else "w")
+    bench.say(D2, heartbeat(used=100 if why == "full" else 0, total=100))
+    placement: Any = bench.dispatcher._placement
+    placement.refuge = None
+    for _ in range(3):
+        bench.say(D, heartbeat(Phase.DRAINING))
+    del placement.refuge
+    bench.lose(D2)
+    bench.open(D2)
+    bench.say(D2, heartbeat(total=10_000))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    assert decodes(bench, D2) == MANY
+
+
 async def test_many_go_on_a_few_in_each_turn_of_the_loop(make: Any) -> None:
     bench = make()
     bench.lose(D2)
