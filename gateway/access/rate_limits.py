@@ -92,8 +92,9 @@ class TokenBucket:
 
     def resized(self, per_minute: int, now_s: float) -> TokenBucket:
         """A bucket of another size, from which as much is missing."""
-        bucket = TokenBucket(per_minute, now_s)
-        bucket._level -= self.capacity - self._fill(now_s)
+        missing = self.capacity - self._fill(now_s)
+        bucket = TokenBucket(per_minute, self._at_s)  # the latest time told, which no clock that goes back fills again
+        bucket._level -= missing
         return bucket
 
     def check_invariants(self) -> None:

@@ -69,6 +69,40 @@ def test_a_bucket_of_another_size_lacks_as_much(old: int, amount: int, new: int,
     assert math.isclose(other.allowance(step_s).reset_s, missing / new * 60, rel_tol=1e-6, abs_tol=1e-6)
 
 
+@given(st.integers(1, 10**4), st.integers(0, 10**5), st.integers(0, 10**6), steps_s)
+def test_what_is_given_back_fills_a_bucket_and_never_overfills_it(
+    per_minute: int, taken: int, given_back: int, step_s: float
+) -> None:
+    bucket = TokenBucket(per_minute, 0.0)
+    bucket.take(taken, 0.0)
+    missing = max(0.0, taken - step_s * per_minute / 60)
+    bucket.give_back(given_back, step_s)
+    bucket.check_invariants()
+    allowance = bucket.allowance(step_s)
+    expected = max(0.0, missing - given_back) / per_minute * 60
+    assert math.isclose(allowance.reset_s, expected, rel_tol=1e-6, abs_tol=1e-6)
+    assert allowance.remaining <= per_minute
+    bucket.take(per_minute, step_s)
+    assert bucket.allowance(step_s).remaining == 0, "no more than one bucket at once"
+
+
+@given(st.integers(1, 10**4), st.lists(st.floats(-1e4, 1e4), max_size=20), st.integers(1, 10**4))
+def test_a_clock_that_goes_back_fills_no_bucket(per_minute: int, moves_s: list[float], other_size: int) -> None:
+    """It is filled for the time beyond the latest moment that it has been told of, once."""
+    now_s = latest_s = 1e5
+    bucket = TokenBucket(per_minute, now_s)
+    missing = float(per_minute)
+    bucket.take(per_minute, now_s)
+    for move_s in moves_s:
+        now_s += move_s
+        missing = max(0.0, missing - max(0.0, now_s - latest_s) * per_minute / 60)
+        latest_s = max(latest_s, now_s)
+        allowance = bucket.allowance(now_s)
+        assert math.isclose(allowance.reset_s, missing / per_minute * 60, rel_tol=1e-6, abs_tol=1e-6)
+    other = bucket.resized(other_size, now_s - 60)
+    assert math.isclose(other.allowance(latest_s).reset_s, missing / other_size * 60, rel_tol=1e-6, abs_tol=1e-6)
+
+
 class OneKey(RuleBasedStateMachine):
     """What was let in, counted apart."""
 
@@ -123,6 +157,10 @@ class OneKey(RuleBasedStateMachine):
     @rule(num_tokens=st.integers(0, 1000))
     def charge(self, num_tokens: int) -> None:
         self.meter.charge(num_tokens, self.now_s)
+
+    @rule(num_tokens=st.integers(0, 1000))
+    def give_back(self, num_tokens: int) -> None:
+        self.meter.give_back(num_tokens, self.now_s)
 
     @rule(
         requests=st.none() | st.integers(1, 50),
