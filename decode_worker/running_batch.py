@@ -133,9 +133,9 @@ class RunningBatch:
         generation.due_step = self.step + 1
         self._due[self.step + 1][generation] = None
 
-    def newest(self) -> Generation | None:
-        """Of the running and the ready sequences, the newest of the lowest tier."""
-        running = self._newest.first()
+    def newest(self, ending: Collection[Generation] = ()) -> Generation | None:
+        """Of the running and the ready sequences, but those that are `ending`, the newest of the lowest tier."""
+        running = next((each for each in self._newest.smallest(len(ending) + 1) if each not in ending), None)
         ready = self._newest_ready()
         if running is None or ready is None:
             return running or ready

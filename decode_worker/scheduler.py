@@ -239,8 +239,8 @@ class DecodeScheduler:
             step.chunks = self._plan_chunks(budget, now, self._permitted((), now))
             return step
         ahead: frozenset[Generation] = frozenset() if before is None else frozenset(before.decodes)
-        ending = {generation for generation in ahead if generation in self._batch and self._ends(generation)}
         joined = self._join(now, ahead)
+        ending = {generation for generation in ahead if generation in self._batch and self._ends(generation)}
         self._relieve(step, now)
         sitting_out = self._grow(step, now, ahead, ending) | ending
         step.decodes = (
@@ -615,7 +615,7 @@ class DecodeScheduler:
         if ahead:  # what the step that still runs gives back when it ends, and those that end with it
             num_freed = self._pool.num_limbo + sum(self._num_private(each.sequence.block_table) for each in ending)
         while num_freed < sum(generation in self._batch for generation in lacking):
-            newest = self._newest()
+            newest = self._newest(ending)
             assert newest is not None, "those that lack a block are candidates themselves"
             num_freed += self._preempt(newest, step, now)
         sitting_out = {generation for generation in lacking if generation in self._batch}
@@ -638,11 +638,12 @@ class DecodeScheduler:
             victim.gave_way = True
             lacking -= self._preempt(victim, step, now)
 
-    def _newest(self) -> Holder | None:
-        """The newest of the lowest tier, of all that hold blocks but those whose blocks are being read."""
+    def _newest(self, ending: Collection[Generation]) -> Holder | None:
+        """The newest of the lowest tier, of all that hold blocks but those whose blocks are being read, and those whose
+        last token is on its way."""
         while (unread := self._newest_unread.first()) is not None and not _unread(unread):
             self._newest_unread.discard(unread)
-        newest = (self._batch.newest(), self._newest_prompts.first(), unread)
+        newest = (self._batch.newest(ending), self._newest_prompts.first(), unread)
         return max((each for each in newest if each is not None), key=_seniority, default=None)
 
     def _preempt(self, victim: Holder, step: Step, now: float) -> int:

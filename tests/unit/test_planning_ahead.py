@@ -8,7 +8,7 @@ from decode_bench import EAGER, Bench, request
 from migration_bench import Pause, World
 
 from common.contract.messages import Cancelled, Suspicion
-from decode_worker.request import Generation
+from decode_worker.request import Generation, Stage
 from decode_worker.step import Step
 
 
@@ -53,6 +53,65 @@ def test_a_sequence_without_a_block_waits_for_one_that_is_about_to_be_free() -> 
     bench.end(third)
     assert bench.begin(None)[1].decodes == [growing]
     assert bench.num_preemptions == 0
+
+
+def ahead_without_blocks(*texts: int, max_tokens: int) -> tuple[Ahead, list[Generation], tuple[int, Step]]:
+    """Sequences of so many tokens run in a step, at whose end all but the last need another block and there is none.
+    The last one may have `max_tokens`."""
+    bench = Ahead(num_blocks=32, memory_reserve=EAGER)
+    growing = [bench.enter(request(f"growing {index}", num))[0] for index, num in enumerate(texts[:-1])]
+    [last] = bench.enter(request("last", texts[-1], max_tokens=max_tokens))
+    bench.pool.allocate(bench.pool.num_free)  # others have the rest
+    return bench, [*growing, last], bench.begin(None)
+
+
+def test_the_blocks_of_one_that_ends_with_the_step_before_are_waited_for() -> None:
+    """It is known by its length to end: what it alone holds comes back, so nobody has to give way."""
+    bench, [growing, ending], first = ahead_without_blocks(7, 5, max_tokens=2)
+    assert first[1].decodes == [growing, ending]
+    second = bench.begin(first[1])
+    assert second[1].decodes == []
+    bench.end(first, ending)
+    bench.end(second)
+    assert bench.begin(None)[1].decodes == [growing]
+    assert bench.num_preemptions == 0
+
+
+def test_who_goes_on_gives_way_while_a_step_is_ahead() -> None:
+    """Nothing comes back by itself: the newest makes room, and loses nothing of what it has said."""
+    bench, [growing, newest], first = ahead_without_blocks(7, 5, max_tokens=50)
+    second = bench.begin(first[1])
+    assert (newest.stage, bench.num_preemptions) == (Stage.PREEMPTED, 1)
+    assert second[1].decodes == []
+    bench.end(first)
+    bench.end(second)
+    assert newest.sequence.num_output == 1, "the token of the step that ran is computed again"
+    assert bench.begin(None)[1].decodes == [growing]
+
+
+def test_shared_blocks_of_one_that_ends_do_not_come_back() -> None:
+    """Two choices hold the prompt's block together: with the end of one of them it is not free."""
+    bench = Ahead(num_blocks=32, memory_reserve=EAGER)
+    one, other = (bench.enter(request(name, 6))[0] for name in ("one", "other"))
+    ending, sibling = bench.enter(request("choices", 5, max_tokens=3, num_choices=2))
+    sibling.sequence.sampling = replace(sibling.sequence.sampling, max_tokens=50)
+    bench.step()
+    bench.pool.allocate(bench.pool.num_free)
+    first = bench.begin(None)
+    assert first[1].decodes == [one, other, ending, sibling]
+    bench.begin(first[1])
+    assert [each.stage for each in (ending, sibling)] == [Stage.RUNNING, Stage.PREEMPTED], "one block is not enough"
+    assert [each.stage for each in (one, other)] == [Stage.RUNNING, Stage.RUNNING]
+
+
+def test_who_ends_with_the_step_before_does_not_give_way() -> None:
+    """Its blocks come back anyway, once; preempted, it would have to come back for one token."""
+    bench, [one, other, third, ending], first = ahead_without_blocks(7, 7, 7, 5, max_tokens=2)
+    bench.begin(first[1])
+    assert ending.stage is Stage.RUNNING
+    assert [each.stage for each in (one, other, third)] == [Stage.RUNNING, Stage.RUNNING, Stage.PREEMPTED]
+    bench.end(first, ending)
+    assert ending.sequence.num_output == 2
 
 
 def test_no_step_is_planned_while_a_suspect_or_a_penalty_needs_to_know() -> None:
