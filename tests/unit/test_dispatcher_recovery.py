@@ -26,6 +26,7 @@ from dispatcher_bench import (
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import Cut, Decode, Phase, Prefill, Role, Suspicion
+from common.runtime.channel import RECONNECT_S
 from gateway.serving.flow import FIRST_DELAY_S
 from gateway.serving.generation import GenerationFailed
 
@@ -259,6 +260,23 @@ async def test_who_was_on_a_worker_when_it_crashed_goes_on_as_a_suspect(make: An
     assert (bench.newest(other)[0], bench.newest(another)[0]) == (other, another), "these were elsewhere"
     assert bench.counted("trials_total", level="group") == 2
     assert bench.counted("trials_total", level="alone") == 0
+
+
+@pytest.mark.parametrize(
+    ("begun_before_s", "suspicion"),
+    [(RECONNECT_S - 0.01, Suspicion.NONE), (RECONNECT_S + 0.01, Suspicion.GROUP)],
+)
+async def test_what_began_after_the_crash_is_no_suspect(
+    make: Any, time: Time, begun_before_s: float, suspicion: Suspicion
+) -> None:
+    """A crash is noticed when the time to reconnect has passed: the process died before all that."""
+    bench = make(prefill=(), decode=(D, D2))
+    key, _ = await bench.request()
+    assert set(bench.work[key]) == {D}
+    time.now += begun_before_s
+    bench.dispatcher.on_lost(bench.link(D), "its process died", crashed=True)
+    _, work = bench.newest(key)
+    assert (set(work), work[D2].suspicion) == ({D2}, suspicion)
 
 
 async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any, time: Time) -> None:
