@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from golden_samples import golden_logits, golden_samples, golden_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,6 +139,21 @@ def test_draw_as_the_sampler_in_torch_does(
         if not doubtful:
             assert bool(kept[one]), "a token that is hidden"
             assert one == other or near_tie(logits[row], samples[row], one, other), (row, one, other)
+
+
+def test_no_upgrade_changes_seeded_output(device: torch.device) -> None:
+    logits = golden_logits().to(device)
+    assert drawn(logits, logits.max(-1).values, golden_samples()).tolist() == golden_tokens()
+
+
+def test_what_is_beyond_a_top_p_that_is_just_reached_is_hidden(device: torch.device) -> None:
+    """The most likely token has exactly a half of all. A GPU's exponentials are not that exact."""
+    logits = (torch.tensor([[0.0, -1.0, -2.0, -2.0]]) * math.log(2)).to(device).expand(16, -1)
+    for top_p, kept in ((0.5, {0} if device.type == "cpu" else {0, 1}), (0.51, {0, 1})):
+        samples = [sample_of(seed, top_p=top_p) for seed in range(16)]
+        tokens = drawn(logits, logits.max(-1).values, samples).tolist()
+        assert set(tokens) <= kept
+        assert 0 in tokens
 
 
 def test_a_min_p_of_one_keeps_the_most_likely_token(device: torch.device) -> None:

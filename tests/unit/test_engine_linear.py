@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch.nn.functional import linear
 
 from common.engine import linear as linear_module
 from common.engine.linear import Linear, multiplies_natively
+from common.engine.native import Kernels
 
 torch.set_num_threads(1)
 
@@ -55,6 +58,54 @@ def test_a_cpu_without_instructions_for_the_type_multiplies_in_float32(monkeypat
     projection.pack()
     assert projection.weight.dtype == torch.float32
     assert projection(torch.randn(2, 16).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flag"),
+    [(torch.bfloat16, "_is_mkldnn_bf16_supported"), (torch.float16, "_is_mkldnn_fp16_supported")],
+    ids=["bfloat16", "float16"],
+)
+def test_a_cpu_multiplies_natively_what_onednn_says_it_can(dtype: torch.dtype, flag: str) -> None:
+    """On a machine with the instructions the weight is packed for them; on another one it is float32, and readable."""
+    supported = bool(getattr(torch.ops.mkldnn, flag)())
+    assert multiplies_natively(dtype) == supported
+    with_onednn, _, _ = filled(dtype)
+    before = with_onednn.weight.dtype
+    with_onednn.pack()
+    assert (before, hasattr(with_onednn, "weight")) == ((dtype, False) if supported else (torch.float32, True))
+
+
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_type_has_a_flag_of_its_own(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, supported: bool) -> None:
+    flags = {torch.bfloat16: supported, torch.float16: not supported}
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: flags[torch.bfloat16])
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: flags[torch.float16])
+    assert multiplies_natively(dtype) == flags[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "instructions", "path"),
+    [
+        (torch.bfloat16, True, "onednn"),
+        (torch.float16, True, "onednn"),
+        (torch.bfloat16, False, "c"),
+        (torch.float16, False, "c"),
+        (torch.float32, True, "c"),
+    ],
+    ids=str,
+)
+def test_kernels_in_c_are_for_what_the_cpu_has_no_instructions_for(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, instructions: bool, path: str
+) -> None:
+    taken = []
+    monkeypatch.setattr(linear_module, "multiplies_natively", lambda dtype: instructions)
+    monkeypatch.setattr(Linear, "pack_for_onednn", lambda self: taken.append("onednn"))
+    monkeypatch.setattr(linear_module, "pack", lambda weight: taken.append("c"))
+    projection = Linear(24, 16, bias=True, dtype=dtype, device=CPU, kernels=cast("Kernels", object()))
+    assert projection.weight.dtype == dtype
+    projection.pack()
+    assert taken == [path]
 
 
 def test_float32_is_always_native() -> None:

@@ -451,6 +451,16 @@ def test_the_extremes_of_the_random_number(kernels: Kernels) -> None:
     assert kernels.draw(logits, torch.zeros(2), ones, *none, numbers).tolist() == [1, 3]
 
 
+def test_no_hidden_token_is_drawn_where_a_sum_misses_the_number(kernels: Kernels) -> None:
+    """Small weights count in the whole sum, and are lost one by one beside a large one: it never reaches the number."""
+    logits = torch.full((2, 256), -37.5)
+    logits[:, 0] = 0.0
+    logits[:, 200:] = -torch.inf
+    options = torch.ones(2), torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.full((2,), -torch.inf)
+    numbers = torch.tensor([1.0 - 2**-53, 0.5], dtype=torch.float64)
+    assert kernels.draw(logits, torch.zeros(2), *options, numbers).tolist() == [199, 0]
+
+
 def test_what_is_not_float32_or_not_in_order_is_refused(kernels: Kernels) -> None:
     for x in (torch.randn(4, 20).double(), torch.randn(20, 4).T):
         with pytest.raises(AssertionError):

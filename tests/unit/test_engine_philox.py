@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from common.contract.sampling import MAX_SEED
+from common.engine import philox
 from common.engine.philox import philox4x32, uniforms
 
 KNOWN_ANSWERS = [
@@ -36,6 +37,30 @@ def test_every_part_of_the_name_counts() -> None:
     assert len(set(numbers.tolist())) == len(names)
     for name, number in zip(names, numbers.tolist(), strict=True):
         assert uniforms(*([part] for part in name)).tolist() == [number]
+
+
+@pytest.mark.parametrize(
+    ("seed", "choice", "position", "number"),
+    [
+        (0, 0, 0, "0x1.989fa35785a72p-2"),
+        (0, 0, 1, "0x1.f1c99948b9641p-1"),
+        (0, 1, 0, "0x1.ab4317b3a88dap-2"),
+        (1, 0, 0, "0x1.c7d00ce1ca141p-1"),
+        (7, 3, 250, "0x1.3e9eaa6ee6d62p-2"),
+        (7, 250, 3, "0x1.55be9cdb1b919p-1"),
+        (2**32, 1, 2, "0x1.395bbfeed5bd4p-3"),
+        (2**64 - 1, 15, 2**20, "0x1.8901713aa24c3p-1"),
+    ],
+)
+def test_no_upgrade_changes_a_seed_s_numbers(seed: int, choice: int, position: int, number: str) -> None:
+    """Whoever asks again with the same seed gets the same answer, to the last bit."""
+    assert uniforms([seed], [choice], [position]).tolist() == [float.fromhex(number)]
+
+
+@pytest.mark.parametrize(("word", "number"), [(0, 2.0**-53), (2**32 - 1, 1 - 2.0**-53)])
+def test_neither_end_of_the_interval_is_ever_drawn(monkeypatch: pytest.MonkeyPatch, word: int, number: float) -> None:
+    monkeypatch.setattr(philox, "philox4x32", lambda counter, key: np.full((4, 1), word, dtype=np.uint64))
+    assert uniforms([1], [2], [3]).tolist() == [number]
 
 
 def test_numbers_are_uniform_in_the_open_interval() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_samples import golden_logits, golden_samples, golden_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from needs import require
@@ -188,6 +189,13 @@ def test_top_k_top_p_and_min_p_keep_at_least_the_most_likely_token() -> None:
     assert support(logits, temperature=1e-300) == best
 
 
+def test_what_is_beyond_a_top_p_that_is_just_reached_is_hidden() -> None:
+    """The most likely token has exactly a half of all."""
+    logits = torch.tensor([0.0, -1.0, -2.0, -2.0]) * math.log(2)
+    assert support(logits, top_p=0.5) == {0}
+    assert support(logits, top_p=0.51) == {0, 1}
+
+
 def test_top_p_of_a_flat_distribution_over_many_tokens() -> None:
     """More tokens are kept than the sampler looks at first."""
     logits = torch.linspace(0, 0.01, 2000)
@@ -208,6 +216,11 @@ def test_a_random_number_is_named_by_seed_choice_and_position() -> None:
     numbers = uniforms([r.params.seed for r in rows], [r.choice for r in rows], [r.position for r in rows])
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     assert drawn == torch.searchsorted(cumulative, torch.from_numpy(numbers)).tolist()
+
+
+def test_no_upgrade_changes_seeded_output() -> None:
+    outcomes = sample(golden_logits(), golden_samples(), frozenset())
+    assert outcomes == [SampledToken(token) for token in golden_tokens()]
 
 
 any_params = st.fixed_dictionaries(
