@@ -242,7 +242,7 @@ class DecodeScheduler:
         joined = self._join(now, ahead)
         ending = {generation for generation in ahead if generation in self._batch and self._ends(generation)}
         self._relieve(step, now)
-        sitting_out = self._grow(step, now, ahead, ending) | ending
+        sitting_out = self._grow(step, now, ending) | ending
         step.decodes = (
             [g for g in self._batch.running() if g not in sitting_out] if sitting_out else self._batch.running()
         )
@@ -598,7 +598,7 @@ class DecodeScheduler:
                 generation.host_slots = []
                 self._arriving.add(generation)
 
-    def _grow(self, step: Step, now: float, ahead: Collection[Generation], ending: set[Generation]) -> set[Generation]:
+    def _grow(self, step: Step, now: float, ending: set[Generation]) -> set[Generation]:
         """Give each sequence that is due, and not at its end, its next block; those for whom there is none sit this
         step out, and newer ones of lower tiers lose theirs, so that there will be."""
         due = self._batch.due()
@@ -611,9 +611,8 @@ class DecodeScheduler:
         for generation, block in zip(fed, blocks, strict=True):
             generation.sequence.block_table.append(block)
         self._batch.fed(*fed)
-        num_freed = 0
-        if ahead:  # what the step that still runs gives back when it ends, and those that end with it
-            num_freed = self._pool.num_limbo + sum(self._num_private(each.sequence.block_table) for each in ending)
+        # What steps in flight, this one among them, give back when they end, and those that end with the one before.
+        num_freed = self._pool.num_limbo + sum(self._num_private(each.sequence.block_table) for each in ending)
         while num_freed < sum(generation in self._batch for generation in lacking):
             newest = self._newest(ending)
             assert newest is not None, "those that lack a block are candidates themselves"

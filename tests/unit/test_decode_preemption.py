@@ -129,6 +129,23 @@ def test_a_reservation_of_a_lower_tier_gives_way_to_a_request_that_waits() -> No
     assert bench.reserve() == ["high"]
 
 
+@pytest.mark.parametrize(("num_tokens", "victims"), [(4, [2]), (8, [1, 2]), (12, [1, 2])])
+def test_what_lower_tiers_give_to_a_request_is_enough_for_those_who_are_due(
+    num_tokens: int, victims: list[int]
+) -> None:
+    """It counts the block that a running sequence needs next, which need not give way, nor take from others, for it."""
+    bench = Bench(6, memory_reserve=EAGER)
+    texts = (("a", 7, STANDARD), ("v", 4, BATCH), ("w", 4, BATCH))
+    generations = [bench.enter(request(name, text, tier=tier))[0] for name, text, tier in texts]
+    bench.step()
+    assert bench.pool.num_free == 0, "and the first one is due"
+    assert bench.reserve(request("high", num_tokens, tier=INTERACTIVE)) == []
+    bench.end_step(bench.begin_step())
+    assert preempted(generations) == victims
+    assert bench.reserve() == ["high"]
+    assert generations[0] in bench.step().decodes
+
+
 def test_a_pull_that_has_begun_to_read_keeps_its_blocks() -> None:
     bench = Bench(6, memory_reserve=EAGER)
     older = bench.run(request("older", 8))
