@@ -159,16 +159,14 @@ class DecodeScheduler:
         return self._admission.num_expected(self._batch.step)
 
     def blocks_needed(self, work: Decode) -> int:
-        """The most blocks that a request can ever hold: shared full prompt blocks once, the rest for each choice."""
-        shared = len(work.token_ids) // self._block_size
+        """The most blocks that a choice of the request can ever hold: while it does, the others may be preempted."""
         remaining = work.sampling.max_tokens - (len(work.token_ids) - work.prompt_len)
         # The last token is never computed, hence never stored.
         stored = min(len(work.token_ids) + remaining, self._policy.max_sequence_tokens) - 1
-        at_end = self._blocks_for(max(stored, len(work.token_ids)))
-        return shared + len(work.choices) * (at_end - shared)
+        return self._blocks_for(max(stored, len(work.token_ids)))
 
     def fits(self, work: Decode) -> bool:
-        """Whether the request could run if it were alone."""
+        """Whether the request could run if it were alone, be it one choice after another."""
         return self.blocks_needed(work) <= self._pool.num_blocks
 
     def is_running(self, generation: Generation) -> bool:
@@ -413,11 +411,13 @@ class DecodeScheduler:
         # A prompt that is computed here needs the logits of its last token, hence computes that token.
         usable = (num_tokens if request.pull is not None else num_tokens - 1) // size
         held = self._pool.match(request.chain.hashes[:usable])
-        num_forks = len(work.choices) - 1 if num_tokens % size else 0
+        # A fork without a block of its own begins preempted, where not even an empty pool has one for each.
+        num_spare = self._pool.num_blocks - self._blocks_for(num_tokens)
+        num_forks = min(len(work.choices) - 1, num_spare) if num_tokens % size else 0
         num_new = self._blocks_for(num_tokens) - len(held) + num_forks
         order = self._num_orders
         # The first choice holds what is allocated now; each fork one block of its own, if the last one is shared.
-        private = [num_new - num_forks, *[1 if num_forks else 0] * (len(work.choices) - 1)]
+        private = [num_new - num_forks, *(int(index < num_forks) for index in range(len(work.choices) - 1))]
         newcomers = [
             (self._admission.steps_left(work, num_tokens + 1, rank_of(order + index)), num_private)
             for index, num_private in enumerate(private)
@@ -519,15 +519,10 @@ class DecodeScheduler:
         request.chain.extend(token_ids, num_tokens)
         self._pool.name(block_ids[:full], request.chain.hashes)
         for index, first in enumerate(first_tokens):
-            table = block_ids
-            if index > 0:
-                self._pool.share(block_ids[:full])
-                copies = [request.fork_blocks.pop() for _ in block_ids[full:]]
-                self._copies += zip(block_ids[full:], copies, strict=True)
-                self._pool.share([*block_ids[full:], *copies])
-                table = [*block_ids[:full], *copies]
+            table = block_ids if index == 0 else self._fork(request, block_ids, full)
+            num_computed = num_tokens if table else 0
             sequence = Sequence(
-                request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_tokens, table
+                request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_computed, table
             )
             generation = Generation(
                 request,
@@ -535,7 +530,7 @@ class DecodeScheduler:
                 request.chain if len(first_tokens) == 1 else request.chain.fork(),
                 request.order + index,
                 rank_of(request.order + index),
-                num_named=full,
+                num_named=full if table else 0,
                 first_position=len(work.token_ids),
                 began=now,
             )
@@ -543,11 +538,26 @@ class DecodeScheduler:
             generation.logprobs += [each for each in logprobs[:-1] if each is not None]
             generation.append(first.token_ids[-1], logprobs[-1], first.finish_reason)
             request.generations.append(generation)
-            self._batch.add(generation, now)
+            if table:
+                self._batch.add(generation, now)
+            else:
+                self._admission.leave(generation.key)
+                self._stand_by(generation, now)
         assert not request.fork_blocks, request.work
         for generation in request.generations:
             if generation.finish_reason is not None:
                 self.remove(generation)
+
+    def _fork(self, request: DecodeRequest, block_ids: Seq[int], full: int) -> list[int]:
+        """The blocks of one more choice: the first `full` are shared, the last one is copied by the next step. None if
+        there is no block for the copy."""
+        rest = block_ids[full:]
+        if len(request.fork_blocks) < len(rest):
+            return []
+        copies = [request.fork_blocks.pop() for _ in rest]
+        self._copies += zip(rest, copies, strict=True)
+        self._pool.share([*block_ids, *copies])
+        return [*block_ids[:full], *copies]
 
     # --- a step's parts ------------------------------------------------------------------------------------------
 
@@ -655,14 +665,18 @@ class DecodeScheduler:
         if not victim.host_slots:
             self.num_recomputed += 1
         self._take_blocks(victim)
-        self._look_again = True
         if not victim.host_slots:
             victim.sequence.num_computed = 0
-        victim.stage = Stage.PREEMPTED
-        victim.preempted_at, victim.num_passed = now, 0
-        victim.paused(now)
-        self._preempted.add(victim, seniority(victim))
+        self._stand_by(victim, now)
         return num_freed
+
+    def _stand_by(self, generation: Generation, now: float) -> None:
+        """A sequence without blocks waits for some."""
+        generation.stage = Stage.PREEMPTED
+        generation.preempted_at, generation.num_passed = now, 0
+        generation.paused(now)
+        self._preempted.add(generation, seniority(generation))
+        self._look_again = True
 
     def _send_back(self, prompt: LocalPrompt) -> int:
         """A request that is computed here, and has said nothing yet, waits again."""

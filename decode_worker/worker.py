@@ -331,7 +331,7 @@ class DecodeWorker:
         if self._draining:
             self._refuse(gateway, work.key, Cause.DRAINING, "this decode worker takes no new work")
             return
-        if len(self._requests) >= self._settings.max_waiting + self._settings.max_num_seqs:
+        if not work.admitted and len(self._requests) >= self._settings.max_waiting + self._settings.max_num_seqs:
             self._refuse(gateway, work.key, Cause.CAPACITY, f"{len(self._requests)} requests open already")
             return
         self._begin(gateway, work)

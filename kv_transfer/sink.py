@@ -50,6 +50,9 @@ from common.contract.messages import (
 )
 from kv_transfer.pull_times import PullTimes
 
+_OF_THE_SOURCE = frozenset({Cause.DRAINING, Cause.TOO_LARGE})
+"""What a sink must not say of itself because its source has said so."""
+
 
 class PullState(StrEnum):
     """Where a pull is."""
@@ -291,8 +294,9 @@ class Pull:
         return [Admit(self._sink_blocks, self._first_tokens)]
 
     def withdrawn(self, message: OfferWithdrawn) -> list[Action]:
-        """The source has nothing (more) to offer."""
-        return self.abandon(message.cause, f"the source withdrew its offer: {message.message}")
+        """The source has nothing (more) to offer. That it leaves, or is too small, says nothing of the sink."""
+        cause = Cause.LEASE_LOST if message.cause in _OF_THE_SOURCE else message.cause
+        return self.abandon(cause, f"the source withdrew its offer: {message.message}")
 
     def abandon(self, cause: Cause | None, message: str) -> list[Action]:
         """Give up; inert when the pull has ended."""

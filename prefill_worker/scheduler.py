@@ -168,7 +168,7 @@ class PrefillScheduler:
 
     @property
     def full(self) -> bool:
-        """Whether one more request must be refused."""
+        """Whether one more request that nobody has let in before must be refused."""
         return len(self._waiting) >= self._max_waiting
 
     def get(self, request: RequestId) -> PrefillRequest | None:
@@ -200,7 +200,7 @@ class PrefillScheduler:
 
     def add(self, request: PrefillRequest) -> None:
         """Enqueue a request, which must fit into the pool."""
-        assert not self.full
+        assert request.work.admitted or not self.full
         assert self.blocks_for(request) <= self._pool.num_blocks
         assert request.key.request not in self._requests, request.key
         chain = BlockChain(self._block_size, request.work.cache_salt)

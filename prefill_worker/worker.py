@@ -284,7 +284,7 @@ class PrefillWorker:
             self._refuse(gateway, work.key, Cause.TOO_LARGE, message)
         elif self._draining:
             self._refuse(gateway, work.key, Cause.DRAINING, "this prefill worker takes no new work")
-        elif self._scheduler.full:
+        elif self._scheduler.full and not work.admitted:
             self._refuse(gateway, work.key, Cause.CAPACITY, f"{self._scheduler.num_waiting} requests waiting already")
         else:
             self._owners[work.request] = _Owner(gateway, work.attempt)

@@ -68,8 +68,9 @@ def request(
 
 
 def first_tokens(subject: DecodeRequest, *reasons: FinishReason | None) -> list[Tokens]:
-    """Token 99 for each choice."""
-    reasons = reasons or (None,) * len(subject.work.choices)
+    """Token 99 for each choice: the last one, where one is all that is wanted."""
+    only: FinishReason | None = "length" if subject.work.sampling.max_tokens == 1 else None
+    reasons = reasons or (only,) * len(subject.work.choices)
     return [
         Tokens(
             request=subject.work.request,

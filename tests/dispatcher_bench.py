@@ -48,11 +48,13 @@ def role_of(address: str) -> Role:
     return Role.PREFILL if address.startswith("p") else Role.DECODE
 
 
-def welcome(role: Role, open_requests: Iterable[RequestKey] = (), weights_hash: str = "w") -> Welcome:
+def welcome(
+    role: Role, open_requests: Iterable[RequestKey] = (), weights_hash: str = "w", max_sequence_tokens: int = 10_000
+) -> Welcome:
     return Welcome(
         role=role,
         fingerprint=replace(FINGERPRINT, weights_hash=weights_hash),
-        max_sequence_tokens=50,
+        max_sequence_tokens=max_sequence_tokens,
         transport="zmq",
         transport_metadata=b"",
         open_requests=tuple(open_requests),
@@ -135,11 +137,11 @@ class Bench:
 
     # --- workers -------------------------------------------------------------------------------------------------
 
-    def open(self, address: str, *open_requests: RequestKey, restarted: bool = False, weights_hash: str = "w") -> None:
+    def open(self, address: str, *open_requests: RequestKey, restarted: bool = False, **says: Any) -> None:
         """A session opens; the worker still holds some requests."""
         if restarted:
             self.links[address].worker = new_incarnation()
-        self.dispatcher.on_open(self.link(address), welcome(role_of(address), open_requests, weights_hash))
+        self.dispatcher.on_open(self.link(address), welcome(role_of(address), open_requests, **says))
 
     def lose(self, address: str, why: str = "silent", *, crashed: bool = False) -> None:
         """The session is over; a process that has crashed has done so half a second ago."""

@@ -15,7 +15,8 @@ PROTOCOL_VERSION = 7
 History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; prefixes that are pulled.
 3, second attempts, migration, drain; heartbeats say what they have heard. 4, suspects of a crash.
 5, biases and grammars. 6, heartbeats count tokens; what a request's time was spent on.
-7, lists of token ids, block ids and names as bytes; suspects are tried in groups. See docs/protocol.md.
+7, lists of token ids, block ids and names as bytes; suspects are tried in groups; requests that were let in before are
+not refused for want of room. See docs/protocol.md.
 """
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -259,6 +259,8 @@ class _Work(RequestMessage):
     """Whose request it is: tenants of one tier share a worker evenly."""
     cache_salt: Name = ""
     """Requests share cached prefixes only under the same salt."""
+    admitted: Flag = False
+    """Whether it was let in before, here or elsewhere: it is not refused for those that wait already."""
     suspicion: Suspicion = Suspicion.NONE
     """Whether it may have crashed a worker: `Trial` says when its first steps are computed."""
 

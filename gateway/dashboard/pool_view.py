@@ -94,7 +94,7 @@ def stage_of(flow: Flow) -> Stage:
     """Where a request is; with several choices, the one that is furthest behind counts."""
     attempt = _shown(flow)
     if attempt is None:
-        return Stage.RECOVERING if _has_failed(flow) else Stage.QUEUED
+        return Stage.RECOVERING if flow.admitted else Stage.QUEUED
     if attempt.decode_has_spoken:
         return Stage.DECODE
     if attempt.moving is not None:

@@ -117,8 +117,8 @@ class Intake:
     def __init__(
         self, tokenizer: ModelTokenizer, settings: ApiSettings, workers_take: Callable[[], int | None] = lambda: None
     ) -> None:
-        """`workers_take` tells the most tokens of one sequence that every worker takes, which may be below the
-        context where a KV cache is small; None while that is not known."""
+        """`workers_take` tells the most tokens of one sequence that any decode worker takes, which may be below the
+        context where KV caches are small; None while that is not known."""
         self._tokenizer = tokenizer
         self._workers_take = workers_take
         self._settings = settings

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Role
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import Choice, Place
 from gateway.serving.flow import Want
 from gateway.workers.registry import Registry, WorkerView
 
@@ -20,6 +20,7 @@ class Rebind:
     decode: WorkerView
 
 
+_NOTHING = Ask(num_tokens=1)
 Route = Handoff | Local | Rebind
 
 
@@ -37,6 +38,20 @@ class Placement:
         worker = self._registry.workers.get(place.address)
         return worker is not None and worker.incarnation == place.incarnation
 
+    def places(self, want: Want, fits: Fingerprint | None) -> list[WorkerView]:
+        """The decode workers that may have these choices, whether full or not."""
+        return _caution(want, fits).able(self._registry.usable(Role.DECODE), _ask(want))
+
+    def hope(self, want: Want, fits: Fingerprint | None) -> bool:
+        """Whether a decode worker is there that may have these choices, if it does not drain for ever."""
+        there = [worker for worker in self._registry.workers.values() if worker.there and worker.refused is None]
+        return bool(_caution(want, fits).able([w for w in there if w.role is Role.DECODE], _ask(want)))
+
+    def all_too_small(self, want: Want, fits: Fingerprint | None) -> bool:
+        """Whether decode workers are usable, and all have said that they can never have these choices."""
+        fitting = Caution(fits=fits).able(self._registry.usable(Role.DECODE), _ask(want))
+        return bool(fitting) and not self.places(want, fits)
+
     def choose(
         self,
         want: Want,
@@ -50,18 +65,37 @@ class Placement:
     ) -> Route | None:
         """Workers for these choices, of this fingerprint if they have begun, those in `beside` if possible; None if
         they have to wait. With `least_wait` those where they wait least, however long the prompt then takes."""
-        caution = Caution(avoid=want.avoid, fits=fits, beside=beside)
-        ask = Ask(num_tokens=want.num_tokens, tier=tier, num_choices=len(want.choices), now=now, least_wait=least_wait)
+        caution = replace(_caution(want, fits), beside=beside)
+        ask = replace(_ask(want), tier=tier, now=now, least_wait=least_wait)
         if want.offer is None:
             return self._router.choose(ask, cached, caution)
-        decode = caution.decode(self._registry.usable(Role.DECODE))
+        decode = caution.decode(self._registry.usable(Role.DECODE), ask)
         return Rebind(least_loaded_decode(decode, ask, cached)) if decode else None
 
-    def refuge(self, address: str, num_tokens: int, fits: Fingerprint | None = None) -> WorkerView | None:
+    def any_refuge(self, address: str) -> bool:
+        """Whether another decode worker might have room for a sequence of the one at `address`."""
+        leaving = self._registry.workers[address].welcome
+        fits = None if leaving is None else leaving.fingerprint
+        others = Caution(fits=fits).able(self._registry.usable(Role.DECODE), _NOTHING)
+        return any(worker.address != address and worker.has_room(_NOTHING.num_tokens) for worker in others)
+
+    def refuge(
+        self, address: str, choice: Choice, most_tokens: int, fits: Fingerprint | None = None
+    ) -> WorkerView | None:
         """A decode worker, other than the one at `address`, that probably has room for a sequence that has to leave."""
+        ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens)
+        caution = Caution(fits=fits, too_small=frozenset(choice.too_small), admitted=True)
         others = [
             worker
-            for worker in Caution(fits=fits).decode(self._registry.usable(Role.DECODE))
-            if worker.address != address and worker.has_room(num_tokens)
+            for worker in caution.decode(self._registry.usable(Role.DECODE), ask)
+            if worker.address != address and worker.has_room(ask.num_tokens)
         ]
-        return least_loaded_decode(others, Ask(num_tokens=num_tokens), {}) if others else None
+        return least_loaded_decode(others, ask, {}) if others else None
+
+
+def _caution(want: Want, fits: Fingerprint | None) -> Caution:
+    return Caution(avoid=want.avoid, fits=fits, too_small=want.too_small, admitted=want.admitted)
+
+
+def _ask(want: Want) -> Ask:
+    return Ask(num_tokens=want.num_tokens, most_tokens=want.most_tokens, num_choices=len(want.choices))

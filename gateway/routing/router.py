@@ -6,7 +6,8 @@ no prefill worker is usable       the same, since the request is served all the 
 otherwise                         a prefill and a decode worker                             handoff
 
 The prefill worker is the one from which the first token is expected first (`gateway.routing.estimates`), the decode
-worker the one where the fewest blocks will be in use. Workers that have just failed the request are avoided.
+worker the one where the fewest blocks will be in use, of those that can hold the sequence to its end if there are any.
+Workers that have just failed the request are avoided.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Ask:
     """Of the sequence whose KV is wanted."""
     tier: Tier = Tier.STANDARD
     num_choices: int = 1
+    most_tokens: int = 0
+    """That one sequence can have in the end."""
     now: float = 0.0
     least_wait: bool = False
     """Whether it is to wait as little as possible, however long it then takes."""
@@ -141,15 +144,28 @@ class Caution:
     """What the request has begun with: it goes on only with the same."""
     beside: frozenset[Place] = frozenset()
     """Those that it should go to, if they are among the others."""
+    too_small: frozenset[Place] = frozenset()
+    """Those that can never have the request, as they have said."""
+    admitted: bool = False
+    """Whether it was let in: those that have failed may be tried again, and whoever is full will have room."""
 
-    def decode(self, workers: list[WorkerView]) -> list[WorkerView]:
+    def able(self, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
+        """Decode workers that may have the request, now or once they are full no more: those that say that they can
+        hold it, or if there are none, any; whether it fits is theirs to judge."""
+        workers = [worker for worker in self._fitting(workers) if worker.place not in self.too_small]
+        workers = [worker for worker in workers if worker.holds(ask.most_tokens)] or workers
+        return workers if self.admitted else [worker for worker in workers if worker.place not in self.avoid]
+
+    def decode(self, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
         """Decode workers to choose from: if all of them have failed, any."""
-        workers = self._fitting(workers)
+        workers = [worker for worker in self.able(workers, ask) if not (self.admitted and worker.full)]
         return self._beside([worker for worker in workers if worker.place not in self.avoid] or workers)
 
-    def prefill(self, workers: list[WorkerView]) -> list[WorkerView]:
+    def prefill(self, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
         """Prefill workers to choose from; decode workers can do without, so those that have failed are not asked."""
-        return self._beside([worker for worker in self._fitting(workers) if worker.place not in self.avoid])
+        shunned = self.avoid | self.too_small
+        workers = [worker for worker in self._fitting(workers) if worker.place not in shunned]
+        return self._beside([w for w in workers if w.holds(ask.num_tokens) and not (self.admitted and w.full)])
 
     def _beside(self, workers: list[WorkerView]) -> list[WorkerView]:
         return [worker for worker in workers if worker.place in self.beside] or workers
@@ -178,7 +194,8 @@ class Router:
     def choose(self, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Handoff | Local | None:
         """Workers for a prompt; None if there are none now."""
         registry = self._registry
-        prefill, decode = caution.prefill(registry.usable(Role.PREFILL)), caution.decode(registry.usable(Role.DECODE))
+        prefill = caution.prefill(registry.usable(Role.PREFILL), ask)
+        decode = caution.decode(registry.usable(Role.DECODE), ask)
         if not decode:
             return None
         if self._in_turn:

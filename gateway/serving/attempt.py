@@ -87,6 +87,8 @@ class Choice:
     """Where it will be above suspicion."""
     avoid: set[Place] = field(default_factory=set)
     """Workers that have failed it since its last token."""
+    too_small: set[Place] = field(default_factory=set)
+    """Workers that have said that it can never fit there."""
 
     @property
     def next_position(self) -> int:
@@ -145,6 +147,7 @@ class Attempt:
         prefill: Place | None = None,
         offer: Part | None = None,
         moving: Part | None = None,
+        admitted: bool = False,
         now: float = 0.0,
     ) -> None:
         """On `decode` and `prefill`; on `decode` alone, which takes over the `offer` of a prefill worker, or a running
@@ -162,6 +165,7 @@ class Attempt:
         self.parts = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
         """Of the prefill worker, if there is one, and of the decode worker."""
         self.moving = moving
+        self.admitted = admitted
         self.begun_at = now
         self.decode_has_spoken = False
         """Whether any of the tokens came from the decode worker: it holds the KV of all that came before them."""
@@ -198,6 +202,7 @@ class Attempt:
             "tier": generation.tier,
             "tenant": generation.tenant,
             "cache_salt": generation.cache_salt,
+            "admitted": self.admitted,
             "suspicion": self.suspicion,
         }
         source = self.moving or self.prefill

@@ -8,8 +8,10 @@ Life cycle of a request in the gateway:
        client has as a forced prefix. Choices that have tokens of their own go on each by itself. If it was the decode
        worker, and had not begun, the prefill worker's offer still stands: only a decode worker is wanted.
     4. A decode worker drains: a second attempt pulls the running sequence from it (`move`), and takes over at the cut.
-    5. Every choice has its finish reason: done. Or an attempt fails for good, or too often, or the time runs out:
-       failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
+    5. Every choice has its finish reason: done. Or an attempt fails for good, or too often, or nobody takes it, or the
+       time runs out: failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
+
+That a worker is full, drains or is too small is no failure: others are asked. A request that was let in waits for them.
 
 A choice that was on a worker when that crashed is a suspect until it has got past the place where it was. The next
 worker computes its first steps with those of other suspects, or alone (`common.engine.trials`), and says so (`Trial`):
@@ -38,8 +40,10 @@ MAX_BUGS = 2
 """Of those, what a worker calls its own fault."""
 FIRST_DELAY_S = 0.05
 """Of the second attempt in a row that follows a failure; each further one waits twice as long."""
-_FINAL = frozenset({Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE})
+_FINAL = frozenset({Cause.INVALID, Cause.DEADLINE})
 """What would be the same at another worker."""
+_REFUSALS = frozenset({Cause.CAPACITY, Cause.DRAINING, Cause.TOO_LARGE})
+"""What is no failure: a worker does not take the request, now or ever, and another one may."""
 
 
 class FlowState(StrEnum):
@@ -62,6 +66,14 @@ class Want:
     offer: Part | None = None
     """A prefill worker's part, whose offer still stands."""
     delay_s: float = 0.0
+    too_small: frozenset[Place] = frozenset()
+    """Workers that can never have them."""
+    most_tokens: int = 0
+    """That one of these sequences can have in the end."""
+    admitted: bool = False
+    """Whether the request has been let in: then it waits until somebody takes it."""
+    refusal: Fail | None = None
+    """How the request ends if nobody is left who may take it."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,6 +120,10 @@ class Flow:
     wants: list[Want] = field(default_factory=list)
     """What waits for workers."""
     choices: tuple[Choice, ...] = ()
+    admitted: bool = False
+    """Whether a worker has let it in, or may have: then no other one refuses it for those that wait there."""
+    refusal: Fail | None = None
+    """The last of those after which a worker is not asked again."""
     _newest: dict[RequestId, int] = field(default_factory=dict)
     """Every name under which workers know it → the newest attempt."""
 
@@ -171,7 +187,16 @@ class Flow:
     ) -> list[Action]:
         """Workers are chosen: an attempt begins. With neither `prefill` nor an offer, `decode` computes the prompt."""
         self.wants.remove(want)
-        attempt = Attempt(want.key, self.generation, want.choices, decode, prefill=prefill, offer=want.offer, now=now)
+        attempt = Attempt(
+            want.key,
+            self.generation,
+            want.choices,
+            decode,
+            prefill=prefill,
+            offer=want.offer,
+            admitted=want.admitted,
+            now=now,
+        )
         if prefill is not None:
             where = f"prefill at {prefill.address}, decode at {decode.address}"
         elif want.offer is not None:
@@ -190,7 +215,7 @@ class Flow:
     def move(self, attempt: Attempt, choice: Choice, decode: Place, budget_s: float, *, now: float) -> list[Action]:
         """Let `decode` pull the running sequence of a choice from its draining worker, and go on with it."""
         key = self._next_key(attempt.key.request, alone=attempt.unfinished == [choice])
-        moving = Attempt(key, self.generation, [choice], decode, moving=attempt.decode, now=now)
+        moving = Attempt(key, self.generation, [choice], decode, moving=attempt.decode, admitted=True, now=now)
         where = f"choice {choice.index} moves from {attempt.decode.place.address} to {decode.address}"
         return self._begin(moving, where, budget_s, None)
 
@@ -264,6 +289,7 @@ class Flow:
 
     def _progress(self, attempt: Attempt, choice: Choice) -> list[Action]:
         """A choice has got tokens."""
+        self.admitted = True
         choice.num_failures = choice.num_bugs = 0
         choice.avoid.clear()
         if choice.ended or choice.next_position >= choice.innocent_at:
@@ -300,6 +326,10 @@ class Flow:
 
     def _last_straw(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, share: Share) -> Fail | None:
         """Count the failure for the choices that it concerns; whether it is one too many."""
+        if broken.cause in _REFUSALS:
+            self._note_refusal(attempt.unfinished, broken)
+            return None
+        self.admitted = True
         proven = share is Share.ALONE and any(map(_suspected, wanting))
         for choice in wanting:
             choice.num_failures += share not in (Share.STOOD_BY, Share.IN_GROUP)  # that was somebody else, probably
@@ -324,6 +354,16 @@ class Flow:
             choice.num_crashes += share is Share.PERHAPS
             choice.innocent_at = choice.next_position + TRIAL_TOKENS
 
+    def _note_refusal(self, choices: Sequence[Choice], broken: Broken) -> None:
+        """A worker does not take them. Who was let in may ask a full one again, as soon as that has room."""
+        too_large = broken.cause is Cause.TOO_LARGE
+        passing = broken.cause is Cause.DRAINING or (self.admitted and not too_large)
+        if passing or broken.blame is None:
+            return
+        self.refusal = Fail(broken.cause, broken.message)
+        for choice in choices:
+            (choice.too_small if too_large else choice.avoid).add(broken.blame.place)
+
     def _again(self, attempt: Attempt, choices: Sequence[Choice], offer: Part | None) -> list[Action]:
         """Choices of an attempt that is over want workers."""
         if offer is not None:
@@ -345,6 +385,10 @@ class Flow:
             frozenset(place for choice in choices for place in choice.avoid),
             offer,
             delay_s=FIRST_DELAY_S * 2 ** (num_failures - 2) if num_failures >= 2 else 0.0,
+            too_small=frozenset(place for choice in choices for place in choice.too_small),
+            most_tokens=len(self.generation.token_ids) + self.generation.sampling.max_tokens,
+            admitted=self.admitted,
+            refusal=self.refusal,
         )
         self.wants.append(want)
         return want

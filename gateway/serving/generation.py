@@ -79,7 +79,7 @@ class Readiness:
     reason: str
     """One line for an operator."""
     max_sequence_tokens: int | None = None
-    """Most tokens, prompt and output, that every usable worker takes in one sequence; None while that is not known."""
+    """Most tokens, prompt and output, that a usable decode worker takes in one sequence; None while none is known."""
     details: Mapping[str, object] = field(default_factory=dict)
     """What `/ready` shows besides; JSON values only."""
 

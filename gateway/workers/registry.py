@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from common.contract.errors import FingerprintMismatchError
+from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION
 from common.contract.messages import Heartbeat, Phase, Role, Welcome
@@ -66,6 +66,10 @@ class WorkerView:
     """When its engine last had nothing to do, or had done a step."""
     stalled: bool = False
     """Whether its engine has work and makes no progress."""
+    full: bool = False
+    """Whether it has refused somebody who had been let in before, since its last heartbeat."""
+    leaving: bool = False
+    """Whether it has refused somebody because it drains, since its last heartbeat."""
     rates: TokenRates = field(default_factory=TokenRates)
     """Of this session."""
     identity: str = ""
@@ -76,11 +80,16 @@ class WorkerView:
     """Whether discovery says that it may be given new work."""
 
     @property
+    def there(self) -> bool:
+        """Whether it may be given new work, if it fits, or perhaps later: it drains, and can serve again."""
+        return self.incarnation is not None and self.listed and not self.stalled
+
+    @property
     def available(self) -> bool:
         """Whether it may be given new work, if it fits."""
         said = self.load or self.welcome
-        leaving = said is not None and said.phase is not Phase.SERVING
-        return self.incarnation is not None and self.listed and self.serving and not leaving and not self.stalled
+        leaving = self.leaving or not self.serving or (said is not None and said.phase is not Phase.SERVING)
+        return self.there and not leaving
 
     @property
     def usable(self) -> bool:
@@ -100,6 +109,10 @@ class WorkerView:
     def blocks_expected(self) -> int:
         """The most blocks that it will use, as far as is known."""
         return (self.load.blocks_used if self.load else 0) + sum(given.num_blocks for given in self.unseen)
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether it takes a sequence of `num_tokens`, prompt and output, as it says."""
+        return self.welcome is not None and num_tokens <= self.welcome.max_sequence_tokens
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` probably finds room there at once."""
@@ -148,6 +161,8 @@ class Registry:
         self._sessions = itertools.count(1)
         self.num_restarts: Counter[Role] = Counter()
         """Times that another life of a worker was met at its address."""
+        self.epoch = 0
+        """How often it may have changed who is usable."""
 
     def add(self, role: Role, endpoint: Endpoint) -> None:
         """There is a worker at an address where none was known."""
@@ -182,6 +197,7 @@ class Registry:
             worker.life = incarnation
             worker.in_flight = 0
         worker.refused, worker.stalled = None, False
+        worker.full = worker.leaving = False
         worker.rates.forget()
         self._settle(opening=worker)
         if worker.refused is not None:
@@ -206,6 +222,7 @@ class Registry:
         was_available = worker.available
         before, worker.load, worker.load_at = worker.load, load, now
         worker.gone = [0] * len(Tier)
+        worker.full = worker.leaving = False
         worker.rates.read(now, load.prompt_tokens, load.output_tokens)
         while worker.unseen and worker.unseen[0].number <= load.received:
             worker.unseen.popleft()
@@ -216,6 +233,20 @@ class Registry:
         if worker.available != was_available:
             self._settle()
         return stalls
+
+    def declined(self, address: str, cause: Cause) -> None:
+        """It takes nobody, and has said so before its heartbeat: until that comes it is not asked again."""
+        worker = self.workers[address]
+        if cause is Cause.CAPACITY:
+            worker.full = True
+        elif cause is Cause.DRAINING and not worker.leaving:
+            worker.leaving = True
+            self._settle()
+
+    def takes(self, place: Place) -> bool:
+        """Whether whoever was let in may be sent there now."""
+        worker = self.workers.get(place.address)
+        return worker is not None and worker.incarnation == place.incarnation and worker.usable and not worker.full
 
     def took(self, address: str, given: Given) -> None:
         """A request was given to it."""
@@ -258,6 +289,7 @@ class Registry:
 
     def _settle(self, opening: WorkerView | None = None) -> None:
         """Somebody may have become available, or is not any more: say who is refused now."""
+        self.epoch += 1
         first: WorkerView | None = None
         for worker in sorted(self.workers.values(), key=lambda each: each.session):
             if worker.welcome is None:

@@ -180,10 +180,12 @@ async def test_a_prefill_worker_without_room_lets_prompts_wait(pool: Pool) -> No
     async with workers.dispatcher() as dispatcher:
         crowd = await asyncio.gather(*(answer(dispatcher, work) for work in works))
         alone = await answer(dispatcher, works[9])
-        with pytest.raises(GenerationFailed) as refused:
-            await answer(dispatcher, generation(prompt(1, 300)))
+        before = workers.decode[0].metric("baton_prompt_tokens_computed_total")
+        large = await answer(dispatcher, generation(prompt(77, 300)))
+        assert workers.decode[0].metric("baton_prompt_tokens_computed_total") - before == 300
+        again = await answer(dispatcher, generation(prompt(77, 300)))
     assert crowd[9].tokens == alone.tokens
-    assert refused.value.cause is Cause.TOO_LARGE
+    assert large.tokens == again.tokens, "a prompt that does not fit there is computed by the decode worker"
 
 
 async def test_a_request_that_outlives_its_budget_fails_with_the_state_it_was_in(main_pool: Workers) -> None:

@@ -105,6 +105,28 @@ async def test_a_crowd_gets_the_answers_of_an_idle_worker(
     assert decode.metric("baton_host_blocks_used") == 0
 
 
+async def test_choices_that_each_fill_the_whole_cache_get_the_answers_of_an_idle_worker(
+    main_pool: Workers, small_decode: dict[str, Process]
+) -> None:
+    """There is room for one of them at a time. They are seeded, so that no two are alike."""
+    num_prompt = 2 * BLOCK_SIZE + 1
+    work = generation(
+        prompt(31, num_prompt),
+        n=3,
+        max_tokens=NUM_BLOCKS * BLOCK_SIZE + 1 - num_prompt,
+        ignore_eos=True,
+        temperature=1.0,
+        seed=5,
+    )
+    assert blocks_at_end(work) > 2 * NUM_BLOCKS
+    (expected,) = await answers(main_pool, [work])
+    small = Workers(main_pool.folder, prefill=main_pool.prefill, decode=[small_decode["default"]])
+    (found,) = await answers(small, [work])
+    assert found.tokens == expected.tokens
+    assert {len(tokens) for tokens in found.tokens} == {work.sampling.max_tokens}
+    small.wait_for_baseline()
+
+
 @pytest.mark.parametrize("policy", ["swap", "recompute"])
 async def test_aborts_at_random_moments_under_pressure_leave_nothing_behind(
     main_pool: Workers,

@@ -177,6 +177,7 @@ def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -
         tier=draw(st.sampled_from(Tier)),
         tenant=draw(names),
         cache_salt=draw(names),
+        admitted=draw(st.booleans()),
         suspicion=draw(st.sampled_from(Suspicion)),
         **{name: draw(strategy) for name, strategy in more.items()},
     )

@@ -32,6 +32,8 @@ from kv_transfer.sink import Pull
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 12
+FEWEST_BLOCKS = 6
+"""Those of one sequence: several choices of a long prompt have room one after another."""
 MAX_SEQUENCE_TOKENS = 13
 Choose = Callable[[Seq[Any]], Any]
 AT = Source(address="p:1", incarnation=Incarnation("p"))
@@ -108,7 +110,7 @@ class Traffic:
             preempt_by=self.pick(["cost", "swap", "recompute"]),
             ageing_s=5.0,
         )
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(self.pick([FEWEST_BLOCKS, NUM_BLOCKS, NUM_BLOCKS]))
         self.scheduler = DecodeScheduler(
             self.pool, self.policy, Costs(prefill_s_per_token=self.pick([0.1, 1.0]), swap_s_per_block=0.5)
         )
@@ -286,7 +288,7 @@ class Traffic:
             assert prompt_tokens <= self.policy.prefill_tokens
         if step.chunks and not step.decodes and self.policy.prefill_priority:
             pass
-        elif not step.swap_outs and held <= NUM_BLOCKS // 4:
+        elif not step.swap_outs and held <= self.pool.num_blocks // 4:
             assert self.scheduler.num_running <= self.policy.max_num_seqs
         if step.empty:
             self.pool.step_finished(number)
@@ -439,8 +441,10 @@ class Traffic:
         references.update(block for request in (*self.pulling, *self.computing) for block in request.fork_blocks)
         references.update(block for p in self.scheduler._prompts.values() for block in p.block_table)
         references.update(block for copy in self.scheduler._copies for block in copy)
-        counted = {block: self.pool.ref_count(block) for block in range(NUM_BLOCKS)}
-        assert counted == {block: references[block] for block in range(NUM_BLOCKS)}, "a reference is lost, or too many"
+        counted = {block: self.pool.ref_count(block) for block in range(self.pool.num_blocks)}
+        assert counted == {block: references[block] for block in range(self.pool.num_blocks)}, (
+            "a reference is lost, or too many"
+        )
 
     def run(self, num_events: int) -> None:
         for _ in range(num_events):
@@ -471,7 +475,7 @@ class Traffic:
         self.begin_step()  # lets go of copies that nobody needs any more
         while self.in_flight:
             self.end_step()
-        assert self.pool.num_free == NUM_BLOCKS, "a block was lost"
+        assert self.pool.num_free == self.pool.num_blocks, "a block was lost"
         assert self.scheduler.num_host_used == 0, "host memory was lost"
 
 

@@ -56,9 +56,12 @@ ADDRESSES = (P, P2, D, D2, D3)
 CAUSES = (Cause.CAPACITY, Cause.TRANSFER, Cause.LEASE_LOST, Cause.WORKER_LOST, Cause.INTERNAL, Cause.SUPERSEDED)
 """What a worker may give as its reason."""
 BUDGET_S = 1000.0
+SMALL_TOKENS = 100
+"""Of a sequence, that a small worker can hold."""
 CRASH_SHOWS_S = RECONNECT_S
 GATEWAY = Incarnation("g")
 
+REFUSALS = (("refused at the door", 10), ("refused though let in", 10), ("too large for one", 10))
 Choose = Callable[[Sequence[Any]], Any]
 
 
@@ -72,6 +75,8 @@ class Ask:
     """Tokens of each choice."""
     poison: bool = False
     """Whether it crashes every worker that computes it."""
+    large: bool = False
+    """Whether a small worker cannot hold it."""
 
     def token(self, choice: int, position: int) -> int:
         if position < self.prompt_len:
@@ -132,6 +137,8 @@ class Process:
         self.cut_off = False
         """Whether nothing passes between it and the gateway."""
         self.draining = False
+        self.full = False
+        """Whether it takes nobody, whoever let them in."""
         self.jobs: dict[RequestId, Job] = {}
         self.newest: dict[RequestId, int] = {}
         self.trials = Trials()
@@ -185,10 +192,17 @@ class Process:
         assert work.key.attempt > self.newest.get(work.request, 0), "an attempt is not newer than the one before"
         self.newest[work.request] = work.attempt
         self.jobs.pop(work.request, None)
-        if self.draining:
+        if ask.large and self.address in self.world.small:
+            self.fail(work.key, Cause.TOO_LARGE)
+            self.world.count["too large for one"] += 1
+        elif self.draining:
             self.fail(work.key, Cause.DRAINING)
-        elif self.world.may_fault(12):
+        elif self.full or self.world.may_fault(12):
             self.fail(work.key, Cause.CAPACITY)
+            self.world.count["refused though let in"] += work.admitted
+        elif not work.admitted and len(self.jobs) >= self.world.most_jobs:
+            self.fail(work.key, Cause.CAPACITY)
+            self.world.count["refused at the door"] += 1
         else:
             self.jobs[work.request] = Job(ask, work)
             self.trials.add(work.key, work.suspicion)
@@ -403,12 +417,17 @@ class World:
         self.wires = {address: Wire(self, address) for address in ADDRESSES}
         self.gateway._links.update(self.wires)  # type: ignore[arg-type]
         self.processes = {address: Process(self, address) for address in ADDRESSES}
+        self.most_jobs = choose([1, 2, 9]) if num_faults else 9
+        """Requests that a worker may have before it refuses those that nobody has let in."""
+        self.small = choose([(), (D,), (P, D), (D, D2)]) if num_faults else ()
+        self.small_ones_say_so = choose([False, True])
         self.asks = [
             Ask(
                 number,
                 choose([1, 2, 4]),
                 tuple(choose([1, 3, 9, 15]) for _ in range(1 if num_poisons else choose([1, 1, 2, 3]))),
                 poison=number < num_poisons,
+                large=choose([False, True]),
             )
             for number in range(num_poisons + choose([2, 3]) if num_poisons else choose([1, 2, 3]))
         ]
@@ -431,7 +450,7 @@ class World:
         generation = Generation(
             token_ids=ask.tokens(0, 0, ask.prompt_len),
             num_choices=len(ask.lengths),
-            sampling=SamplingParams(max_tokens=99),
+            sampling=SamplingParams(max_tokens=SMALL_TOKENS * (1 + ask.large) - 10),
             budget_s=BUDGET_S,
         )
         try:
@@ -474,6 +493,8 @@ class World:
                 steps.append(partial(self.come_back, wire))
             if process.draining and process.alive:
                 steps.append(partial(self.drain, process, draining=False))
+            if process.full:
+                steps.append(partial(self.fill, process, full=False))
         if self.num_faults_left > 0:
             steps.append(self.fault)
         return steps
@@ -482,7 +503,7 @@ class World:
         self.num_faults_left -= 1
         wire = self.wires[self.choose(ADDRESSES)]
         process = self.processes[wire.address]
-        kind = self.choose(["crash", "silence", "failure", "loss", "loss", *["drain"] * 4, "client"])
+        kind = self.choose(["crash", "silence", "failure", "loss", "loss", *["drain"] * 4, "full", "full", "client"])
         if kind == "client":
             self.leave()
         elif not wire.open or not process.alive:
@@ -494,6 +515,8 @@ class World:
             process.frozen = self.choose([False, True])
         elif kind == "drain":
             self.drain(process, draining=True)
+        elif kind == "full":
+            self.fill(process, full=True)
         elif kind == "loss":
             self.lose_a_message(wire)
         elif open_jobs := [job for job in process.jobs.values() if not job.finished]:
@@ -529,6 +552,9 @@ class World:
         process.draining = draining
         if not process.cut_off:
             self.beat(process)
+
+    def fill(self, process: Process, *, full: bool) -> None:
+        process.full = full
 
     def beat(self, process: Process) -> None:
         used = self.choose([0, 0, 99])
@@ -570,7 +596,11 @@ class World:
             wire.open, wire.worker = True, process.incarnation
             answer, wire.answer = wire.answer, None
             process.outbox.clear()  # what was said without a session is lost
-            self.gateway.on_open(wire, welcome(process.role, answer.open_requests))  # type: ignore[arg-type]
+            small = wire.address in self.small and self.small_ones_say_so
+            says = welcome(
+                process.role, answer.open_requests, max_sequence_tokens=SMALL_TOKENS if small else 4 * SMALL_TOKENS
+            )
+            self.gateway.on_open(wire, says)  # type: ignore[arg-type]
             process.feed.begin(GATEWAY)
             return
         if not process.alive or (process.cut_off and self.choose([True, False, False])):
@@ -619,7 +649,7 @@ class World:
                 while not wire.open:
                     await self.do(partial(self.come_back, wire))
                 process = self.processes[wire.address]
-                process.draining = False
+                process.draining = process.full = False
                 process.say(heartbeat(total=100))
                 while process.alive and (process.inbox or process.outbox):
                     await self.do(process.hear if process.inbox else partial(self.deliver, wire))
@@ -651,6 +681,7 @@ class World:
     def check(self) -> None:
         """What holds between any two events."""
         assert not self.errors, self.errors
+        self.gateway._waiting.check_invariants()
         in_flight: Counter[str] = Counter()
         for client in self.gateway._open_clients:
             client.flow.check_invariants()
@@ -671,9 +702,11 @@ class World:
             cause = task.result()
             if cause is None:
                 assert [len(received) for received in self.received[ask.number]] == list(ask.lengths)
-            else:
-                assert cause is Cause.POISON, cause
+            elif cause is Cause.POISON:
                 assert ask.number in self.alone_at_a_crash, "it is convicted, and was not alone"
+            else:
+                assert not any(self.received[ask.number]), f"{cause}, though it was let in"
+                assert cause is Cause.CAPACITY or (cause is Cause.TOO_LARGE and ask.large and self.small), cause
         assert not self.gateway._open_clients
         assert not self.gateway._clients
         assert not self.gateway._waiting
@@ -734,7 +767,8 @@ def test_every_client_gets_its_tokens_in_many_long_runs() -> None:
             count += in_own_loop(run_world(Random(seed).choice, 150, num_faults=5)).count
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-    for what, least in (("retried", 50), ("rebound", 10), ("tried in a group", 10), ("moved", 5), ("stayed", 1)):
+    shown = (("retried", 50), ("rebound", 10), ("tried in a group", 10), ("moved", 5), ("stayed", 1), *REFUSALS)
+    for what, least in shown:
         assert count[what] >= least, f"the runs show too little: {count}"
 
 

@@ -915,6 +915,35 @@ async def test_others_have_a_turn_between_two_large_messages_of_a_frame(net: Net
     await ticks.stop()
 
 
+@pytest.mark.parametrize("to_the_worker", [True, False], ids=["by a client", "by a worker"])
+async def test_others_have_a_turn_between_two_frames_that_are_sent(
+    net: Net, monkeypatch: pytest.MonkeyPatch, to_the_worker: bool
+) -> None:
+    """A frame of a million tokens takes long to encode: eight in one turn, and nobody hears a heartbeat."""
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    ticks, encoded_at = Ticks(), []
+
+    def encode_one(sender: Incarnation, messages: Iterable[Message]) -> tuple[bytes, int]:
+        encoded_at.append(ticks.now)
+        return codec.encode_some(sender, messages)
+
+    monkeypatch.setattr(codec, "GATHERED_FRAME_BYTES", 400)
+    monkeypatch.setattr(ends, "encode_some", encode_one)
+    for position in range(30):
+        if to_the_worker:
+            client.link.send(abort(position + 1))
+        else:
+            worker.server.send(client.me, tokens(position))
+    received = worker.received if to_the_worker else client.received
+    async with asyncio.timeout(WAIT_S):
+        while len(received) < 30:
+            await asyncio.sleep(0)
+    assert len(encoded_at) > 2
+    assert len(set(encoded_at)) == len(encoded_at)
+    await ticks.stop()
+
+
 async def test_a_heartbeat_is_made_once_for_all_clients(net: Net) -> None:
     """It counts everything that the worker has; with a thousand clients that would be most of what it does."""
     worker = net.worker()

@@ -21,26 +21,32 @@ INTERACTIVE, STANDARD, BATCH = Tier
         pytest.param(4, 5, 1, 0, 2, id="the last token is never stored"),
         pytest.param(4, 6, 1, 0, 3, id="one token more"),
         pytest.param(1, 1, 1, 0, 1, id="a prompt of one token"),
-        pytest.param(8, 5, 3, 0, 2 + 3, id="full blocks are shared, growth is not"),
-        pytest.param(6, 3, 3, 0, 1 + 3, id="a partial block is copied for each choice"),
-        pytest.param(6, 4, 3, 0, 1 + 3 * 2, id="a partial block and growth for each choice"),
+        pytest.param(8, 5, 3, 0, 3, id="choices that grow one after another"),
+        pytest.param(6, 3, 3, 0, 2, id="no block for a copy of the partial one"),
+        pytest.param(6, 4, 3, 0, 3, id="a block for one copy of two"),
+        pytest.param(6, 30, 2, 0, 9, id="two choices that fill the cache"),
         pytest.param(8, 6, 1, 4, 3, id="what the client has already is not generated again"),
     ],
 )
-def test_the_most_blocks_that_a_request_can_hold(
-    num_tokens: int, max_tokens: int, num_choices: int, num_output: int, needed: int
+@pytest.mark.parametrize("local", [False, True])
+def test_a_request_runs_to_its_end_in_as_many_blocks_as_its_longest_choice_holds(
+    num_tokens: int, max_tokens: int, num_choices: int, num_output: int, needed: int, local: bool
 ) -> None:
-    bench = Bench()
-    subject = request("a", num_tokens, max_tokens, num_choices=num_choices, num_output=num_output)
+    subject = request("a", num_tokens, max_tokens, num_choices=num_choices, num_output=num_output, local=local)
+    assert needed == 1 or not Bench(num_blocks=needed - 1).scheduler.fits(subject.work)
+    bench = Bench(num_blocks=needed)
+    assert bench.scheduler.fits(subject.work)
     assert bench.scheduler.blocks_needed(subject.work) == needed
     bench.reserve(subject)
-    most = bench.pool.num_used
-    bench.settle(subject, *["length"] * num_choices if max_tokens == 1 else [])
-    while bench.scheduler.num_running + bench.scheduler.num_waiting:
-        step = bench.begin_step()
-        most = max(most, bench.pool.num_used)
-        bench.end_step(step)
-    assert most == needed
+    if not local:
+        bench.settle(subject)
+    for _ in range(200):
+        if subject.finished:
+            break
+        bench.step()
+    lengths = [generation.sequence.num_tokens - len(subject.work.token_ids) for generation in subject.generations]
+    assert lengths == [max(1, max_tokens - num_output)] * num_choices
+    assert bench.pool.num_used == 0
 
 
 def test_a_sequence_grows_no_longer_than_the_model_allows() -> None:

@@ -189,7 +189,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 async def test_a_gateway_without_prefill_workers_is_whole(log: pytest.LogCaptureFixture) -> None:
     bench = Bench(prefill=())
     readiness = bench.dispatcher.ready()
-    assert (readiness.ready, readiness.reason, readiness.max_sequence_tokens) == (True, "ready", 50)
+    assert (readiness.ready, readiness.reason, readiness.max_sequence_tokens) == (True, "ready", 10_000)
     await asyncio.wait_for(bench.dispatcher.wait_usable(), 20)
     key, task = await bench.request()
     (decode,) = bench.work[key].values()

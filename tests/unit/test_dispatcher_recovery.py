@@ -113,10 +113,10 @@ async def test_the_time_that_is_left_is_passed_on(make: Any, time: Time) -> None
 async def test_the_second_failure_in_a_row_is_followed_after_a_moment(make: Any, time: Time) -> None:
     bench = make(decode=(D, D2))
     key, _ = await bench.request()
-    bench.fail(P, key, Cause.CAPACITY)
+    bench.fail(P, key, Cause.INTERNAL)
     key, work = bench.newest(key)
     assert set(work) == {D}, "the prefill worker has just failed"
-    bench.fail(D, key, Cause.CAPACITY)
+    bench.fail(D, key, Cause.INTERNAL)
     bench.say(D2, heartbeat())
     assert len(bench.work) == 2
     await time.advance(FIRST_DELAY_S + 0.001)
@@ -128,7 +128,7 @@ async def test_who_finds_nobody_after_that_moment_is_not_forgotten(make: Any, ti
     bench = make()
     key, _ = await bench.request()
     for address in (P, D):
-        bench.fail(address, bench.newest(key)[0], Cause.CAPACITY)
+        bench.fail(address, bench.newest(key)[0], Cause.TRANSFER)
     bench.lose(D)
     await time.advance(1)
     assert len(bench.work) == 2

@@ -33,7 +33,7 @@ from gateway.serving.flow import Fail, FlowState
 from gateway.serving.generation import Delta
 from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash
 
-FINAL = (Cause.INVALID, Cause.TOO_LARGE, Cause.DEADLINE)
+FINAL = (Cause.INVALID, Cause.DEADLINE)
 PASSING = [cause for cause in Cause if cause not in (*FINAL, Cause.POISON, Cause.CANCELLED)]
 """Causes with which another worker, or another moment, may do."""
 
@@ -139,7 +139,8 @@ def test_what_would_be_the_same_elsewhere_is_not_tried_again(run: Run, address: 
     ("cause", "avoided"),
     [
         (Cause.CAPACITY, D),
-        (Cause.DRAINING, D),
+        (Cause.DRAINING, None),
+        (Cause.TOO_LARGE, None),
         (Cause.INTERNAL, D),
         (Cause.TRANSFER, D),
         (Cause.WORKER_LOST, P),
@@ -275,7 +276,7 @@ def test_an_offer_whose_worker_is_gone_is_replaced_by_all_that_it_was_for(run: R
 
 
 def test_a_failure_that_is_one_too_many_frees_the_prefill_worker_too(run: Run) -> None:
-    run.on(D, failed(Cause.TOO_LARGE))
+    run.on(D, failed(Cause.INVALID))
     assert {address for address, _ in run.sent(Abort)} == {P, D}
 
 
@@ -360,7 +361,7 @@ def fail_again(run: Run, cause: Cause) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "most"), [(Cause.CAPACITY, rules.MAX_FAILURES), (Cause.INTERNAL, rules.MAX_BUGS)], ids=str
+    ("cause", "most"), [(Cause.TRANSFER, rules.MAX_FAILURES), (Cause.INTERNAL, rules.MAX_BUGS)], ids=str
 )
 def test_failures_in_a_row_are_bounded(run: Run, cause: Cause, most: int) -> None:
     for _ in range(most):
@@ -374,7 +375,7 @@ def test_failures_in_a_row_are_bounded(run: Run, cause: Cause, most: int) -> Non
 def test_a_new_token_begins_the_count_again(run: Run) -> None:
     for position in range(3):
         for _ in range(rules.MAX_FAILURES - 1):
-            fail_again(run, Cause.CAPACITY)
+            fail_again(run, Cause.TRANSFER)
         run.go(D, P)
         run.on(P, tokens(START + position, position))
         run.on(D, failed(Cause.LEASE_LOST))
@@ -384,7 +385,7 @@ def test_a_new_token_begins_the_count_again(run: Run) -> None:
 
 def test_bugs_are_counted_apart(run: Run) -> None:
     for _ in range(rules.MAX_FAILURES - rules.MAX_BUGS):
-        fail_again(run, Cause.CAPACITY)
+        fail_again(run, Cause.TRANSFER)
     for _ in range(rules.MAX_BUGS):
         fail_again(run, Cause.INTERNAL)
     assert run.flow.running, "as many as there may be of each"
@@ -405,11 +406,69 @@ def test_a_new_token_begins_the_count_of_bugs_again(run: Run) -> None:
 def test_each_further_failure_in_a_row_makes_the_next_attempt_wait_longer(run: Run) -> None:
     delays = []
     for _ in range(rules.MAX_FAILURES):
-        fail_again(run, Cause.CAPACITY)
+        fail_again(run, Cause.TRANSFER)
         delays.append(run.want.delay_s)
     assert delays[0] == 0, "the first failure is nobody's habit"
     assert delays[1] == rules.FIRST_DELAY_S
     assert all(later == 2 * earlier for earlier, later in itertools.pairwise(delays[1:]))
+
+
+# --- who does not take it --------------------------------------------------------------------------------------------
+
+
+def let_in(run: Run) -> None:
+    """A worker had it, and is lost; the client has a token."""
+    run.on(D, tokens(START, 1))
+    run.lose(D)
+
+
+@pytest.mark.parametrize("cause", [Cause.CAPACITY, Cause.DRAINING])
+def test_who_was_let_in_is_refused_as_often_as_need_be(run: Run, cause: Cause) -> None:
+    let_in(run)
+    for _ in range(3 * rules.MAX_FAILURES):
+        assert (run.want.admitted, run.want.refusal, run.want.delay_s) == (True, None, 0.0)
+        run.go(D2, P)
+        run.on(D2, failed(cause))
+    assert run.want.avoid == {place(D)}, "who is full now will have room"
+    assert run.flow.failures == {Cause.WORKER_LOST: 1, cause: 3 * rules.MAX_FAILURES}
+
+
+@pytest.mark.parametrize("heard", ["a token", "a lost worker", "a failed transfer"])
+def test_who_has_been_anywhere_says_so_to_every_other_worker(run: Run, heard: str) -> None:
+    assert not any(work.admitted for _, work in (*run.sent(Prefill), *run.sent(Decode)))
+    match heard:
+        case "a token":
+            run.on(P, tokens(START, 1))
+            run.on(D, failed(Cause.CAPACITY))
+        case "a lost worker":
+            run.lose(D)
+        case "a failed transfer":
+            run.on(D, failed(Cause.TRANSFER))
+    run.go(D2)
+    assert run.sent(Decode)[-1][1].admitted
+
+
+def test_who_has_been_nowhere_asks_each_full_worker_once(run: Run) -> None:
+    run.on(D, failed(Cause.CAPACITY, "full"))
+    run.go(D2)
+    run.on(D2, failed(Cause.DRAINING, "leaving"))
+    assert not run.want.admitted
+    assert run.want.avoid == {place(D)}
+    assert run.want.refusal == Fail(Cause.CAPACITY, "full"), "should nobody else be left"
+
+
+@pytest.mark.parametrize("heard", [False, True])
+@pytest.mark.parametrize("address", [P, D])
+def test_who_is_too_large_for_a_worker_never_goes_there_again(run: Run, address: str, heard: bool) -> None:
+    if heard:
+        let_in(run)
+        run.go(D, P)
+    run.on(address, failed(Cause.TOO_LARGE, "20 blocks"))
+    assert (run.want.too_small, run.want.refusal) == ({place(address)}, Fail(Cause.TOO_LARGE, "20 blocks"))
+    run.go(D2, P2)
+    run.on(D2, tokens(START + heard, 9))
+    run.lose(D2)
+    assert run.want.too_small == {place(address)}, "a new token does not make it smaller"
 
 
 # --- suspects --------------------------------------------------------------------------------------------------------

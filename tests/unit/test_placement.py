@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from dispatcher_bench import D2, D3, LAYOUT, P2, D, P, heartbeat, role_of, welcome
 from flow_run import Run, place
 
+from common.contract.errors import Cause
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
 from gateway.routing.placement import Placement, Rebind
-from gateway.routing.router import Caution, Handoff, Local, LocalPrefill, Router
+from gateway.routing.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
+from gateway.serving.attempt import Choice
 from gateway.serving.flow import Want
 from gateway.workers.registry import Given, Registry
 
@@ -28,20 +31,34 @@ class Pool:
             self.registry.opened(address, place(address).incarnation, welcome(role_of(address)))
         self.placement = Placement(self.registry, Router(self.registry))
 
-    def choose(self, *, avoid: Sequence[str] = (), offer: bool = False) -> tuple[str, ...] | None:
+    def choose(self, **wanted: Any) -> tuple[str, ...] | None:
         """Where a request would go."""
-        match self.placement.choose(self.want(avoid=avoid, offer=offer), Tier.STANDARD, {}, 0.0):
+        match self.placement.choose(self.want(**wanted), Tier.STANDARD, {}, 0.0):
             case Handoff(prefill=prefill, decode=decode):
                 return prefill.address, decode.address
             case Local(decode=decode) | Rebind(decode=decode):
                 return (decode.address,)
         return None
 
-    def want(self, *, avoid: Sequence[str] = (), offer: bool = False) -> Want:
+    def want(
+        self,
+        *,
+        avoid: Sequence[str] = (),
+        too_small: Sequence[str] = (),
+        offer: bool = False,
+        admitted: bool = True,
+        most_tokens: int = 0,
+    ) -> Want:
         run = Run()
         run.lose(D)
-        part = run.want.offer if offer else None
-        return Want(run.want.key, run.want.choices, frozenset(place(each) for each in avoid), offer=part)
+        return replace(
+            run.want,
+            avoid=frozenset(place(each) for each in avoid),
+            too_small=frozenset(place(each) for each in too_small),
+            offer=run.want.offer if offer else None,
+            admitted=admitted,
+            most_tokens=most_tokens,
+        )
 
 
 def views(pool: Pool, role: Role) -> list[Any]:
@@ -105,8 +122,9 @@ def test_an_offer_stands_as_long_as_its_worker() -> None:
 
 def test_no_caution_changes_nothing() -> None:
     pool = Pool()
-    assert Caution().decode(views(pool, Role.DECODE)) == views(pool, Role.DECODE)
-    assert Caution().prefill(views(pool, Role.PREFILL)) == views(pool, Role.PREFILL)
+    ask = Ask(num_tokens=3)
+    assert Caution().decode(views(pool, Role.DECODE), ask) == views(pool, Role.DECODE)
+    assert Caution().prefill(views(pool, Role.PREFILL), ask) == views(pool, Role.PREFILL)
 
 
 def test_where_all_prefill_workers_have_failed_that_is_said() -> None:
@@ -116,11 +134,86 @@ def test_where_all_prefill_workers_have_failed_that_is_said() -> None:
     assert route.reason is LocalPrefill.NO_PREFILL_WORKER
 
 
+# --- those that do not take it ---------------------------------------------------------------------------------------
+
+
+class Sizes(Pool):
+    """Decode workers that hold 100, 200 and 100 tokens of a sequence, and prefill workers that hold 2 and 1000."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for address, num_tokens in {P: 2, P2: 1000, D: 100, D2: 200, D3: 100}.items():
+            life, role = place(address).incarnation, role_of(address)
+            self.registry.opened(address, life, welcome(role, max_sequence_tokens=num_tokens))
+
+    def occupy(self, address: str) -> None:
+        self.registry.took(address, Given(number=1, tier=Tier.STANDARD, num_sequences=9, num_blocks=9))
+
+
+def test_a_sequence_goes_where_it_can_end() -> None:
+    pool = Sizes()
+    assert pool.choose(most_tokens=100) == (P2, D)
+    assert pool.choose(most_tokens=101) == (P2, D2)
+    pool.occupy(D2)
+    assert pool.choose(most_tokens=101) == (P2, D2), "however empty the others are"
+    assert pool.choose(most_tokens=201) == (P2, D), "what no worker says to hold is for the workers to refuse"
+    assert pool.choose(most_tokens=101, offer=True) == (D2,)
+    assert pool.choose(most_tokens=101, avoid=(D2,)) == (P2, D2), "though it has failed"
+
+
+def test_who_has_said_that_it_is_too_small_is_not_asked_again() -> None:
+    pool = Sizes()
+    assert pool.choose(too_small=(D,)) == (P2, D2)
+    assert pool.choose(too_small=(D, D2, D3)) is None
+    assert pool.choose(too_small=(D, D2, D3), offer=True) is None
+    assert pool.choose(too_small=(P2,)) == (D,), "a decode worker computes it"
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+def test_a_full_worker_is_asked_by_those_whom_it_has_not_refused_yet(admitted: bool) -> None:
+    pool = Pool()
+    if admitted:
+        for address in (P, D, D2):
+            pool.registry.declined(address, Cause.CAPACITY)
+        assert pool.choose() == (P2, D3)
+        pool.registry.declined(D3, Cause.CAPACITY)
+        assert pool.choose() is None
+        pool.registry.heartbeat(D2, heartbeat(), 0.0)
+        assert pool.choose() == (P2, D2), "it has been heard of since"
+    else:
+        assert pool.choose(admitted=False, avoid=(D, P)) == (P2, D2)
+        assert pool.choose(admitted=False, avoid=NEAR) is None
+
+
+def test_a_worker_that_refuses_since_it_leaves_is_not_usable_until_it_says_otherwise() -> None:
+    pool = Pool()
+    epoch = pool.registry.epoch
+    pool.registry.declined(D, Cause.DRAINING)
+    assert pool.choose() == (P, D2)
+    assert pool.registry.epoch > epoch
+    epoch = pool.registry.epoch
+    pool.registry.heartbeat(D, heartbeat(), 0.0)
+    assert pool.choose() == (P, D)
+    assert pool.registry.epoch > epoch
+
+
+def test_there_is_hope_as_long_as_somebody_is_there_who_can_hold_it() -> None:
+    pool = Sizes()
+    want = pool.want(too_small=(D, D3), most_tokens=150)
+    assert pool.placement.hope(want, None)
+    pool.registry.declined(D2, Cause.DRAINING)
+    assert pool.placement.places(want, None) == []
+    assert pool.placement.hope(want, None), "it may serve again"
+    assert pool.placement.all_too_small(want, None)
+    pool.registry.lost(D2)
+    assert not pool.placement.hope(want, None)
+
+
 # --- refuges ---------------------------------------------------------------------------------------------------------
 
 
 def refuge(pool: Pool, address: str, num_tokens: int) -> str | None:
-    worker = pool.placement.refuge(address, num_tokens)
+    worker = pool.placement.refuge(address, Choice(0, [1] * num_tokens), most_tokens=num_tokens)
     return None if worker is None else worker.address
 
 
@@ -139,3 +232,17 @@ def test_a_refuge_is_another_usable_worker_with_room() -> None:
     assert refuge(pool, D, most) == D2
     pool.registry.lost(D2)
     assert refuge(pool, D, most) is None
+
+
+def test_a_refuge_can_hold_the_sequence_to_its_end() -> None:
+    pool = Sizes()
+    for address in NEAR:
+        pool.registry.heartbeat(address, heartbeat(used=0, total=10), 0.0)
+    choice = Choice(0, [1, 2, 3])
+    worker = pool.placement.refuge(D, choice, most_tokens=150)
+    assert worker is not None
+    assert worker.address == D2
+    choice.too_small.add(place(D2))
+    worker = pool.placement.refuge(D, choice, most_tokens=50)
+    assert worker is not None
+    assert worker.address == D3

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -280,6 +281,10 @@ def test_one_waiting_request_too_many_is_the_caller_s_to_refuse() -> None:
     assert bench.scheduler.full
     with pytest.raises(AssertionError):
         bench.scheduler.add(request("c", 1))
+    elsewhere = request("elsewhere", 1)
+    elsewhere.work = replace(elsewhere.work, admitted=True)
+    bench.scheduler.add(elsewhere)
+    assert bench.scheduler.num_waiting == 3, "who was let in elsewhere comes in all the same"
 
 
 def test_what_can_never_fit_is_the_caller_s_to_refuse() -> None:

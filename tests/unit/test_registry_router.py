@@ -30,7 +30,7 @@ def welcome(role: Role, fingerprint: Fingerprint = FINGERPRINT) -> Welcome:
     return Welcome(
         role=role,
         fingerprint=fingerprint,
-        max_sequence_tokens=1,
+        max_sequence_tokens=10**6,
         transport="zmq",
         transport_metadata=b"",
         open_requests=(),

@@ -420,6 +420,12 @@ def test_a_withdrawn_offer_ends_the_pull(pull: Pull, state: PullState) -> None:
     assert "reclaimed" in actions[-1].message
 
 
+@pytest.mark.parametrize("cause", [Cause.DRAINING, Cause.TOO_LARGE])
+def test_that_a_source_leaves_or_is_too_small_is_not_said_of_the_sink(pull: Pull, cause: Cause) -> None:
+    offered(pull)
+    assert gave_up(pull.withdrawn(OfferWithdrawn(**ABOUT, cause=cause, message="mine"))) is Cause.LEASE_LOST
+
+
 @pytest.mark.parametrize("prepare", [offered, settling], ids=["offered", "settling"])
 def test_the_source_is_told_at_once_when_no_read_is_open(pull: Pull, prepare) -> None:
     prepare(pull)

@@ -33,6 +33,7 @@ from common.runtime.channel.ends import (
     Outbox,
     Traffic,
     after_reconnect_time,
+    rest,
     result,
     sleep,
     turns,
@@ -124,6 +125,8 @@ class ControlClient:
         """Connections that have broken."""
         self._unheard: tuple[int, float] | None = None
         """The first echo that the worker has not confirmed: its number, and when it was sent."""
+        self._heard = 0
+        """Messages that the worker has taken, as its last heartbeat says."""
         self._hellos = 0
         self._hello_wait_s = _HELLO_RETRY_S / 2
         self._socket = context.socket(zmq.DEALER)
@@ -248,7 +251,7 @@ class ControlClient:
         self._heard_at = self._clock()
         for number, turn in enumerate(turns(messages, len(frame))):
             if number:
-                await asyncio.sleep(0)
+                await rest()
             for message in turn:
                 self._accept(sender, message)
 
@@ -304,8 +307,10 @@ class ControlClient:
 
     def _is_deaf(self, heartbeat: Heartbeat) -> bool:
         """Whether echoes are missing for long, by the worker's count and by our clock: heartbeats that lay unread here,
-        or that the worker was too busy to send, prove nothing."""
-        if self._unheard is None or heartbeat.echoed >= self._unheard[0]:
+        or that the worker was too busy to send, prove nothing. Nor do echoes that lie there behind large messages, of
+        which it takes one after another."""
+        heard, self._heard = heartbeat.received != self._heard, heartbeat.received
+        if heard or self._unheard is None or heartbeat.echoed >= self._unheard[0]:
             self._unheard = None
             return False
         interval_s = self._pulse.interval_s
@@ -334,18 +339,21 @@ class ControlClient:
         self._handler.on_lost(self, why, crashed=crashed)
 
     def _flush(self) -> None:
+        """Send one frame; the next one in a turn of its own."""
         self._flush_scheduled = False
-        while self._outbox and self.state is LinkState.OPEN and not self._disconnected:
+        if self._outbox and self.state is LinkState.OPEN and not self._disconnected:
             try:
                 frame = self._outbox.frame()
             except ProtocolError as error:
                 self._lose(f"a message that cannot travel: {error}")
                 return
-            if not self._try_send(frame):
-                self._flush_scheduled = True
-                asyncio.get_running_loop().call_later(BACKPRESSURE_RETRY_S, self._flush)
-                break
-            self._sent += self._outbox.left()
+            if self._try_send(frame):
+                self._sent += self._outbox.left()
+                if self._outbox:
+                    self._flush_soon()
+                return
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_later(BACKPRESSURE_RETRY_S, self._flush)
         if self._outbox.overfull:
             self._lose(f"{len(self._outbox)} messages unread")
 

@@ -83,6 +83,12 @@ def turns(messages: Sequence[Message], num_bytes: int) -> Iterator[Sequence[Mess
     return (messages[start : start + size] for start in range(0, len(messages), size))
 
 
+async def rest() -> None:
+    """Let others run between two turns: also the task of a timer that is due, which runs a turn after the timer."""
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
 async def sleep(seconds: float, pulse: Pulse, until: asyncio.Event | None = None) -> float:
     """Sleep, or until an event; for how long the event loop has stood still at the end of it, or 0. What others have
     sent meanwhile lies unread, so nobody may be judged silent for that time."""

@@ -29,9 +29,11 @@ from common.contract.messages import (
 from common.runtime.channel.ends import (
     BACKPRESSURE_RETRY_S,
     GOODBYE,
+    TURN_BYTES,
     Outbox,
     Traffic,
     after_reconnect_time,
+    rest,
     result,
     sleep,
     turns,
@@ -132,6 +134,9 @@ class ControlServer:
         session.outbox.append(message)
         if peer in self._stalled:
             return
+        self._flush_soon(peer)
+
+    def _flush_soon(self, peer: Incarnation) -> None:
         self._unflushed[peer] = None
         if not self._flush_scheduled:
             self._flush_scheduled = True
@@ -165,10 +170,12 @@ class ControlServer:
                 messages = []
             for number, turn in enumerate(turns(messages, len(parts[-1]))):
                 if number:
-                    await asyncio.sleep(0)
+                    await rest()
                 for message in turn:
                     self._accept(sender, message)
-            await asyncio.sleep(0)  # while frames are queued, nothing else here waits
+            await (
+                rest() if len(parts[-1]) > TURN_BYTES else asyncio.sleep(0)
+            )  # while frames are queued, nothing waits
 
     def _open_frame(self, parts: list[bytes]) -> tuple[Incarnation, list[Message]]:
         if len(parts) != 2:
@@ -214,7 +221,7 @@ class ControlServer:
         outbox = old.outbox if old else Outbox(self._me)
         self._sessions[peer] = _Session(hello.role, self._clock(), outbox, self._beat)
         if outbox:
-            self._unflushed[peer] = None
+            self._flush_soon(peer)
         self._send_control(peer, replace(welcome, number=hello.number, open_requests=open_requests))
         self._handler.on_open(peer, hello.role)
 
@@ -241,22 +248,26 @@ class ControlServer:
                 self._flush_peer(peer)
 
     def _flush_peer(self, peer: Incarnation) -> None:
+        """Send one frame; the next one in a turn of its own."""
         session = self._sessions[peer]
         outbox = session.outbox
-        while outbox and not session.broken:
+        if outbox and not session.broken:
             try:
-                if not self._send_now(peer, outbox.frame()):
-                    session.broken = True
-                    after_reconnect_time(self._pulse, partial(self._judge_connection, peer, session))
-                    break
+                delivered = self._send_now(peer, outbox.frame())
             except ProtocolError as error:
                 log.error("to a client: %s", error)
                 self._lose(peer, "a message that cannot travel")
                 return
             except zmq.Again:
                 self._wait_for_reader(peer)
-                break
-            session.sent += outbox.left()
+            else:
+                if delivered:
+                    session.sent += outbox.left()
+                    if outbox:
+                        self._flush_soon(peer)
+                    return
+                session.broken = True
+                after_reconnect_time(self._pulse, partial(self._judge_connection, peer, session))
         if outbox.overfull:
             self._lose(peer, f"{len(outbox)} messages unread")
 

@@ -1,0 +1,472 @@
+"""Requests that wait: for room, for a worker that can hold them, for any worker; and what many of them cost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from dispatcher_bench import D2, D3, P2, Bench, D, P, Time, failure, heartbeat, settle, text
+
+from common.contract.errors import Cause
+from common.contract.ids import RequestKey
+from common.contract.messages import Decode, Phase, Prefill
+from gateway.routing.dispatcher import _MOST_A_TURN
+from gateway.serving.flow import MAX_FAILURES
+from gateway.serving.generation import Delta, GenerationFailed
+
+PATIENCE_S = 10.0
+MANY = 100
+Asked = tuple[RequestKey, asyncio.Task[list[Delta]]]
+
+
+@pytest.fixture
+async def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+async def make(time: Time) -> AsyncIterator[Any]:
+    """Benches in the test's own time; nothing may be left of them."""
+    benches = []
+
+    def make_bench(prefill: tuple[str, ...] = (), decode: tuple[str, ...] = (D, D2), **options: Any) -> Bench:
+        benches.append(Bench(prefill, decode, clock=time, patience_s=PATIENCE_S, **options))
+        return benches[-1]
+
+    yield make_bench
+    for bench in benches:
+        await bench.close()
+        bench.dispatcher._waiting.check_invariants()
+        assert not bench.dispatcher._impatient
+
+
+class Counts:
+    """How often the dispatcher asks what it costs something to ask."""
+
+    def __init__(self, bench: Bench) -> None:
+        dispatcher: Any = bench.dispatcher
+        self.num_looked_up = self.num_places = self.num_routed = 0
+        self._looked_up, self._places = dispatcher._index.longest, dispatcher._placement.places
+        self._routed = dispatcher._placement.choose
+        dispatcher._index.longest = self._look_up
+        dispatcher._placement.places = self._ask_for_places
+        dispatcher._placement.choose = self._route
+
+    def _look_up(self, *args: Any) -> Any:
+        self.num_looked_up += 1
+        return self._looked_up(*args)
+
+    def _ask_for_places(self, *args: Any) -> Any:
+        self.num_places += 1
+        return self._places(*args)
+
+    def _route(self, *args: Any, **options: Any) -> Any:
+        self.num_routed += 1
+        return self._routed(*args, **options)
+
+    @contextmanager
+    def nothing(self) -> Iterator[None]:
+        """What is done here costs nothing, however many wait."""
+        before = self.num_looked_up, self.num_places, self.num_routed
+        yield
+        assert (self.num_looked_up, self.num_places, self.num_routed) == before
+
+
+async def streams(bench: Bench, num: int = MANY, address: str = D, **options: Any) -> list[Asked]:
+    """Requests that run at a decode worker, each with its first token; nobody else is there."""
+    asked = [await bench.request(**options) for _ in range(num)]
+    for key, _ in asked:
+        bench.tokens(address, key, 0, 10)
+    return asked
+
+
+def decodes(bench: Bench, address: str) -> int:
+    return len(bench.sent(address, Decode))
+
+
+async def turns(until: Callable[[], bool]) -> int:
+    """How many turns of the loop it takes."""
+    for number in range(10_000):
+        if until():
+            return number
+        await asyncio.sleep(0)
+    raise AssertionError("it does not come about")
+
+
+# --- what many cost --------------------------------------------------------------------------------------------------
+
+
+async def test_heartbeats_cost_nothing_while_many_wait_for_a_decode_worker(make: Any) -> None:
+    bench = make(prefill=(P, P2))
+    bench.lose(D2)
+    asked = [await bench.request() for _ in range(MANY)]
+    for key, _ in asked:
+        bench.tokens(D, key, 0, 10)
+    counts = Counts(bench)
+    bench.lose(D)
+    await turns(lambda: counts.num_places >= MANY)
+    await settle()
+    assert counts.num_looked_up == 0, "nobody is there to whom it would matter who has the prompt"
+    assert counts.num_places == MANY
+    with counts.nothing():
+        for address in (P, P2) * 3:
+            bench.say(address, heartbeat())
+            await settle()
+    bench.open(D, restarted=True)
+    await turns(lambda: decodes(bench, D) == 2 * MANY)
+    assert counts.num_places == counts.num_looked_up + MANY == counts.num_routed + MANY == 2 * MANY
+
+
+async def test_heartbeats_cost_nothing_while_many_wait_for_workers_of_their_own_weights(make: Any) -> None:
+    """A rollout: the workers of the old weights are gone, requests that have begun with them wait."""
+    bench = make(prefill=(P,))
+    bench.lose(D2)
+    asked = [await bench.request() for _ in range(MANY)]
+    for key, _ in asked:
+        bench.tokens(D, key, 0, 10)
+    for address in (P, D):
+        bench.lose(address)
+    for address in (P, D2):
+        bench.open(address, restarted=True, weights_hash="new")
+    counts = Counts(bench)
+    await settle()
+    await turns(lambda: not bench.dispatcher._waiting._new)
+    assert counts.num_looked_up == 0
+    with counts.nothing():
+        for _ in range(3):
+            for address in (P, D2):
+                bench.say(address, heartbeat())
+                await settle()
+    new, _ = await bench.request()
+    assert set(bench.work[new]) == {P, D2}, "who begins now does so at once"
+
+
+async def test_heartbeats_cost_nothing_while_many_wait_for_room(make: Any) -> None:
+    bench = make(prefill=(P,))
+    bench.lose(D2)
+    asked = [await bench.request() for _ in range(MANY)]
+    for key, _ in asked:
+        bench.tokens(D, key, 0, 10)
+    bench.open(D2)
+    bench.registry.declined(D2, Cause.CAPACITY)
+    counts = Counts(bench)
+    bench.lose(D)
+    await turns(lambda: not bench.dispatcher._waiting._new)
+    await settle()
+    with counts.nothing():
+        for _ in range(3):
+            bench.say(P, heartbeat())
+            await settle()
+    for _ in range(3):
+        before = decodes(bench, D2)
+        bench.say(D2, heartbeat())
+        bench.fail(D2, list(bench.work)[-1], Cause.CAPACITY)
+        await settle()
+        assert decodes(bench, D2) - before <= _MOST_A_TURN, "one that is full is not asked by all of them"
+        with counts.nothing():
+            bench.say(P, heartbeat())
+            await settle()
+    bench.say(D2, heartbeat())
+    await turns(lambda: not bench.dispatcher._waiting)
+    assert counts.num_looked_up == counts.num_routed == decodes(bench, D2)
+
+
+@pytest.mark.parametrize("why", ["full", "other weights"])
+async def test_heartbeats_cost_nothing_while_many_are_to_leave_a_worker_and_nobody_can_take_them(
+    make: Any, why: str
+) -> None:
+    bench = make()
+    bench.lose(D2)
+    await streams(bench)
+    bench.open(D2, weights_hash="new" if why == "other weights" else "w")
+    bench.say(D2, heartbeat(used=100 if why == "full" else 0, total=100))
+    placement: Any = bench.dispatcher._placement
+    placement.refuge = None
+    for _ in range(3):
+        bench.say(D, heartbeat(Phase.DRAINING))
+    del placement.refuge
+    bench.lose(D2)
+    bench.open(D2)
+    bench.say(D2, heartbeat(total=10_000))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    assert decodes(bench, D2) == MANY
+
+
+async def test_many_go_on_a_few_in_each_turn_of_the_loop(make: Any) -> None:
+    bench = make()
+    bench.lose(D2)
+    await streams(bench)
+    bench.lose(D)
+    await turns(lambda: not bench.dispatcher._waiting._new)
+    bench.open(D2)
+    most, before = 0, 0
+    while before < MANY:
+        now = decodes(bench, D2)
+        most, before = max(most, now - before), now
+        await asyncio.sleep(0)
+    assert 0 < most <= _MOST_A_TURN
+
+
+async def test_many_that_lose_their_worker_go_on_a_few_in_each_turn_of_the_loop(make: Any) -> None:
+    bench = make()
+    bench.lose(D2)
+    await streams(bench)
+    bench.open(D2)
+    bench.lose(D)
+    assert decodes(bench, D2) <= _MOST_A_TURN
+    assert await turns(lambda: decodes(bench, D2) == MANY) >= MANY // _MOST_A_TURN - 1
+
+
+async def test_who_leaves_costs_the_others_nothing(make: Any) -> None:
+    bench = make()
+    bench.lose(D2)
+    asked = await streams(bench)
+    bench.lose(D)
+    await turns(lambda: not bench.dispatcher._waiting._new)
+    counts = Counts(bench)
+    with counts.nothing():
+        for _, task in asked[::2]:
+            task.cancel()
+        await settle()
+    assert len(bench.dispatcher._waiting) == MANY // 2
+    bench.dispatcher._waiting.check_invariants()
+
+
+# --- full workers ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_whose_survivors_are_full_waits_until_one_has_room(make: Any, time: Time) -> None:
+    bench = make(prefill=(P,))
+    bench.lose(D2)
+    key, task = await bench.request(budget_s=300)
+    for address in (P, D):
+        bench.tokens(address, key, 0, 10)
+    bench.open(D2)
+    bench.lose(D)
+    refusals = 3 * MAX_FAILURES
+    for number in range(refusals):
+        key, work = bench.newest(key)
+        assert (key.attempt, set(work), work[D2].admitted) == (number + 2, {D2} if number else {P, D2}, True)
+        bench.fail(D2, key, Cause.CAPACITY)
+        await time.advance(1.0)
+        bench.say(P, heartbeat())
+        assert bench.newest(key)[0] == key, "not before it has been heard of"
+        bench.say(D2, heartbeat())
+    assert time.now > 1000 + PATIENCE_S
+    key, _ = bench.newest(key)
+    bench.tokens(D2, key, 1, 11, reason="stop")
+    assert await text(task) == [10, 11]
+    assert bench.counted("failovers_total", cause="capacity") == refusals
+
+
+async def test_a_stream_waits_for_room_until_its_own_time_is_up(make: Any, time: Time) -> None:
+    bench = make()
+    bench.lose(D2)
+    key, task = await bench.request(budget_s=60)
+    bench.tokens(D, key, 0, 10)
+    bench.open(D2)
+    bench.lose(D)
+    bench.fail(D2, bench.newest(key)[0], Cause.CAPACITY)
+    await time.advance(59)
+    assert not task.done()
+    await time.advance(3)
+    assert await failure(task) is Cause.DEADLINE
+
+
+async def test_a_full_prefill_worker_is_done_without_until_it_is_heard_of(make: Any, time: Time) -> None:
+    bench = make(prefill=(P,))
+    bench.lose(D2)
+    key, _ = await bench.request()
+    for address in (P, D):
+        bench.tokens(address, key, 0, 10)
+    bench.open(D2)
+    bench.lose(D)
+    key, work = bench.newest(key)
+    assert set(work) == {P, D2}
+    bench.fail(P, key, Cause.CAPACITY)
+    for heard in (False, True):
+        key, work = bench.newest(key)
+        assert set(work) == {D2}
+        if heard:
+            bench.say(P, heartbeat())
+        bench.fail(D2, key, Cause.LEASE_LOST)
+        await time.advance(1.0)
+    assert set(bench.newest(key)[1]) == {P, D2}
+
+
+async def test_a_new_request_asks_each_full_worker_once(make: Any) -> None:
+    bench = make(decode=(D, D2, D3))
+    key, task = await bench.request()
+    asked = set()
+    for _ in range(3):
+        newest, work = bench.newest(key)
+        asked |= set(work)
+        (address,) = work
+        assert not work[address].admitted
+        bench.fail(address, newest, Cause.CAPACITY)
+    assert asked == {D, D2, D3}
+    assert await failure(task) is Cause.CAPACITY
+    assert len(bench.work) == 3
+
+
+async def test_that_a_worker_refuses_new_requests_keeps_nobody_else_waiting(make: Any) -> None:
+    bench = make()
+    running, _ = await bench.request()
+    (address,) = bench.work[running]
+    bench.tokens(address, running, 0, 10)
+    other = D2 if address == D else D
+    new, _ = await bench.request()
+    assert set(bench.work[new]) == {other}
+    bench.fail(other, new, Cause.CAPACITY)
+    bench.lose(address)
+    assert set(bench.newest(running)[1]) == {other}
+
+
+# --- workers that leave ----------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_waits_for_the_only_worker_to_serve_again(make: Any, time: Time) -> None:
+    bench = make(decode=(D,))
+    key, task = await bench.request(budget_s=300)
+    bench.tokens(D, key, 0, 10)
+    bench.fail(D, key, Cause.DRAINING)
+    await time.advance(3 * PATIENCE_S)
+    bench.say(D, heartbeat(Phase.DRAINING))
+    await time.advance(3 * PATIENCE_S)
+    assert len(bench.work) == 1
+    assert not task.done()
+    bench.say(D, heartbeat())
+    key, _ = bench.newest(key)
+    bench.tokens(D, key, 1, 11, reason="stop")
+    assert await text(task) == [10, 11]
+
+
+async def test_patience_begins_when_nobody_is_there_any_more(make: Any, time: Time) -> None:
+    bench = make(decode=(D,))
+    key, task = await bench.request(budget_s=300)
+    bench.tokens(D, key, 0, 10)
+    bench.fail(D, key, Cause.DRAINING)
+    await time.advance(3 * PATIENCE_S)
+    bench.lose(D, "it has left")
+    await time.advance(PATIENCE_S - 0.1)
+    assert not task.done()
+    await time.advance(0.2)
+    assert await failure(task) is Cause.WORKER_LOST
+
+
+async def test_patience_begins_anew_when_somebody_has_been_there(make: Any, time: Time) -> None:
+    bench = make(decode=(D,))
+    key, task = await bench.request(budget_s=300)
+    bench.tokens(D, key, 0, 10)
+    bench.lose(D)
+    for _ in range(4):
+        await time.advance(0.9 * PATIENCE_S)
+        assert not task.done()
+        bench.open(D, restarted=True)
+        newest, _ = bench.newest(key)
+        bench.fail(D, newest, Cause.DRAINING)
+        bench.lose(D)
+    await time.advance(1.1 * PATIENCE_S)
+    assert await failure(task) is Cause.WORKER_LOST
+
+
+async def test_a_new_request_that_nobody_takes_waits_no_longer_than_patience(make: Any, time: Time) -> None:
+    bench = make(decode=(D,))
+    key, task = await bench.request(budget_s=300)
+    bench.fail(D, key, Cause.DRAINING)
+    bench.say(D, heartbeat(Phase.DRAINING))
+    await time.advance(1.1 * PATIENCE_S)
+    assert await failure(task) is Cause.WORKER_LOST
+
+
+# --- small workers ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_that_a_small_worker_cannot_hold_goes_on_at_a_large_one(make: Any) -> None:
+    bench = make()
+    bench.lose(D2)
+    key, task = await bench.request()
+    bench.tokens(D, key, 0, 10)
+    bench.open(D2)
+    bench.lose(D)
+    key, work = bench.newest(key)
+    assert set(work) == {D2}
+    bench.fail(D2, key, Cause.TOO_LARGE)
+    assert not task.done()
+    bench.open(D, restarted=True)
+    key, work = bench.newest(key)
+    assert set(work) == {D}
+    bench.tokens(D, key, 1, 11, reason="stop")
+    assert await text(task) == [10, 11]
+
+
+async def test_a_stream_goes_where_it_can_end_though_a_small_worker_is_emptier(make: Any) -> None:
+    bench = make()
+    bench.lose(D2)
+    asked = await streams(bench, 3)
+    bench.open(D2, max_sequence_tokens=50)
+    for key, _ in asked:
+        bench.fail(D, key, Cause.LEASE_LOST)
+    assert [set(bench.newest(key)[1]) for key, _ in asked] == [{D}] * 3
+    new, _ = await bench.request()
+    assert set(bench.work[new]) == {D}
+
+
+async def test_several_choices_that_a_small_worker_cannot_hold_go_to_a_large_one(make: Any) -> None:
+    bench = make()
+    key, _ = await bench.request(n=8)
+    (address,) = bench.work[key]
+    bench.fail(address, key, Cause.TOO_LARGE)
+    newest, work = bench.newest(key)
+    assert set(work) == {D2 if address == D else D}
+    assert (newest.attempt, work.popitem()[1].choices) == (2, tuple(range(8)))
+
+
+async def test_what_no_worker_can_hold_is_refused_once_all_have_said_so(make: Any) -> None:
+    bench = make()
+    key, task = await bench.request()
+    for address in (D, D2):
+        assert not task.done()
+        bench.fail(address, bench.newest(key)[0], Cause.TOO_LARGE)
+    assert await failure(task) is Cause.TOO_LARGE
+
+
+async def test_a_stream_that_only_small_workers_could_go_on_with_says_so_in_the_end(make: Any, time: Time) -> None:
+    bench = make()
+    bench.lose(D2)
+    key, task = await bench.request(budget_s=300)
+    bench.tokens(D, key, 0, 10)
+    bench.open(D2)
+    bench.lose(D)
+    bench.fail(D2, bench.newest(key)[0], Cause.TOO_LARGE)
+    await time.advance(PATIENCE_S - 0.1)
+    assert not task.done(), "a larger one may come"
+    await time.advance(0.2)
+    assert await failure(task) is Cause.TOO_LARGE
+
+
+async def test_a_prompt_that_a_prefill_worker_cannot_hold_is_computed_elsewhere(make: Any) -> None:
+    bench = make(prefill=(P, P2))
+    bench.open(P, max_sequence_tokens=2)
+    key, _ = await bench.request()
+    assert set(bench.work[key]) == {P2, D}, "it says so"
+    bench.fail(P2, key, Cause.TOO_LARGE)
+    assert set(bench.newest(key)[1]) == {D}, "it has said so"
+    assert len(bench.sent(P, Prefill)) == 0
+
+
+async def test_the_longest_sequence_is_what_the_largest_decode_worker_takes(make: Any) -> None:
+    bench = make(prefill=(P,))
+    bench.open(P, max_sequence_tokens=10)
+    bench.open(D, max_sequence_tokens=100)
+    bench.open(D2, max_sequence_tokens=200)
+    assert bench.dispatcher.ready().max_sequence_tokens == 200
+    bench.lose(D2)
+    assert bench.dispatcher.ready().max_sequence_tokens == 100
+    bench.lose(D)
+    assert bench.dispatcher.ready().max_sequence_tokens is None
+    with pytest.raises(GenerationFailed):
+        await bench.request()
