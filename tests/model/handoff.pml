@@ -28,6 +28,9 @@
 #ifndef REFUSALS
 #define REFUSALS 1
 #endif
+#ifndef REVOCATIONS
+#define REVOCATIONS 1
+#endif
 #ifndef REPLAYS
 #define REPLAYS 1
 #endif
@@ -62,6 +65,7 @@ byte terminals;
 /* What may still go wrong. `costly`: something other than a loss between source and sink, or a replay, has happened. */
 byte budget = DISTURBANCES;
 byte crashes = CRASHES, losses = LOSSES, expiries = EXPIRIES, aborts = ABORTS, refusals = REFUSALS, replays = REPLAYS;
+byte revocations = REVOCATIONS;
 
 /* --- the prefill worker ------------------------------------------------------------------------------------------ */
 
@@ -535,6 +539,10 @@ end:
   :: atomic { pull[i] == OFFERED && own[i] == FREE ->
        own[i] = HELD; d_generation[i]++; d_kv[2 * i] = false; d_kv[2 * i + 1] = false;
        PULL_TO(i, OFFERED, PULLING) }
+  :: atomic { pull[i] == PULLING && !d_reading[i] && !d_got[i] && budget && revocations ->
+       budget--; revocations--;
+       own[i] = FREE;
+       PULL_TO(i, PULLING, OFFERED) }
   :: atomic { pull[i] == PULLING && !d_reading[i] && d_got[i] < d_known[i] -> d_reading[i] = true }
   :: atomic { d_reading[i] -> end_read(i) }
   :: atomic { d_late[i] -> end_late_read(i) }

@@ -109,7 +109,7 @@ class DecodeShell(Worker):
         self.reads: list[Read] = []
         self.others = self.pool.allocate(NUM_BLOCKS) if world.bounds.busy and life == 1 else []
         """Blocks of another sequence."""
-        self.departures = Departures(self, self.pool, self, self.tell_anyone, None)  # type: ignore[arg-type]
+        self.departures = Departures(self, self.pool, self, self.tell_anyone, None, 4)  # type: ignore[arg-type]
 
     def tell_anyone(self, peer: Incarnation, message: Message) -> None:
         """The departures send to sinks and gateways."""
@@ -210,6 +210,19 @@ class DecodeShell(Worker):
             batch = [job for job in self.jobs.values() if self.goes_on(job)]
             if batch:
                 self.step = (self.pool.step_started(), [self.part_of_step(job) for job in batch])
+
+    def revocable(self) -> list[Job]:
+        """Those whose reservation could be taken back."""
+        return [job for job in self.jobs.values() if job.pull is not None and job.pull.revocable and not job.work.moving]
+
+    def revoke(self, job: Job) -> None:
+        """Somebody else has its blocks for a moment: it waits for room again."""
+        assert job.pull is not None
+        blocks = job.pull._sink_blocks
+        job.pull.revoke()
+        job.waits = True
+        self.release(blocks)
+        self.look_again()
 
     def goes_on(self, job: Job) -> bool:
         if job.running is None:

@@ -303,6 +303,7 @@ class World:
                 events.append(("expire", address))
             if isinstance(worker, DecodeShell):
                 events += [("fail_read", address, index) for index in range(len(worker.reads))]
+                events += [("revoke", address) for _ in worker.revocable()]
             if len(worker.table) or worker.table.num_parked:
                 events.append(("deadline", address))
         if self.gateway.flow.running:
@@ -461,6 +462,12 @@ class World:
         sink.end_read(index, None)
 
     on_fail_read = on_read_fails
+
+    def on_revoke(self, address: str) -> None:
+        """A decode worker takes a reservation back."""
+        worker: Any = self.workers[address]
+        [job] = worker.revocable()
+        worker.revoke(job)
 
     def on_replayed(self, name: str) -> None:
         link = self.links[name]

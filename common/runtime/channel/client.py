@@ -116,6 +116,8 @@ class ControlClient:
         self._received = 0
         self._heard_at = clock()
         self._resyncing = False
+        self._greets = asyncio.Event()
+        """Set when a Hello is to be said at once: the session has ended, or is to be opened again."""
         self._disconnected = False
         """Whether the connection has broken, and nobody has answered since. Nothing is sent until then:
         another worker may answer."""
@@ -178,16 +180,18 @@ class ControlClient:
 
     async def _watch(self) -> None:
         while True:
+            self._greets.clear()
             if self.state is LinkState.GREETING or self._resyncing:
                 said = self._greet()
                 self._hello_wait_s = min(2 * self._hello_wait_s, _HELLO_RETRY_MAX_S) if said else _HELLO_RETRY_S
-                stall_s = await sleep(self._hello_wait_s, self._pulse)
+                stall_s = await sleep(self._hello_wait_s, self._pulse, self._greets)
             elif self.state is LinkState.REFUSED:
                 stall_s = await sleep(self._pulse.timeout_s, self._pulse)
                 if self.state is LinkState.REFUSED:  # it may have opened meanwhile
                     self._greet()
-            else:
-                stall_s = await sleep(self._pulse.interval_s, self._pulse)
+            else:  # an idle link wakes its process for heartbeats alone
+                left_s = self._heard_at + self._pulse.timeout_s - self._clock()
+                stall_s = await sleep(max(self._pulse.interval_s, left_s), self._pulse, self._greets)
             now = self._clock()
             self._heard_at = min(now, self._heard_at + stall_s)
             silent_s = now - self._heard_at
@@ -207,7 +211,7 @@ class ControlClient:
                 self._disconnected = self._resyncing = True
                 self._breaks += 1
                 self._hello_wait_s = _HELLO_RETRY_S / 2
-                self._greet()
+                self._greets.set()
                 after_reconnect_time(self._pulse, partial(self._judge_connection, self._breaks))
 
     @property
@@ -319,7 +323,7 @@ class ControlClient:
         elif not self._resyncing:
             log.warning("messages to or from %s were lost; opening the session again", self.address)
             self._resyncing = True
-            self._greet()
+            self._greets.set()
 
     def _lose(self, why: str, *, crashed: bool = False) -> None:
         self.traffic.sessions_lost += 1
@@ -327,6 +331,7 @@ class ControlClient:
 
     def _end(self, why: str, *, crashed: bool = False) -> None:
         self.state = LinkState.GREETING
+        self._greets.set()
         self._heard_at = self._clock()
         self._outbox = Outbox(self._me)
         self._resyncing = self._disconnected = False

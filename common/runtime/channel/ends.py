@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,12 +89,17 @@ async def rest() -> None:
     await asyncio.sleep(0)
 
 
-async def sleep(seconds: float, pulse: Pulse) -> float:
-    """Sleep; for how long the event loop has stood still at the end of it, or 0. What others have sent meanwhile lies
-    unread, so nobody may be judged silent for that time."""
+async def sleep(seconds: float, pulse: Pulse, until: asyncio.Event | None = None) -> float:
+    """Sleep, or until an event; for how long the event loop has stood still at the end of it, or 0. What others have
+    sent meanwhile lies unread, so nobody may be judged silent for that time."""
     loop = asyncio.get_running_loop()
     due = loop.time() + seconds
-    await asyncio.sleep(seconds)
+    if until is None:
+        await asyncio.sleep(seconds)
+    else:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):  # `wait_for` may swallow a cancellation that comes with the event
+                await until.wait()
     return _stall_s(loop.time() - due, pulse)
 
 
