@@ -213,7 +213,9 @@ class DecodeShell(Worker):
 
     def revocable(self) -> list[Job]:
         """Those whose reservation could be taken back."""
-        return [job for job in self.jobs.values() if job.pull is not None and job.pull.revocable and not job.work.moving]
+        return [
+            job for job in self.jobs.values() if job.pull is not None and job.pull.revocable and not job.work.moving
+        ]
 
     def revoke(self, job: Job) -> None:
         """Somebody else has its blocks for a moment: it waits for room again."""
