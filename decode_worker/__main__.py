@@ -7,6 +7,7 @@ from pathlib import Path
 from common.runtime.clock import monotonic
 from common.runtime.config import DecodeSettings
 from common.runtime.curve import CurveKeys
+from common.runtime.peer_networks import PeerNetworks
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 
 
@@ -30,7 +31,8 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
         device_id=cache.device.index or 0,
     )
     keys = CurveKeys.load(settings.curve_keys)
-    make_transport = transport_maker(settings.transport, region, host.me, settings.host, keys, cache.synchronize)
+    peers = PeerNetworks.of(settings)
+    make_transport = transport_maker(settings.transport, region, host.me, settings.host, keys, cache.synchronize, peers)
     worker = DecodeWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker

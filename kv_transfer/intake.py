@@ -39,6 +39,7 @@ from common.contract.messages import (
 from common.runtime.clock import Clock
 from common.runtime.config import WorkerSettings
 from common.runtime.curve import CurveKeys
+from common.runtime.peer_networks import PeerNetworks
 from common.runtime.probes import counter, gauge
 from kv_transfer.mover import Mover
 from kv_transfer.pull_times import PullTimes
@@ -109,9 +110,8 @@ class Intake:
         self._block_bytes = region.block_bytes
         self._events = events
         self._clock = clock
-        self._links = SourceLinks(
-            me, role, fingerprint, self, clock, settings.pulse, CurveKeys.load(settings.curve_keys)
-        )
+        peers, keys = PeerNetworks.of(settings), CurveKeys.load(settings.curve_keys)
+        self._links = SourceLinks(me, role, fingerprint, self, clock, settings.pulse, peers, keys)
         self._pulls: dict[RequestId, tuple[Pull, Fits | None]] = {}
         """Pulls that have neither settled nor been given up."""
         self._quarantine: dict[Pull, float] = {}
@@ -332,6 +332,7 @@ class Intake:
         yield counter("baton_transfer_bytes", "Bytes pulled.", mover.num_blocks_read * self._block_bytes)
         yield counter("baton_transfer_seconds", "Durations of reads, summed; reads overlap.", mover.read_seconds)
         yield counter("baton_transfer_failures", "Reads that failed.", mover.num_reads_failed)
+        yield counter("baton_sources_refused", "Addresses outside the peers' networks.", self._links.num_refused)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -1,10 +1,17 @@
-"""Links from a worker to those that it pulls from: opened at first need, closed when lost."""
+"""Links from a worker to those that it pulls from: opened at first need, closed when lost.
+
+Addresses come with messages, so a worker connects only to those within its `PeerNetworks`. A name is resolved once for
+each link, and what it resolves to is what is checked, and connected to.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Collection
+from dataclasses import dataclass
+from ipaddress import IPv4Address
 from typing import Protocol
 
 import zmq.asyncio
@@ -16,6 +23,8 @@ from common.contract.messages import Hello, HelloRefused, Message, Role, Welcome
 from common.runtime.channel import ControlClient, LinkState
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
+from common.runtime.daemon_threads import DaemonThreads
+from common.runtime.peer_networks import PeerNetworks
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +48,13 @@ class SourceEvents(Protocol):
         """A source is gone, refuses us, or never answered; `source` is None if there was never a session."""
 
 
+@dataclass(slots=True, eq=False)
+class _Link:
+    task: asyncio.Task[None]
+    client: ControlClient | None = None
+    """None until it is known where to connect."""
+
+
 class SourceLinks:
     """One link for each address. A link that is lost or refused is closed; the next need opens another."""
 
@@ -50,45 +66,49 @@ class SourceLinks:
         events: SourceEvents,
         clock: Clock,
         pulse: Pulse,
+        peers: PeerNetworks,
         keys: CurveKeys | None = None,
     ) -> None:
+        self.num_refused = 0
+        """Addresses outside the peers' networks that messages have named."""
         self._me = me
         self._role = role
         self._fingerprint = fingerprint
         self._events = events
         self._clock = clock
         self._pulse = pulse
+        self._peers = peers
         self._keys = keys
         self._context = zmq.asyncio.Context()
-        self._links: dict[str, tuple[ControlClient, asyncio.Task[None]]] = {}
+        self._resolver = DaemonThreads(1, "resolve-names")
+        self._links: dict[str, _Link] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def need(self, address: str) -> Incarnation | None:
         """Make sure that a link to `address` exists; the incarnation at its other end, if it is open already."""
         if address not in self._links:
-            link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse, self._keys)
-            task = asyncio.create_task(link.run())
+            task = asyncio.create_task(self._run(address))
             task.add_done_callback(self._watch)
-            self._links[address] = (link, task)
+            self._links[address] = _Link(task)
         return self.at(address)
 
     def at(self, address: str) -> Incarnation | None:
         """The incarnation at the other end of the link to `address`, if there is one and it is open."""
-        if address not in self._links:
-            return None
-        link = self._links[address][0]
-        return link.worker if link.state is LinkState.OPEN else None
+        client = self._client(address)
+        return client.worker if client is not None and client.state is LinkState.OPEN else None
 
     def send(self, address: str, message: Message) -> None:
         """Send to the source at `address`; inert without an open link."""
-        if address in self._links:
-            self._links[address][0].send(message)
+        client = self._client(address)
+        if client is not None:
+            client.send(message)
 
     def welcome(self, address: str) -> Welcome:
         """What the source at `address`, whose link is open, has said of itself."""
-        welcome = self._links[address][0].welcome
-        assert welcome is not None
-        return welcome
+        client = self._client(address)
+        assert client is not None
+        assert client.welcome is not None
+        return client.welcome
 
     async def close(self) -> None:
         """Close every link."""
@@ -97,6 +117,45 @@ class SourceLinks:
         await asyncio.gather(*self._closing, return_exceptions=True)
         self._context.destroy(linger=100)
 
+    async def _run(self, address: str) -> None:
+        """Find out where `address` is and, if this worker may connect to there, keep the link until cancelled."""
+        host, _, port = address.rpartition(":")
+        try:
+            found = await self._resolve(host)
+        except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+            self._give_up(address, Cause.WORKER_LOST, f"its name does not resolve: {error!r}")
+            return
+        if not self._peers.admit(found):
+            self.num_refused += 1
+            why = f"this worker connects only to addresses within --peer-networks ({self._peers})"
+            log.warning("refused to connect to %s (%s): %s", address, found, why)
+            self._give_up(address, Cause.TRANSFER, why)
+            return
+        client = ControlClient(
+            self._context, address, self._me, self, self._clock, self._pulse, self._keys, f"{found}:{port}"
+        )
+        self._links[address].client = client
+        await client.run()
+
+    async def _resolve(self, host: str) -> str:
+        """The IPv4 address of a host. Raises `OSError`, also when it takes too long, or `UnicodeError`."""
+        try:
+            return str(IPv4Address(host))
+        except ValueError:
+            pass
+        finding = self._resolver.submit(lambda: socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM))
+        async with asyncio.timeout(self._pulse.timeout_s):
+            (*_, found), *_ = await asyncio.wrap_future(finding)
+        return str(found[0])
+
+    def _give_up(self, address: str, cause: Cause, why: str) -> None:
+        del self._links[address]
+        self._events.on_source_lost(address, None, cause, why)
+
+    def _client(self, address: str) -> ControlClient | None:
+        link = self._links.get(address)
+        return None if link is None else link.client
+
     def _watch(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._events.on_died(error)
@@ -104,7 +163,7 @@ class SourceLinks:
     def _close(self, address: str) -> None:
         if address not in self._links:
             return
-        _, task = self._links.pop(address)
+        task = self._links.pop(address).task
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         task.cancel()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from common.contract.ids import Incarnation
 from common.runtime.curve import CurveKeys
+from common.runtime.peer_networks import EVERYWHERE, PeerNetworks
 from kv_transfer.regions import Region
 from kv_transfer.transport import Transport
 
@@ -17,11 +18,13 @@ def transport_maker(
     host: str,
     keys: CurveKeys | None = None,
     synchronize: Callable[[], None] = lambda: None,
+    peers: PeerNetworks = EVERYWHERE,
 ) -> Callable[[], Transport]:
     """A function that makes the transport `name` ("nixl" or "zmq") over `region`, on the thread that will use it.
 
     `host` is where peers reach this worker; only the ZMQ transport binds it, and only that one is encrypted, by `keys`.
-    NIXL is loaded only when it is asked for. `synchronize` is of `NixlTransport`.
+    NIXL is loaded only when it is asked for. `synchronize` is of `NixlTransport`; `peers` are of `ZmqTransport`, for
+    where NIXL connects to stands in metadata that UCX alone can read.
     """
 
     def make() -> Transport:
@@ -31,6 +34,6 @@ def transport_maker(
             return NixlTransport(region, me, synchronize)
         from kv_transfer.zmq_transport import ZmqTransport
 
-        return ZmqTransport(region, me, host, keys)
+        return ZmqTransport(region, me, host, keys, peers)
 
     return make

@@ -27,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from common.runtime.curve import CurveKeys
+from common.runtime.peer_networks import EVERYWHERE, PeerNetworks
 from kv_transfer.regions import Region
 from kv_transfer.transport import Read, ReadState, pack_metadata, require_pairs, unpack, unpack_metadata
 
@@ -114,8 +115,16 @@ class ZmqTransport:
     name = "zmq"
     serves_by_polling = False
 
-    def __init__(self, region: Region, incarnation: Incarnation, host: str, keys: CurveKeys | None = None) -> None:
+    def __init__(
+        self,
+        region: Region,
+        incarnation: Incarnation,
+        host: str,
+        keys: CurveKeys | None = None,
+        peers: PeerNetworks = EVERYWHERE,
+    ) -> None:
         self._keys = keys
+        self._peers = peers
         if region.device != "cpu":
             raise TransferError("the ZMQ transport moves host memory only")
         self._region = region
@@ -151,6 +160,8 @@ class ZmqTransport:
             raise TransferError(f"transport metadata of {theirs.incarnation}, not of {source}")
         if theirs.block_bytes != self._region.block_bytes:
             raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
+        if not self._peers.admit(theirs.endpoint.removeprefix("tcp://").rpartition(":")[0]):
+            raise TransferError(f"blocks of {source} at {theirs.endpoint}, not within --peer-networks ({self._peers})")
         self._links[source] = _Link(self._context, self._region, theirs, self._keys)
         self._sources[source] = theirs
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from common.runtime.clock import monotonic
 from common.runtime.config import PrefillSettings
 from common.runtime.curve import CurveKeys
+from common.runtime.peer_networks import PeerNetworks
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 
 
@@ -28,7 +29,8 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
         device_id=cache.device.index or 0,
     )
     keys = CurveKeys.load(settings.curve_keys)
-    make_transport = transport_maker(settings.transport, region, host.me, settings.host, keys, cache.synchronize)
+    peers = PeerNetworks.of(settings)
+    make_transport = transport_maker(settings.transport, region, host.me, settings.host, keys, cache.synchronize, peers)
     worker = PrefillWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker

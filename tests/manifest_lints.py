@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
 from common.runtime.config import ENV_PREFIX, DecodeSettings, GatewaySettings, PrefillSettings
+from common.runtime.ucx_exposure import allows_tcp
 
 Object = dict[str, Any]
 ROLES: Mapping[str, type[BaseSettings]] = {
@@ -158,6 +159,20 @@ def settings_exist(objects: list[Object]) -> Iterator[str]:
         except ValidationError as error:
             first = error.errors()[0]
             yield f"{named(each)}: {'.'.join(map(str, first['loc'])) or role}: {first['msg']}"
+
+
+def memory_is_opened_on_purpose(objects: list[Object]) -> Iterator[str]:
+    """A worker, which never binds loopback in a pod, exposes its memory over TCP if and only if UCX speaks TCP."""
+    for each, _, container in containers(objects):
+        variables = environment(objects, container)
+        if container.get("args", ("",))[0] not in ("prefill", "decode"):
+            continue
+        with_tcp = variables.get("BATON_TRANSPORT") != "zmq" and allows_tcp(variables.get("UCX_TLS"))
+        exposed = variables.get("BATON_EXPOSE_MEMORY_OVER_TCP") == "true"
+        if with_tcp and not exposed:
+            yield f"{named(each)}: it ends at its start, for it would expose its memory over TCP"
+        if exposed and not with_tcp:
+            yield f"{named(each)}: it is to expose its memory over TCP, which it does not use"
 
 
 def grace_adds_up(objects: list[Object]) -> Iterator[str]:
@@ -354,6 +369,7 @@ LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     selectors_fit,
     ports_exist,
     settings_exist,
+    memory_is_opened_on_purpose,
     grace_adds_up,
     starts_have_time,
     names_resolve,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv4Network
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -38,6 +39,20 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _ipv4(text: str) -> str:
+    try:
+        return str(IPv4Address(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not an IPv4 address") from error
+
+
+def _network(text: object) -> object:
+    try:
+        return IPv4Network(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not an IPv4 network, as in 10.0.0.0/8: {error}") from error
+
+
 def _origin(text: str) -> str:
     if text != "*" and _ORIGIN.fullmatch(text) is None:
         raise ValueError(
@@ -54,6 +69,8 @@ HostNames = Annotated[
 """Names of hosts, as a tuple or separated by commas."""
 WorkerAddresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...], NoDecode, BeforeValidator(_split)]
 """`host:port` of several workers, as a tuple or separated by commas."""
+Networks = Annotated[tuple[Annotated[IPv4Network, BeforeValidator(_network)], ...], NoDecode, BeforeValidator(_split)]
+"""IPv4 networks, as a tuple or separated by commas."""
 
 
 class ProcessSettings(BaseSettings):
@@ -103,7 +120,9 @@ class TierSettings(ProcessSettings):
 class WorkerSettings(TierSettings):
     """What both worker roles have."""
 
-    host: str = Field("127.0.0.1", description="address to bind; peers and gateways reach the worker here")
+    host: Annotated[str, AfterValidator(_ipv4)] = Field(
+        "127.0.0.1", description="IPv4 address to bind; peers and gateways reach the worker here"
+    )
     control_port: Port = Field(0, description="control port (0: any free one)")
     http_port: Port = Field(0, description="port of /health, /ready and /metrics (0: any free one)")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
@@ -123,6 +142,15 @@ class WorkerSettings(TierSettings):
         "auto", description="plan a step while the one before it runs: auto does on a GPU"
     )
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
+    expose_memory_over_tcp: bool = Field(
+        False,
+        description="let UCX listen off loopback: whoever reaches its port reads and writes this worker's memory",
+    )
+    peer_networks: Networks | None = Field(
+        None,
+        description="networks in which a worker may connect to an address that a message names: 10.0.0.0/8,... "
+        "(none: anywhere with CURVE keys; else loopback, or the subnets of --host)",
+    )
     checksums: bool = Field(False, description="verify every block that moves by CRC-32 (CPU only)")
     max_waiting: int = Field(1024, ge=1, le=65536, description="requests waiting; one more is refused")
     prefix_cache: bool = Field(True, description="keep the KV of prompts and answers for prompts that begin alike")

@@ -31,6 +31,7 @@ from common.runtime.lifecycle import (
 )
 from common.runtime.logs import configure_logging
 from common.runtime.probes import Probed, ProbeServer
+from common.runtime.ucx_exposure import guard_memory
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ def run_worker(
         settings = load(settings_type, program, sys.argv[1:])
         configure_logging(settings.log_level, program, settings.log_format)
         end_with_parent(settings.end_with_parent)
+        guard_memory(settings)
         run(lambda stop: serve(settings, stop))
 
     exit_on_operator_error(main)

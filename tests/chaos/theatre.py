@@ -53,7 +53,7 @@ class Actor:
         self.closed.clear()
         self.process = Process(
             "chaos.staged_worker",
-            [*options, "--host", self.host.address],
+            [*options, "--host", self.host.address, "--expose-memory-over-tcp"],
             self.env | {"STAGE_SOCKET": str(self.socket), "PYTHONPATH": str(Path(__file__).parents[1])},
             prefix=self.host.prefix,
         )

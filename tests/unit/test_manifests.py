@@ -197,6 +197,18 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], None], str]] = {
         "--fast is no option of decode",
     ),
     "a role": (set_in("Deployment", DECODE, *FIRST, "args", value=["decoder"]), "'decoder' is no role"),
+    "memory that nobody means to expose": (
+        lambda objects: set_env(objects, "prefill", "BATON_EXPOSE_MEMORY_OVER_TCP", "false"),
+        "Deployment/baton-prefill: it ends at its start",
+    ),
+    "memory that is exposed for nothing": (
+        lambda objects: set_env(objects, "decode", "UCX_TLS", "rc,cuda,sm"),
+        "Deployment/baton-decode: it is to expose its memory over TCP, which it does not use",
+    ),
+    "networks of peers": (
+        lambda objects: set_env(objects, "decode", "BATON_PEER_NETWORKS", "10.0.0.1/8"),
+        "Deployment/baton-decode: peer_networks",
+    ),
     "the grace": (
         lambda objects: set_env(objects, "decode", "BATON_DRAIN_GRACE_S", "600"),
         "Deployment/baton-decode: terminationGracePeriodSeconds is below the 615 s",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncIterator, Collection
+from ipaddress import IPv4Network
 
 import pytest
 from played_source import FINGERPRINT, WAIT_S, PlayedSource
@@ -22,8 +25,10 @@ from common.contract.messages import (
     Welcome,
 )
 from common.runtime.clock import Pulse
+from common.runtime.peer_networks import PeerNetworks
 from kv_transfer.source_links import SourceLinks
 
+PEERS = PeerNetworks((IPv4Network("127.0.0.0/8"),))
 KEY = RequestKey(RequestId("r1"), 1)
 ATTACH = Attach(request=KEY.request, attempt=KEY.attempt, offered=KEY.attempt)
 REFUSED = HelloRefused(cause=Cause.FINGERPRINT, message="other weights")
@@ -72,7 +77,7 @@ class Net:
         sink = new_incarnation()
         self.events = Events()
         pulse = Pulse(interval_s=0.05, timeout_s=20.0)
-        self.links = SourceLinks(sink, Role.PREFILL, FINGERPRINT, self.events, lambda: self.now, pulse)
+        self.links = SourceLinks(sink, Role.PREFILL, FINGERPRINT, self.events, lambda: self.now, pulse, PEERS)
         self.source = PlayedSource(sink)
         self.address = self.source.address
 
@@ -173,3 +178,73 @@ async def test_closing_says_goodbye(net: Net) -> None:
     await net.opened()
     await net.links.close()
     assert await net.source.expect(Goodbye) == Goodbye()
+
+
+# --- where it may connect to -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What names resolve to; all others do not."""
+    known: dict[str, str] = {}
+
+    def resolve(host: str, port: object, family: int, kind: int) -> list[tuple[object, ...]]:
+        assert (family, kind) == (socket.AF_INET, socket.SOCK_STREAM)
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(family, kind, 6, "", (known[host], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return known
+
+
+@pytest.mark.parametrize("address", ["128.0.0.1:7000", "0.0.0.0:7000", "10.0.0.1:7000"])
+async def test_an_address_of_no_peer_is_refused(net: Net, address: str) -> None:
+    assert net.links.need(address) is None
+    assert await net.events.next() == ("lost", address, None, Cause.TRANSFER)
+    assert net.links.num_refused == 1
+    assert net.links.need(address) is None, "it is looked at anew"
+    assert await net.events.next() == ("lost", address, None, Cause.TRANSFER)
+    assert net.links.num_refused == 2
+    await net.opened()  # the others go on
+
+
+async def test_a_name_is_resolved_once_and_what_was_checked_is_connected_to(net: Net, names: dict[str, str]) -> None:
+    """ZeroMQ itself cannot resolve this one."""
+    port = net.address.rpartition(":")[2]
+    names |= {"worker-7.test": "127.0.0.1", "elsewhere.test": "10.0.0.1"}
+    net.address = f"worker-7.test:{port}"
+    await net.opened()
+    net.links.send(net.address, ATTACH)
+    assert await net.source.expect(Attach) == ATTACH
+    net.links.need(f"elsewhere.test:{port}")
+    assert await net.events.next() == ("lost", f"elsewhere.test:{port}", None, Cause.TRANSFER)
+    assert net.links.num_refused == 1
+
+
+@pytest.mark.parametrize("name", ["nobody.test", "a..b", "x" * 70, "[::1]"])
+async def test_a_name_that_does_not_resolve_is_nobody(net: Net, name: str) -> None:
+    net.links.need(f"{name}:7000")
+    assert await net.events.next() == ("lost", f"{name}:7000", None, Cause.WORKER_LOST)
+    assert net.links.num_refused == 0
+
+
+async def test_a_name_that_takes_too_long_is_given_up_and_closing_waits_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, answered = threading.Semaphore(0), threading.Event()
+
+    def resolve(*_: object) -> None:
+        asked.release()
+        answered.wait(WAIT_S)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    events, pulse = Events(), Pulse(interval_s=0.05, timeout_s=0.2)
+    links = SourceLinks(new_incarnation(), Role.PREFILL, FINGERPRINT, events, lambda: 0.0, pulse, PEERS)
+    links.need("slow.test:7000")
+    await asyncio.to_thread(asked.acquire)
+    assert await events.next() == ("lost", "slow.test:7000", None, Cause.WORKER_LOST)
+    links.need("slow.test:7000")
+    await links.close()
+    assert events.empty
+    answered.set()

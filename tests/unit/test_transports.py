@@ -12,6 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from ipaddress import IPv4Network
 
 import msgpack
 import pytest
@@ -22,6 +23,7 @@ from transport_source import END_BOUND_S, POISON, Cache, make_transport
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
+from common.runtime.peer_networks import PeerNetworks
 from kv_transfer import zmq_transport
 from kv_transfer.mover import Mover
 from kv_transfer.nixl_transport import NixlTransport
@@ -402,6 +404,11 @@ class Liar:
         }
         self.metadata: bytes = msgpack.packb(fields)
 
+    @property
+    def port(self) -> str:
+        """Where it listens."""
+        return self.router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+
     def reopen(self) -> None:
         """Drop every connection and listen at the same address again."""
         endpoint = self.router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -435,6 +442,25 @@ def lied_to() -> Iterator[tuple[Liar, ZmqTransport, Cache]]:
     yield liar, sink, cache
     sink.close()
     liar.close()
+
+
+@pytest.mark.parametrize("peers", ["10.0.0.0/8", "127.0.0.2/32"])
+def test_a_source_may_not_send_a_zmq_sink_elsewhere(peers: str) -> None:
+    """Its metadata says where its blocks are: nobody connects to where a worker may not."""
+    liar = Liar()
+    sink = ZmqTransport(
+        Cache(1, PIECE_BYTES).region, new_incarnation(), "127.0.0.1", peers=PeerNetworks((IPv4Network(peers),))
+    )
+    try:
+        with pytest.raises(
+            TransferError, match=re.escape(f"127.0.0.1:{liar.port}, not within --peer-networks ({peers})")
+        ):
+            sink.add_source(liar.incarnation, liar.metadata)
+        with pytest.raises(TransferError, match="unknown source"):
+            sink.start_read(liar.incarnation, [0], [0])
+    finally:
+        sink.close()
+        liar.close()
 
 
 def poll_to_end(sink: Transport, read: Read) -> None:

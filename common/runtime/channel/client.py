@@ -99,7 +99,9 @@ class ControlClient:
         clock: Clock,
         pulse: Pulse,
         keys: CurveKeys | None = None,
+        endpoint: str | None = None,
     ) -> None:
+        """`endpoint` is what `address` resolves to, where the caller has seen to that."""
         self.address = address
         self.state = LinkState.GREETING
         self.welcome: Welcome | None = None
@@ -138,7 +140,7 @@ class ControlClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(f"tcp://{address}")
+        self._socket.connect(f"tcp://{endpoint or address}")
 
     async def run(self) -> None:
         """Serve until cancelled; closes the socket."""
