@@ -17,6 +17,7 @@ from common.contract.messages import (
     TokenLogprobs,
     Tokens,
 )
+from common.engine.grammar import GrammarState
 from common.engine.sequence import Sequence
 from kv_transfer.pull_times import PullTimes
 from kv_transfer.sink import Pull
@@ -146,6 +147,8 @@ class DecodeRequest:
     """None when the prompt is computed here."""
     ahead: PullTimes | None = None
     """Of what was read of a sequence that moves before it stood still."""
+    grammar_state: GrammarState | None = None
+    """Of what may come first, where the prompt is computed here and there is a grammar."""
     prompt_times: PromptTimes | None = None
     """What its first tokens have taken, here or at its source."""
     started_at: float | None = None

@@ -117,19 +117,18 @@ class RunningBatch:
 
     def due(self) -> list[Generation]:
         """Running sequences that cannot take part in this step without another block, senior ones first."""
-        return sorted(self._due.pop(self.step, ()), key=self._running.__getitem__)
+        due = self._due.pop(self.step, {})
+        self.fed(*(each for each in due if not self._lacks(each)))  # it has not taken part in every step
+        return sorted((each for each in due if self._lacks(each)), key=self._running.__getitem__)
 
     def fed(self, *generations: Generation) -> None:
         """They run from this step on, with the blocks that they have: enter the steps at which these do not suffice."""
         for generation in generations:
-            sequence = generation.sequence
-            num_slots = len(sequence.block_table) * self._block_size
-            num_tokens = len(sequence.token_ids) + (generation in self._ahead)
-            generation.due_step = due_step = self.step + max(0, num_slots - num_tokens + 1)
+            generation.due_step = due_step = self.step + max(0, self._num_slots_left(generation) + 1)
             self._due[due_step][generation] = None
 
     def sit_out(self, generation: Generation) -> None:
-        """It needs a block that is not there: it does not take part in this step."""
+        """It is due, and has not got its block: it does not take part in this step."""
         generation.due_step = self.step + 1
         self._due[self.step + 1][generation] = None
 
@@ -165,6 +164,15 @@ class RunningBatch:
             assert generation in self._due[generation.due_step], "a sequence has dropped out of the calendar"
         assert sum(map(len, self._due.values())) == len(self._running), "the calendar names one twice, or who is gone"
         assert all(generation.stage is Stage.READY for generation in self._ready)
+
+    def _num_slots_left(self, generation: Generation) -> int:
+        """Beyond its tokens; fewer than none if it lacks a block."""
+        sequence = generation.sequence
+        num_tokens = len(sequence.token_ids) + (generation in self._ahead)
+        return len(sequence.block_table) * self._block_size - num_tokens
+
+    def _lacks(self, generation: Generation) -> bool:
+        return self._num_slots_left(generation) < 0
 
     def _newest_ready(self) -> Generation | None:
         return max(self._ready, key=seniority, default=None)

@@ -86,6 +86,8 @@ class DecodeScheduler:
         self._num_orders = 0
         self._copies: list[tuple[int, int]] = []
         """Block copies, for forks, that the next step must make first."""
+        self._awaited: set[Generation] = set()
+        """Of which it is not known yet what their grammars allow next: they are in no step."""
         self._arriving: set[Generation] = set()
         """Sequences whose blocks are being swapped in by the last step that was scheduled."""
         self._host_free = list(range(policy.num_host_blocks))
@@ -110,6 +112,11 @@ class DecodeScheduler:
     def num_running(self) -> int:
         """Sequences in the batch."""
         return self._batch.num_running
+
+    @property
+    def num_idle(self) -> int:
+        """Of them, those that wait for what their grammars allow next."""
+        return sum(generation in self._batch for generation in self._awaited)
 
     @property
     def num_waiting(self) -> int:
@@ -221,6 +228,15 @@ class DecodeScheduler:
         self._newest_prompts.discard(prompt)
         self._begin(request, prompt.block_table, first_tokens, now)
 
+    def mask_awaited(self, generation: Generation) -> None:
+        """Until it is known what the sequence's grammar allows next, it is in no step, and does not come back."""
+        self._awaited.add(generation)
+
+    def mask_known(self, generation: Generation) -> None:
+        """It goes on; inert when it has ended."""
+        self._awaited.discard(generation)
+        self._look_again = True
+
     # --- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float, before: Step | None = None) -> Step:
@@ -242,7 +258,8 @@ class DecodeScheduler:
         joined = self._join(now, ahead)
         ending = {generation for generation in ahead if generation in self._batch and self._ends(generation)}
         self._relieve(step, now)
-        sitting_out = self._grow(step, now, ending) | ending
+        idle = ending | {generation for generation in self._awaited if generation in self._batch}
+        sitting_out = self._grow(step, now, ending, idle) | idle
         step.decodes = (
             [g for g in self._batch.running() if g not in sitting_out] if sitting_out else self._batch.running()
         )
@@ -308,6 +325,7 @@ class DecodeScheduler:
         self._host_free += generation.host_slots
         generation.host_slots = []
         generation.stage = Stage.ENDED
+        self._awaited.discard(generation)
         self._look_again = True
 
     def leave(self, generation: Generation) -> list[int]:
@@ -319,6 +337,7 @@ class DecodeScheduler:
         self._pool.share(blocks)
         self._take_blocks(generation)
         generation.stage = Stage.ENDED
+        self._awaited.discard(generation)
         self._look_again = True
         return blocks
 
@@ -364,6 +383,8 @@ class DecodeScheduler:
             table = generation.sequence.block_table
             assert all(self._pool.ref_count(block) > 0 for block in table), generation.sequence
             assert len(table) >= self._blocks_for(generation.sequence.num_computed), generation.sequence
+        living = {*self._batch.running(), *self._batch.ready(), *self._preempted}
+        assert self._awaited <= living, "nobody asks while it is computed again, or has ended"
         for generation in self._preempted:
             assert generation.stage is Stage.PREEMPTED, generation.sequence
             assert not generation.sequence.block_table, generation.sequence
@@ -446,6 +467,8 @@ class DecodeScheduler:
 
     def _resume(self, generation: Generation, now: float) -> bool:
         """Give a preempted sequence blocks again."""
+        if generation in self._awaited:
+            return False  # its next token may be sampled with the last chunk
         sequence, work = generation.sequence, generation.request.work
         swapped = bool(generation.host_slots)
         usable = sequence.num_computed if swapped else sequence.num_tokens - 1
@@ -598,14 +621,14 @@ class DecodeScheduler:
                 generation.host_slots = []
                 self._arriving.add(generation)
 
-    def _grow(self, step: Step, now: float, ending: set[Generation]) -> set[Generation]:
-        """Give each sequence that is due, and not at its end, its next block; those for whom there is none sit this
-        step out, and newer ones of lower tiers lose theirs, so that there will be."""
+    def _grow(self, step: Step, now: float, ending: set[Generation], idle: set[Generation]) -> set[Generation]:
+        """Give each sequence that is due, and not `idle`, its next block; those for whom there is none sit this step
+        out, and newer ones of lower tiers lose theirs, so that there will be."""
         due = self._batch.due()
-        if ending:
-            for generation in ending.intersection(due):
+        if idle:
+            for generation in idle.intersection(due):
                 self._batch.sit_out(generation)
-            due = [generation for generation in due if generation not in ending]
+            due = [generation for generation in due if generation not in idle]
         blocks = self._pool.allocate(min(len(due), self._pool.num_free))
         fed, lacking = due[: len(blocks)], due[len(blocks) :]
         for generation, block in zip(fed, blocks, strict=True):

@@ -53,7 +53,9 @@ def _decode_slice(generation: Generation, follows: int | None) -> Slice:
 def _chunk_slice(chunk: Chunk[LocalPrompt]) -> Slice:
     prompt = chunk.prompt
     if prompt.generation is None:
-        return prompt_slice(prompt.request.work, chunk.start, chunk.end, prompt.block_table)
+        state = prompt.request.grammar_state
+        allowed = None if state is None else state.allowed
+        return prompt_slice(prompt.request.work, chunk.start, chunk.end, prompt.block_table, allowed)
     return Slice(
         token_ids=prompt.token_ids[chunk.start : chunk.end],
         start=chunk.start,
@@ -70,5 +72,5 @@ def _next_token(generation: Generation, position: int) -> Sample:
         position=position,
         token_ids=sequence.token_ids,
         prompt_len=sequence.prompt_len,
-        grammar_state=sequence.grammar_state,
+        allowed=None if sequence.grammar_state is None else sequence.grammar_state.allowed,
     )

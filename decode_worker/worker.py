@@ -21,6 +21,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from prometheus_client.metrics_core import Metric
 
@@ -57,6 +58,8 @@ from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
 from common.engine.engine import Engine, Started
+from common.engine.grammar import GaveUp, GrammarState
+from common.engine.masks import Masks
 from common.engine.prompt import first_tokens
 from common.engine.sequence import finish_reason
 from common.engine.trials import NOTICE_S, TRIAL_TOKENS, TrialFeed
@@ -156,6 +159,7 @@ class DecodeWorker:
         self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
         self._feed = CacheFeed(self._pool, server.send)
         self._trial_feed = TrialFeed(self._scheduler.trials, self._gateway_of, server.send)
+        self._masks = Masks(engine.runner.grammars)
         self._draining = False
         self._fence = AttemptFence()
         self._requests: dict[RequestId, DecodeRequest] = {}
@@ -193,6 +197,8 @@ class DecodeWorker:
     async def _step_loop(self) -> None:
         before: _InFlight | None = None
         while True:
+            if before is None:
+                await self._masks.settle()
             number = self._pool.step_started()
             step_before = None if before is None else before.step
             step = self._scheduler.schedule(self._clock(), step_before)
@@ -235,7 +241,7 @@ class DecodeWorker:
         self._trial_feed.publish()
         self._departures.cut()
         self._reserve()
-        if not (self._scheduler.num_running and self._pool.num_free):
+        if not (self._scheduler.num_running > self._scheduler.num_idle and self._pool.num_free):
             await self._wake.wait()
 
     async def _tell_whose_turn_it_is(self) -> None:
@@ -352,10 +358,23 @@ class DecodeWorker:
         if pull is not None and not work.moving:
             self._intake.begin(pull, lambda tokens: _fits(tokens, work))
             return
+        if pull is None and work.sampling.grammar is not None:
+            state = request.grammar_state = GrammarState()
+            told = partial(self._on_first_mask, request)
+            self._masks.ask(work.sampling.grammar, state, work.token_ids, work.prompt_len, told)
+            return
         self._scheduler.want(request, now)
         self._reserve()
         if work.moving and self._requests.get(work.request) is request and request not in self._arrivals:
             self._fail(request, Cause.CAPACITY, "there is no room for the sequence at once; where it is, it can go on")
+
+    def _on_first_mask(self, request: DecodeRequest, gave_up: GaveUp | None) -> None:
+        """What a prompt that is computed here may be followed by is known: it waits for room."""
+        if gave_up is not None:
+            self._fail(request, Cause.INVALID, gave_up.why)
+            return
+        self._scheduler.want(request, self._clock())
+        self._reserve()
 
     def _on_attach_sequence(self, sink: Incarnation, message: AttachSequence) -> None:
         request = self._requests.get(message.sequence.request)
@@ -501,6 +520,26 @@ class DecodeWorker:
         for generation in request.generations:
             if generation.finish_reason is not None:
                 self._send_tokens(generation)
+            self._ask_mask(generation)
+        self._wake.set()
+
+    def _ask_mask(self, generation: Generation) -> None:
+        """A sequence has got a token, and has to know which may be the next."""
+        sequence = generation.sequence
+        if sequence.sampling.grammar is None or generation.finish_reason is not None:
+            return
+        assert sequence.grammar_state is not None
+        self._scheduler.mask_awaited(generation)
+        told = partial(self._on_mask, generation)
+        self._masks.ask(
+            sequence.sampling.grammar, sequence.grammar_state, sequence.token_ids, sequence.prompt_len, told
+        )
+
+    def _on_mask(self, generation: Generation, gave_up: GaveUp | None) -> None:
+        self._scheduler.mask_known(generation)
+        if gave_up is not None and generation.stage is not Stage.ENDED:
+            self._fail(generation.request, Cause.INVALID, gave_up.why)
+        self._reserve()
         self._wake.set()
 
     def _after_step(self, step: Step, outcomes: Sequence[tuple[Sampled, ...]]) -> None:
@@ -544,6 +583,7 @@ class DecodeWorker:
         for generation in request.generations:
             self._generation_tokens += 1
             self._send_tokens(generation)
+            self._ask_mask(generation)
         self._finish_if_ended(request)
 
     def _advance(self, generation: Generation, outcome: Sampled) -> None:
@@ -573,6 +613,7 @@ class DecodeWorker:
             self._sequence_s += (took_s - self._sequence_s) * (_SEQUENCE_WEIGHT if self._sequence_s else 1.0)
             self._scheduler.remove(generation)
             self._finish_if_ended(generation.request)
+        self._ask_mask(generation)
 
     def _send_tokens(self, generation: Generation) -> None:
         gateway = generation.request.gateway
@@ -623,6 +664,8 @@ class DecodeWorker:
         del self._requests[request.work.request]
         self._departures.forget(request)
         self._arrivals.forget(request)
+        for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.generations)):
+            self._masks.forget(state)
         self._scheduler.forget(request, wanted=wanted)
         self._wake.set()
 
@@ -755,6 +798,10 @@ class DecodeWorker:
         yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.num_host_used)
         yield from self._intake.metrics()
         yield from self._lender.metrics()
+        masks = self._masks
+        yield counter("baton_grammar_masks", "Masks made for texts that follow a grammar.", masks.num_made)
+        yield counter("baton_grammar_masks_late", "Masks that a step has waited for in vain.", masks.num_late)
+        yield counter("baton_grammars_given_up", "Texts that could not go on, by bound.", masks.given_up, "bound")
         yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", self._departures.num_moved)
         tail = self._arrivals.num_tail_blocks
         yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)

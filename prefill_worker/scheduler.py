@@ -27,6 +27,7 @@ from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from common.engine.chunked_prefill import Chunk, ChunkQueue, Urgency
 from common.engine.fair_queue import FairQueue
+from common.engine.grammar import GrammarState
 from common.engine.lazy_heap import LazyHeap
 from common.engine.trials import Trials
 from prefill_worker.room import Backlog, Horizon, TierHoldings
@@ -49,6 +50,8 @@ class PrefillRequest:
     """Monotonic seconds."""
     deadline: float
     """Monotonic seconds at which its budget ends."""
+    grammar_state: GrammarState | None = None
+    """Of what may come first, where there is a grammar."""
     urgency: Urgency = (0, 0.0, 0)
     """Once it is admitted: (rank of its tier, when its first token should be there, admission number)."""
     length: int = 0
@@ -82,6 +85,11 @@ class PrefillRequest:
     def token_ids(self) -> Sequence[int]:
         """The prompt."""
         return self.work.token_ids
+
+    @property
+    def allowed(self) -> bytes | None:
+        """What its first tokens may be, where there is a grammar."""
+        return None if self.grammar_state is None else self.grammar_state.allowed
 
     @property
     def tier(self) -> Tier:
@@ -166,10 +174,9 @@ class PrefillScheduler:
         """Tokens still to be computed, of all requests."""
         return self._num_uncomputed
 
-    @property
-    def full(self) -> bool:
-        """Whether one more request that nobody has let in before must be refused."""
-        return len(self._waiting) >= self._max_waiting
+    def full(self, num_coming: int = 0) -> bool:
+        """Whether one more request that nobody has let in before must be refused; so many are yet to be added."""
+        return len(self._waiting) + num_coming >= self._max_waiting
 
     def get(self, request: RequestId) -> PrefillRequest | None:
         """The request, if it is waiting or running."""
@@ -200,7 +207,6 @@ class PrefillScheduler:
 
     def add(self, request: PrefillRequest) -> None:
         """Enqueue a request, which must fit into the pool."""
-        assert request.work.admitted or not self.full
         assert self.blocks_for(request) <= self._pool.num_blocks
         assert request.key.request not in self._requests, request.key
         chain = BlockChain(self._block_size, request.work.cache_salt)

@@ -21,6 +21,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client.metrics_core import Metric
 
@@ -54,6 +55,8 @@ from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
 from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine, Started
+from common.engine.grammar import GaveUp, GrammarState
+from common.engine.masks import Masks
 from common.engine.prompt import first_tokens, prompt_slice
 from common.engine.trials import NOTICE_S, TrialFeed
 from common.runtime.channel import ControlServer
@@ -141,6 +144,9 @@ class PrefillWorker:
         self._prefix_pulls = PrefixPulls(me, self._block_size, layout.block_bytes, engine.costs, settings.pull_prefixes)
         self._feed = CacheFeed(self._pool, server.send)
         self._trial_feed = TrialFeed(self._scheduler.trials, self._gateway_of, server.send)
+        self._masks = Masks(engine.runner.grammars)
+        self._without_mask: dict[RequestId, PrefillRequest] = {}
+        """Requests that come to wait when it is known what their grammars allow first."""
         self._draining = False
         self._fence = AttemptFence()
         self._owners: dict[RequestId, _Owner] = {}
@@ -185,7 +191,9 @@ class PrefillWorker:
                     before = None
                 continue
             number = self._pool.step_started()
-            slices = [prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table) for c in chunks]
+            slices = [
+                prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
+            ]
             await self._tell_whose_turn_it_is()
             self._steps_ahead += before is not None
             step = _InFlight(number, chunks, self._engine.submit(slices), self._checksums(chunks))
@@ -213,7 +221,10 @@ class PrefillWorker:
             self._expire()
             self._deadlines_changed.clear()
             next_event = min(
-                self._lender.next_expiry(), self._scheduler.next_deadline(), self._prefix_pulls.next_expiry()
+                self._lender.next_expiry(),
+                self._scheduler.next_deadline(),
+                self._prefix_pulls.next_expiry(),
+                min((request.deadline for request in self._without_mask.values()), default=math.inf),
             )
             wait_s = next_event - self._clock()
             if self._scheduler.num_waiting:  # an offer may have become old enough to be reclaimed
@@ -284,13 +295,29 @@ class PrefillWorker:
             self._refuse(gateway, work.key, Cause.TOO_LARGE, message)
         elif self._draining:
             self._refuse(gateway, work.key, Cause.DRAINING, "this prefill worker takes no new work")
-        elif self._scheduler.full and not work.admitted:
+        elif self._scheduler.full(len(self._without_mask)) and not work.admitted:
             self._refuse(gateway, work.key, Cause.CAPACITY, f"{self._scheduler.num_waiting} requests waiting already")
         else:
             self._owners[work.request] = _Owner(gateway, work.attempt)
-            self._scheduler.add(request)
             self._lender.expect(work.key, request.deadline)
-            self._wake.set()
+            if work.sampling.grammar is None:
+                self._scheduler.add(request)
+                self._wake.set()
+            else:
+                self._without_mask[work.request] = request
+                state = request.grammar_state = GrammarState()
+                told = partial(self._on_mask, request)
+                self._masks.ask(work.sampling.grammar, state, work.token_ids, work.prompt_len, told)
+
+    def _on_mask(self, request: PrefillRequest, gave_up: GaveUp | None) -> None:
+        """What the first tokens of a request may be is known: it waits for blocks."""
+        del self._without_mask[request.key.request]
+        if gave_up is not None:
+            self._fail(request.key, Cause.INVALID, gave_up.why)
+            return
+        self._scheduler.add(request)
+        self._deadlines_changed.set()
+        self._wake.set()
 
     def _on_abort(self, gateway: Incarnation, message: Abort) -> None:
         owner = self._owners.get(message.request)
@@ -450,7 +477,8 @@ class PrefillWorker:
         self._intake.tick(now)
         for prefix in self._prefix_pulls.overdue(now):
             self._intake.abandon(prefix.pull, Cause.DEADLINE, "pulling the prefix took too long")
-        for request in self._scheduler.expired(now):
+        overdue = [request for request in self._without_mask.values() if request.deadline <= now]
+        for request in (*overdue, *self._scheduler.expired(now)):
             state = "computing the prompt" if request.block_table else "waiting for the prefill worker"
             self._fail(request.key, Cause.DEADLINE, f"the request's time ran out while {state}")
 
@@ -471,6 +499,9 @@ class PrefillWorker:
     def _end(self, request: RequestId, cause: Cause, message: str) -> None:
         """Give back whatever the request holds here: queue place, blocks, pull, lease."""
         self._owners.pop(request, None)
+        without_mask = self._without_mask.pop(request, None)
+        if without_mask is not None:
+            self._masks.forget(without_mask.grammar_state)
         scheduled = self._scheduler.get(request)
         if scheduled is not None:
             prefix = self._prefix_pulls.of(scheduled)
@@ -498,7 +529,7 @@ class PrefillWorker:
             return
         log.info("draining: %d requests are open", len(self._owners))
         self._draining = True
-        for request in self._scheduler.requests():
+        for request in (*self._without_mask.values(), *self._scheduler.requests()):
             if not request.block_table:
                 self._fail(request.key, Cause.DRAINING, "this prefill worker is leaving")
 
@@ -540,7 +571,7 @@ class PrefillWorker:
             number=number,
             steps=self._engine.num_steps,
             running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting + self._scheduler.num_on_hold,
+            waiting=self._scheduler.num_waiting + self._scheduler.num_on_hold + len(self._without_mask),
             blocks_used=self._pool.num_used,
             blocks_total=self._pool.num_blocks,
             phase=self.phase,
@@ -589,6 +620,10 @@ class PrefillWorker:
         queued_s = queued * self._engine.costs.prefill_s_per_token
         yield gauge("baton_prefill_queued_seconds", "What computing them is expected to take.", queued_s)
         yield from self._lender.metrics()
+        masks = self._masks
+        yield counter("baton_grammar_masks", "Masks made for texts that follow a grammar.", masks.num_made)
+        yield counter("baton_grammar_masks_late", "Masks that a step has waited for in vain.", masks.num_late)
+        yield counter("baton_grammars_given_up", "Texts that could not go on, by bound.", masks.given_up, "bound")
         yield from self._intake.metrics()
         name = self._settings.model
         queried, hit = {name: self._scheduler.num_prefix_queried}, {name: self._scheduler.num_prefix_hit}

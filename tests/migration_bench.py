@@ -118,6 +118,7 @@ class Engine:
         self.runner = SimpleNamespace(
             config=SimpleNamespace(max_sequence_tokens=MAX_TOKENS, eos_token_ids=frozenset()),
             objection=lambda token_ids, sampling: None,
+            grammars=None,
             layout=SimpleNamespace(block_size=BLOCK_SIZE),
             cache=SimpleNamespace(num_blocks=num_blocks, device=SimpleNamespace(type="cpu")),
             num_host_blocks=num_host_blocks,

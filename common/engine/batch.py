@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from common.contract.errors import BatonError, Cause
 from common.contract.messages import TokenLogprobs
 from common.contract.sampling import SamplingParams
-from common.engine.grammar import GrammarState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,8 +26,8 @@ class Sample:
     """Every token before it: prompt and output. Read only where the parameters look back."""
     prompt_len: int
     """Leading tokens of `token_ids` that are the prompt."""
-    grammar_state: GrammarState | None = None
-    """Where the parameters have a grammar: the choice's own, the same in each step."""
+    allowed: bytes | None = None
+    """Where the parameters have a grammar: a bit for each token that may come here (`GrammarState.allowed`)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,31 +2,37 @@
 
 Grammars are `llguidance`'s; the gateway makes them of JSON schemas, regular expressions and the like. How far a choice
 has got is never told to anybody: whoever goes on with it reads the tokens that it has.
+
+What is here takes time, so it belongs to the threads of `masks`. Matchers of one compiled grammar share the states of
+its lexer, behind a lock for which the library waits with the interpreter's own: only one thread at a time may be in
+one grammar.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from common.runtime.grammar_limits import grammar_limits
+from common.runtime.grammar_limits import OWN_BOUNDS, exceeded, grammar_limits
 
 _log = logging.getLogger(__name__)
 
-_MAX_KEPT = 32
-"""Compiled grammars that are kept for the next request."""
-
 
 class GrammarState:
-    """How far one sequence has got. Belongs to `Grammars`; a sequence only keeps it between two steps."""
+    """How far one sequence has got, and what may follow there."""
 
-    __slots__ = ("matcher", "num_read", "shared")
+    __slots__ = ("allowed", "late", "matcher", "num_read", "shared")
 
     def __init__(self) -> None:
+        self.allowed: bytes | None = None
+        """A bit for each token, the first in the lowest bit of the first byte; None until it is known."""
+        self.late = True
+        """Whether the last one took long, or there was none yet: no step waits for the next one."""
         self.matcher: LLMatcher | None = None
         self.num_read = 0
         """Leading tokens of the output that the matcher has seen."""
@@ -34,12 +40,29 @@ class GrammarState:
         """What the matcher is a copy of, with which it shares the states that it has seen; None if it stands alone."""
 
 
+class Unread(Enum):
+    """Why there is no mask yet."""
+
+    TIME = "time"
+    """There are more tokens to read than there was time for."""
+    FULL = "full"
+    """What the matcher shares is full, perhaps of others' states: it is to read again, with a matcher of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """Nothing can follow, or a bound was reached."""
+
+    bound: str
+    """Its name, or "none"."""
+    why: str
+
+
 class Grammars:
-    """What grammars allow, for one model's tokens. Called by the engine's thread alone."""
+    """What grammars allow, for one model's tokens."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars | None:
@@ -54,46 +77,36 @@ class Grammars:
             _log.warning("no structured output: %s cannot be used: %s", file, error)
             return None
 
-    def allowed(self, grammar: str, state: GrammarState, output: Sequence[int]) -> bytes:
-        """A bit for each token, the first in the lowest bit of the first byte, whether `output` may go on with it.
+    def compile(self, grammar: str) -> LLMatcher:
+        """A matcher that has read nothing, to be copied, and knows what may come first; perhaps it gave up at that."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=grammar_limits())
+        matcher.compute_bitmask()
+        return matcher
 
-        Where the grammar may end, that is the ends of a sequence too. None may where the grammar, or its length, is
-        beyond the bounds of the library.
+    def read(
+        self, compiled: LLMatcher | None, state: GrammarState, output: Sequence[int], time_is_up: Callable[[], bool]
+    ) -> bytes | Unread | GaveUp:
+        """What may follow `output`: where the grammar may end, that is the ends of a sequence too.
+
+        `state` is left where the reading stopped. It has a matcher already, or gets a copy of `compiled`.
         """
         if state.matcher is None:
-            state.matcher, state.shared = self._copy(grammar)
+            assert compiled is not None, "it was compiled for those that need it"
+            state.matcher, state.num_read = compiled.deep_copy(), 0
+            state.shared = None if compiled.is_error() else compiled
         matcher = state.matcher
-        bits = _read(matcher, output[state.num_read :])
-        if matcher.is_error() and state.shared is not None:
-            # Perhaps what is full is what it shares. Its own text may fill as much again.
-            if self._compiled.get(grammar) is state.shared:
-                del self._compiled[grammar]
-            matcher = state.matcher = self._compile(grammar)
-            state.shared = None
-            bits = _read(matcher, output)
-        state.num_read = len(output)
-        if matcher.is_error():
-            # Its message quotes the grammar and the text, which are the client's.
-            _log.warning("a grammar gave up after %d tokens: %s", len(output), matcher.stop_reason())
-            return bytes(len(bits))
-        return bits
-
-    def _copy(self, grammar: str) -> tuple[LLMatcher, LLMatcher | None]:
-        """A matcher that has read nothing, and what it shares states with. What gives up at once is kept as well."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._compiled[grammar] = self._compile(grammar)
-            compiled.compute_bitmask()
-            while len(self._compiled) > _MAX_KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return compiled.deep_copy(), None if compiled.is_error() else compiled
-
-    def _compile(self, grammar: str) -> LLMatcher:
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=grammar_limits())
-
-
-def _read(matcher: LLMatcher, tokens: Sequence[int]) -> bytes:
-    """What may follow, for a matcher that has read all before `tokens`."""
-    matcher.consume_tokens(list(tokens))
-    return matcher.compute_bitmask()
+        for token in output[state.num_read :]:
+            matcher.consume_token(token)
+            state.num_read += 1
+            if time_is_up() and state.num_read < len(output):
+                return Unread.TIME
+        bits = matcher.compute_bitmask()
+        if not matcher.is_error():
+            return bits
+        bound = exceeded(matcher.get_error())
+        if state.shared is not None and (bound is None or bound[0] not in OWN_BOUNDS):
+            state.matcher = state.shared = None
+            return Unread.FULL
+        name, why = bound or ("none", "no token goes on within it")
+        _log.warning("a grammar gave up after %d tokens: %s", len(output), why)
+        return GaveUp(name, f"the grammar cannot be followed beyond {len(output)} tokens: {why}")

@@ -7,12 +7,14 @@ from collections.abc import Sequence as Seq
 
 from common.contract.messages import Decode, Prefill, Tokens
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, Slice
-from common.engine.grammar import GrammarState
 from common.engine.sequence import finish_reason
 
 
-def prompt_slice(work: Prefill | Decode, start: int, end: int, block_table: Seq[int]) -> Slice:
-    """Tokens `[start, end)` of `work`; with the last one, the first token of each choice is sampled."""
+def prompt_slice(
+    work: Prefill | Decode, start: int, end: int, block_table: Seq[int], allowed: bytes | None = None
+) -> Slice:
+    """Tokens `[start, end)` of `work`; with the last one, the first token of each choice is sampled, of those `allowed`
+    if there is a grammar."""
     samples: tuple[Sample, ...] = ()
     if end == len(work.token_ids):
         samples = tuple(
@@ -22,7 +24,7 @@ def prompt_slice(work: Prefill | Decode, start: int, end: int, block_table: Seq[
                 position=end,
                 token_ids=work.token_ids,
                 prompt_len=work.prompt_len,
-                grammar_state=None if work.sampling.grammar is None else GrammarState(),
+                allowed=allowed,
             )
             for choice in work.choices
         )

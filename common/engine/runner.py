@@ -82,7 +82,8 @@ class ModelRunner:
         self._cache = cache
         self._swap = swap
         self._backend = backend
-        self._grammars = grammars
+        self.grammars = grammars
+        """What grammars allow; None where the model's tokenizer cannot be used."""
         self._chosen_N = torch.empty(0, dtype=torch.int64, device=cache.device)
         """By the samples of the last step that had any."""
         self._graphs: DecodeGraphs | None = None
@@ -132,7 +133,7 @@ class ModelRunner:
 
     def objection(self, token_ids: Sequence[int], sampling: SamplingParams) -> str | None:
         """Why it cannot go on from `token_ids` in this way; None if it can."""
-        if sampling.grammar is not None and self._grammars is None:
+        if sampling.grammar is not None and self.grammars is None:
             return "there is no structured output: the model's tokenizer cannot be used"
         return self.config.objection(token_ids)
 
@@ -163,7 +164,7 @@ class ModelRunner:
             return Submitted(slices, None, self._cache)
         # Several choices may be sampled from one row; otherwise there is nothing to copy.
         logits_NV = logits_RV if len(samples) == logits_RV.shape[0] else logits_RV[batch.sample_rows_N]
-        choice = choose(logits_NV, samples, self.config.eos_token_ids, self._backend, self._grammars)
+        choice = choose(logits_NV, samples, self.config.eos_token_ids, self._backend)
         self._chosen_N = choice.tokens_N
         return Submitted(slices, choice, self._cache)
 

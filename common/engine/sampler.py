@@ -18,7 +18,6 @@ from common.contract.errors import Cause
 from common.contract.messages import TokenLogprobs
 from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
-from common.engine.grammar import Grammars
 from common.engine.host_copy import HostCopy, to_device
 
 _HIDDEN = float("-inf")
@@ -76,17 +75,16 @@ def choose(
     samples: Sequence[Sample],
     eos_token_ids: Collection[int],
     backend: Backend,
-    grammars: Grammars | None = None,
 ) -> Choice:
     """Choose a token for each sample from its row of `logits_NV`, which is left as it was, without waiting for it.
 
-    In order: repetition, presence and frequency penalties; biases; what `grammars` allow, which must be there if a
-    sample has one; no ending token before `min_tokens`; log probabilities; then the most likely token, or temperature,
-    top-k, top-p, min-p and the inverse of the cumulative distribution at the random number of (seed, choice, position).
+    In order: repetition, presence and frequency penalties; biases; what the grammars allow; no ending token before
+    `min_tokens`; log probabilities; then the most likely token, or temperature, top-k, top-p, min-p and the inverse of
+    the cumulative distribution at the random number of (seed, choice, position).
     """
     logits_NV = _penalised(logits_NV.float().contiguous(), samples)
     logits_NV = _biased(logits_NV, samples)
-    logits_NV = _within_grammars(logits_NV, samples, grammars)
+    logits_NV = _within_grammars(logits_NV, samples)
     logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
     best_N, tokens_N = backend.best(logits_NV)
     random = [row for row, each in enumerate(samples) if not each.params.greedy]
@@ -144,18 +142,16 @@ def _biased(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     return logits_NV.index_put(index, logits_NV[index] + to_device(biases, torch.float32, device))
 
 
-def _within_grammars(logits_NV: torch.Tensor, samples: Sequence[Sample], grammars: Grammars | None) -> torch.Tensor:
+def _within_grammars(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     """Hide what the grammars of rows (W of them) do not allow."""
     rows = [row for row, each in enumerate(samples) if each.params.grammar is not None]
     if not rows:
         return logits_NV
-    assert grammars is not None, "nobody has refused the request"
     bits = []
     for row in rows:
-        each = samples[row]
-        assert each.params.grammar is not None
-        assert each.grammar_state is not None
-        bits.append(grammars.allowed(each.params.grammar, each.grammar_state, each.token_ids[each.prompt_len :]))
+        allowed = samples[row].allowed
+        assert allowed is not None, "it is in no step before that is known"
+        bits.append(allowed)
     device = logits_NV.device
     bytes_W = to_device(np.frombuffer(b"".join(bits), np.uint8).reshape(len(rows), -1).copy(), torch.uint8, device)
     allowed_WV = (bytes_W[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten(1).bool()
@@ -197,6 +193,6 @@ def _report(logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Sequence[S
 
 def _invalid(best: float, each: Sample) -> InvalidLogitsError:
     if each.params.grammar is not None and best == _HIDDEN:
-        message = f"no token goes on within the grammar at position {each.position}, or it became too complex there"
+        message = f"no token goes on within the grammar at position {each.position}"
         return InvalidLogitsError(message, Cause.INVALID)
     return InvalidLogitsError(f"the largest logit for position {each.position} is {best}: nothing can be sampled")

@@ -69,7 +69,7 @@ class Traffic:
 
     def steps(self) -> list[Callable[[], None]]:
         steps = [self.admit, self.time_passes]
-        steps += [self.arrive] * 4 if not self.scheduler.full else []
+        steps += [self.arrive] * 4 if not self.scheduler.full() else []
         steps += [self.begin_step] * 8 if len(self.in_flight) <= self.runs_ahead else []
         steps += [self.end_step] * 8 if self.in_flight else []
         steps += [self.remove] if self.here else []

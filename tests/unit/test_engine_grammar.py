@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import random
@@ -15,7 +16,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from common.engine import grammar as engine_grammar
-from common.engine.grammar import Grammars, GrammarState
+from common.engine.grammar import GaveUp, Grammars, GrammarState
+from common.engine.masks import Masks
 from common.engine.model_config import ModelConfig
 from common.runtime import grammar_limits
 from gateway.intake.structured_output import compile_grammar
@@ -28,7 +30,7 @@ def grammar(kind: str, text: str) -> str:
 
 
 class Reader:
-    """A checkpoint's tokenizer, and what its grammars allow."""
+    """A checkpoint's tokenizer, and what its grammars allow, as a worker asks for it."""
 
     def __init__(self, folder: Path) -> None:
         config = ModelConfig.from_folder(folder)
@@ -38,69 +40,76 @@ class Reader:
         made = Grammars.load(folder, config.vocab_size, config.eos_token_ids)
         assert made is not None
         self.grammars = made
+        self.masks = Masks(made)
 
     def tokens(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def allowed(self, text: str, state: GrammarState, output: list[int]) -> set[int]:
-        bits = np.unpackbits(np.frombuffer(self.grammars.allowed(text, state, output), np.uint8), bitorder="little")
+    async def allowed(self, text: str, state: GrammarState, output: list[int]) -> set[int]:
+        """Nothing where it gave up."""
+        told: asyncio.Future[GaveUp | None] = asyncio.get_running_loop().create_future()
+        self.masks.ask(text, state, [1, *output], 1, told.set_result)
+        if await told is not None:
+            return set()
+        assert state.allowed is not None
+        bits = np.unpackbits(np.frombuffer(state.allowed, np.uint8), bitorder="little")
         assert len(bits) >= self.vocab_size
         return set(np.flatnonzero(bits).tolist())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def reader(checkpoint: Callable[[str], Path]) -> Reader:
     return Reader(checkpoint("llama"))
 
 
-def test_what_may_follow_and_where_it_ends(reader: Reader) -> None:
+async def test_what_may_follow_and_where_it_ends(reader: Reader) -> None:
     text, state = grammar("regex", "ab?[0-9]"), GrammarState()
     (a,), (b,), (five,) = (reader.tokens(each) for each in "ab5")
-    first = reader.allowed(text, state, [])
+    first = await reader.allowed(text, state, [])
     assert a in first
     assert not first & {b, five, *reader.end}
-    assert {b, five} <= reader.allowed(text, state, [a])
-    last = reader.allowed(text, state, [a, b])
+    assert {b, five} <= await reader.allowed(text, state, [a])
+    last = await reader.allowed(text, state, [a, b])
     assert five in last
     assert not last & {a, b, *reader.end}
-    assert reader.allowed(text, state, [a, b, five]) == reader.end
+    assert await reader.allowed(text, state, [a, b, five]) == reader.end
 
 
-def test_whoever_goes_on_reads_the_tokens_again(reader: Reader) -> None:
+async def test_whoever_goes_on_reads_the_tokens_again(reader: Reader) -> None:
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     text, kept = grammar("json_schema", schema), GrammarState()
     output = reader.tokens('{"a": 12')
     for end in range(len(output) + 1):
-        here = reader.allowed(text, kept, output[:end])
-        assert here == reader.allowed(text, GrammarState(), output[:end]), "on another worker"
+        here = await reader.allowed(text, kept, output[:end])
+        assert here == await reader.allowed(text, GrammarState(), output[:end]), "on another worker"
         assert end == len(output) or output[end] in here
 
 
-def test_states_of_one_grammar_do_not_meet(reader: Reader) -> None:
+async def test_states_of_one_grammar_do_not_meet(reader: Reader) -> None:
     text = grammar("choice", '["ab", "cd"]')
     (a,), (c,) = reader.tokens("a"), reader.tokens("c")
     one, other = GrammarState(), GrammarState()
-    before = reader.allowed(text, one, [])
-    assert reader.allowed(text, one, [a]) != reader.allowed(text, other, [c])
-    assert reader.allowed(text, GrammarState(), []) == before
+    before = await reader.allowed(text, one, [])
+    assert await reader.allowed(text, one, [a]) != await reader.allowed(text, other, [c])
+    assert await reader.allowed(text, GrammarState(), []) == before
 
 
-def test_only_so_many_are_kept(reader: Reader) -> None:
+async def test_only_so_many_are_kept(reader: Reader) -> None:
     states = {each: GrammarState() for each in range(50)}
     for each, state in states.items():
-        assert reader.tokens("x")[0] in reader.allowed(grammar("regex", f"x{{{each + 1}}}y"), state, [])
-    assert len(reader.grammars._compiled) == 32
+        assert reader.tokens("x")[0] in await reader.allowed(grammar("regex", f"x{{{each + 1}}}y"), state, [])
+    assert len(reader.masks._compiled) == 32
     (x,), (y,) = reader.tokens("x"), reader.tokens("y")
-    assert y in reader.allowed(grammar("regex", "x{1}y"), states[0], [x]), "who uses one keeps it"
+    assert y in await reader.allowed(grammar("regex", "x{1}y"), states[0], [x]), "who uses one keeps it"
 
 
 @pytest.mark.parametrize("text", ["start: foo", "start: /[0-9]{3}/"], ids=["broken", "left"])
-def test_nothing_follows_what_is_wrong_and_no_text_is_logged(
+async def test_nothing_follows_what_is_wrong_and_no_text_is_logged(
     reader: Reader, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     output = reader.tokens("secret")
     with caplog.at_level(logging.WARNING):
-        assert reader.allowed(text, GrammarState(), output) == set()
+        assert await reader.allowed(text, GrammarState(), output) == set()
     (record,) = caplog.records
     assert "gave up after" in record.getMessage()
     assert not any(secret in record.getMessage() for secret in ("secret", "foo", "0-9"))
@@ -126,10 +135,10 @@ TOO_LARGE = json.dumps(
 
 
 @pytest.mark.parametrize("text", ["start: bar", LLMatcher.grammar_from_json_schema(TOO_LARGE)], ids=["broken", "large"])
-def test_what_cannot_be_compiled_is_not_compiled_again(reader: Reader, text: str, compiled: list[str]) -> None:
+async def test_what_cannot_be_compiled_is_not_compiled_again(reader: Reader, text: str, compiled: list[str]) -> None:
     """Each choice of each request asks."""
     for _ in range(20):
-        assert reader.allowed(text, GrammarState(), []) == set()
+        assert await reader.allowed(text, GrammarState(), []) == set()
     assert compiled == [text]
 
 
@@ -138,10 +147,10 @@ MANY_STATES = "(?s:.*)(error|warning).{5,60}failed.{5,60}"
 """A text that repeats its words has some 700 states of its own."""
 
 
-def follows(reader: Reader, text: str, output: list[int], state: GrammarState) -> None:
+async def follows(reader: Reader, text: str, output: list[int], state: GrammarState) -> None:
     """Token after token, as an engine does it."""
     for end in range(len(output)):
-        assert output[end] in reader.allowed(text, state, output[:end]), f"after {end} tokens"
+        assert output[end] in await reader.allowed(text, state, output[:end]), f"after {end} tokens"
 
 
 def words(reader: Reader, seed: int) -> list[int]:
@@ -149,23 +158,25 @@ def words(reader: Reader, seed: int) -> list[int]:
     return reader.tokens("".join(draw.choice(WORDS) for _ in range(40)))[:100]
 
 
-def test_texts_that_follow_one_grammar_do_not_use_up_each_others_states(reader: Reader, compiled: list[str]) -> None:
+async def test_texts_that_follow_one_grammar_do_not_use_up_each_others_states(
+    reader: Reader, compiled: list[str]
+) -> None:
     text = grammar("regex", MANY_STATES)
     running = GrammarState()
-    follows(reader, text, words(reader, 0)[:50], running)
+    await follows(reader, text, words(reader, 0)[:50], running)
     for seed in range(1, 100):
-        follows(reader, text, words(reader, seed), GrammarState())
+        await follows(reader, text, words(reader, seed), GrammarState())
     assert 1 < compiled.count(text) < 20, "what is full is left, and only then"
-    follows(reader, text, words(reader, 0), running)
+    await follows(reader, text, words(reader, 0), running)
 
 
-def test_one_text_has_only_so_many_states(
+async def test_one_text_has_only_so_many_states(
     reader: Reader, compiled: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is read again once, and then it ends."""
     monkeypatch.setattr(grammar_limits, "MAX_LEXER_STATES", 100)
     text, state, output = grammar("regex", MANY_STATES + "!"), GrammarState(), words(reader, 1)
-    sets = [reader.allowed(text, state, output[:end]) for end in range(len(output))]
+    sets = [await reader.allowed(text, state, output[:end]) for end in range(len(output))]
     assert sets[5]
     assert not sets[-1]
     assert compiled == [text, text]

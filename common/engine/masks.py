@@ -1,0 +1,189 @@
+"""What may follow in the texts that have a grammar, found out on threads that hold up neither the engine nor the loop.
+
+A text asks for its mask when it has got a token, and is in no step before it has it. Grammars take turns, and one
+grammar has one thread at a time; a turn ends after `_TURN_S`, but for the mask that is being made, whose cost the
+library's own bounds limit. No answer depends on that: what takes long is late, and only a bound ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from llguidance import LLMatcher
+
+from common.engine.grammar import GaveUp, Grammars, GrammarState, Unread
+from common.runtime.daemon_threads import DaemonThreads
+
+_log = logging.getLogger(__name__)
+
+GRACE_S = 0.01
+"""That a step waits at most for masks; not at all for those of texts whose last one was late."""
+_MAX_KEPT = 32
+"""Compiled grammars that are kept for the next request."""
+_NUM_THREADS = 2
+_TURN_S = 0.002
+
+Tell = Callable[[GaveUp | None], None]
+"""Called when a mask is there, or with the reason why it will never be."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A mask that somebody waits for."""
+
+    state: GrammarState
+    token_ids: Sequence[int]
+    """Not changed before the mask is there."""
+    prompt_len: int
+    asked: float
+    tell: Tell
+    alone: bool = False
+    """Whether its matcher shares nothing."""
+    dropped: bool = False
+    result: bytes | Unread | GaveUp = Unread.TIME
+
+
+class Masks:
+    """The masks of one worker. Every method is called on the event loop's thread."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        """Without `grammars` nobody asks."""
+        self._grammars = grammars
+        self._threads = DaemonThreads(_NUM_THREADS, "mask")
+        self._turns = asyncio.Semaphore(_NUM_THREADS)
+        self._compiler = DaemonThreads(1, "grammar")
+        """Of its own, as that takes longer than any mask."""
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lines: dict[str, deque[_Job]] = {}
+        """Those that wait for masks of each grammar."""
+        self._servers: set[asyncio.Task[None]] = set()
+        """One for each line."""
+        self._jobs: dict[GrammarState, _Job] = {}
+        self._expected: dict[GrammarState, None] = {}
+        """Those whose masks a step waits for."""
+        self._all_here = asyncio.Event()
+        self.num_made = 0
+        self.num_late = 0
+        """Those that a step has waited for in vain."""
+        self.given_up: dict[str, int] = {}
+        """Texts that could not go on, by the bound that they reached."""
+
+    def ask(self, grammar: str, state: GrammarState, token_ids: Sequence[int], prompt_len: int, tell: Tell) -> None:
+        """Find out what may follow `token_ids`, whose output begins at `prompt_len`: `state` gets it, then `tell` is
+        called, in a later turn of the loop."""
+        assert state not in self._jobs, "it waits for one already"
+        state.allowed = None
+        job = self._jobs[state] = _Job(state, token_ids, prompt_len, time.perf_counter(), tell)
+        if not state.late:
+            self._expected[state] = None
+        if grammar in self._lines:
+            self._lines[grammar].append(job)
+            return
+        line = self._lines[grammar] = deque([job])
+        server = asyncio.get_running_loop().create_task(self._serve(grammar, line))
+        self._servers.add(server)
+        server.add_done_callback(self._servers.discard)
+
+    def forget(self, state: GrammarState | None) -> None:
+        """Nobody needs its mask any more; inert when it waits for none."""
+        job = None if state is None else self._jobs.pop(state, None)
+        if job is not None:
+            job.dropped = True
+            self._is_here(job.state)
+
+    async def settle(self) -> None:
+        """Wait for the masks that can be expected at once, for `GRACE_S` at most; those that are missed are late."""
+        if not self._expected:
+            return
+        self._all_here.clear()
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await self._all_here.wait()
+        except TimeoutError:
+            self.num_late += len(self._expected)
+            for state in self._expected:
+                state.late = True
+            self._expected.clear()
+
+    async def _serve(self, grammar: str, line: deque[_Job]) -> None:
+        """Turn after turn, until nobody waits."""
+        try:
+            while line:
+                if line[0].dropped:
+                    line.popleft()
+                    continue
+                compiled = await self._compiled_for(grammar, line[0])
+                async with self._turns:
+                    jobs = [job for job in line if job.state.matcher is not None or not (job.alone or compiled is None)]
+                    num_done = await asyncio.wrap_future(self._threads.submit(partial(self._turn, compiled, jobs)))
+                for job in jobs[:num_done]:
+                    line.remove(job)
+                    if job.result is Unread.FULL and self._compiled.get(grammar) is compiled:
+                        del self._compiled[grammar]
+                    if isinstance(job.result, Unread):
+                        job.alone = job.alone or job.result is Unread.FULL
+                        line.append(job)
+                    else:
+                        self._done(job, job.result)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # noqa: BLE001 (a panic of the library is none of Python's own exceptions)
+            _log.exception("a grammar could not be followed")
+            for job in line:
+                self._done(job, GaveUp("none", "the grammar cannot be followed"))
+        finally:
+            del self._lines[grammar]
+
+    async def _compiled_for(self, grammar: str, job: _Job) -> LLMatcher | None:
+        """What the matchers of a grammar are copies of, if `job` needs it or it is there; or `job` gets one alone."""
+        assert self._grammars is not None, "nobody has refused the request"
+        compiled = self._compiled.get(grammar)
+        if job.state.matcher is None and (compiled is None or job.alone):
+            matcher = await asyncio.wrap_future(self._compiler.submit(partial(self._grammars.compile, grammar)))
+            if job.alone:
+                job.state.matcher, job.state.num_read = matcher, 0
+                return compiled
+            compiled = self._compiled[grammar] = matcher
+            while len(self._compiled) > _MAX_KEPT:
+                self._compiled.popitem(last=False)
+        if compiled is not None:
+            self._compiled.move_to_end(grammar)
+        return compiled
+
+    def _turn(self, compiled: LLMatcher | None, jobs: Sequence[_Job]) -> int:
+        """On a thread: as many of the jobs as there is time for, but at least one."""
+        assert self._grammars is not None
+        end = time.perf_counter() + _TURN_S
+        for number, job in enumerate(jobs, 1):
+            if not job.dropped:
+                output = job.token_ids[job.prompt_len :]
+                job.result = self._grammars.read(compiled, job.state, output, lambda: time.perf_counter() > end)
+            if time.perf_counter() > end:
+                return number
+        return len(jobs)
+
+    def _done(self, job: _Job, result: bytes | GaveUp) -> None:
+        if job.dropped:
+            return
+        state = job.state
+        del self._jobs[state]
+        if isinstance(result, GaveUp):
+            self.given_up[result.bound] = self.given_up.get(result.bound, 0) + 1
+            job.tell(result)
+        else:
+            self.num_made += 1
+            state.allowed = result
+            state.late = time.perf_counter() - job.asked > GRACE_S
+            job.tell(None)
+        self._is_here(state)
+
+    def _is_here(self, state: GrammarState) -> None:
+        self._expected.pop(state, None)
+        if not self._expected:
+            self._all_here.set()
