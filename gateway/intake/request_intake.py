@@ -130,7 +130,7 @@ class Intake:
         self._check_form(form)
         most = self._most_tokens(len(form.prompt), form.n, form.logprobs)
         length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS, most=most)
-        grammar = await grammar_of(form)
+        grammar = await grammar_of(form, self._tokenizer)
         context = self._context()
         self._expect(form.prompt, "prompt", context, admit)
         generations: list[Generation] = []

@@ -348,3 +348,58 @@ def test_many_tokens_are_sent_again_in_several_messages(monkeypatch: pytest.Monk
         (9, (9,), "length"),
     ]
     assert [each.logprobs for each in told] == [tuple(generation.logprobs[:3]), tuple(generation.logprobs[3:])]
+
+
+# --- sequences that wait for what their grammars allow ------------------------------------------------------------
+
+
+def test_a_sequence_whose_mask_is_late_sits_steps_out_and_takes_no_block_meanwhile() -> None:
+    bench = Bench(num_blocks=16, memory_reserve=EAGER)
+    [late], [other] = bench.enter(request("late", 5)), bench.enter(request("other", 5))
+    assert bench.step().decodes == [late, other]
+    bench.scheduler.mask_awaited(late)
+    num_blocks = len(late.sequence.block_table)
+    for _ in range(20):
+        assert bench.step().decodes == [other]
+        bench.check()
+    assert bench.scheduler.num_idle == 1
+    assert len(late.sequence.block_table) == num_blocks
+    bench.scheduler.mask_known(late)
+    assert bench.step().decodes == [late, other]
+    assert len(late.sequence.block_table) == num_blocks, "it lacks none yet"
+
+
+def test_a_preempted_sequence_comes_back_when_its_mask_is_there() -> None:
+    bench = Bench(num_blocks=8, memory_reserve=EAGER, preempt_by="recompute")
+    older, newer = bench.run(request("older", 5)), bench.run(request("newer", 5))
+    bench.scheduler.mask_awaited(newer)
+    borrowed = bench.pool.allocate(bench.pool.num_free)
+    while newer.stage is not Stage.PREEMPTED:
+        bench.step()
+    bench.pool.release(borrowed)
+    for _ in range(3):
+        bench.reserve()
+        bench.step()
+        assert newer.stage is Stage.PREEMPTED
+    bench.scheduler.mask_known(newer)
+    bench.reserve()
+    assert newer.stage is Stage.RECOMPUTING
+    assert older.stage is Stage.RUNNING
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_whoever_ends_while_its_mask_is_awaited_leaves_nothing(preempted: bool) -> None:
+    bench = Bench(num_blocks=8, memory_reserve=EAGER, preempt_by="recompute")
+    bench.run(request("older", 5))
+    subject = request("subject", 5)
+    generation = bench.run(subject)
+    bench.scheduler.mask_awaited(generation)
+    if preempted:
+        bench.pool.allocate(bench.pool.num_free)
+        while generation.stage is not Stage.PREEMPTED:
+            bench.step()
+    bench.forget(subject)
+    assert bench.scheduler.num_idle == 0
+    bench.scheduler.mask_known(generation)
+    bench.step()
+    bench.check()

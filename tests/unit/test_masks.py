@@ -1,0 +1,161 @@
+"""Masks are made elsewhere: who waits for whom, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from common.engine import masks as engine_masks
+from common.engine.grammar import GaveUp, Grammars, GrammarState, Unread
+from common.engine.masks import Masks
+from common.runtime import grammar_limits
+
+AMBIGUOUS = "start: e\ne: e e e | e e | /[ -~]/ |"
+
+
+class Gated(Grammars):
+    """Reading in a grammar that begins with `slow` waits for the gate; so does compiling one with `large`."""
+
+    def __init__(self) -> None:
+        super().__init__(LLTokenizer("byte"))
+        self.gate = threading.Event()
+        self.read_in: list[str] = []
+
+    def compile(self, grammar: str) -> LLMatcher:
+        if "large" in grammar:
+            assert self.gate.wait(60)
+        return super().compile(grammar)
+
+    def read(
+        self, compiled: LLMatcher | None, state: GrammarState, output: Sequence[int], time_is_up: Callable[[], bool]
+    ) -> bytes | Unread | GaveUp:
+        result = super().read(compiled, state, output, time_is_up)
+        if isinstance(result, bytes) and result[ord("s") >> 3] >> (ord("s") & 7) & 1:
+            assert self.gate.wait(60)
+        return result
+
+
+@pytest.fixture
+def gated() -> Iterator[Gated]:
+    grammars = Gated()
+    yield grammars
+    grammars.gate.set()
+
+
+class Asker:
+    """Of masks, and what came of that."""
+
+    def __init__(self, masks: Masks, grammar: str) -> None:
+        self.masks, self.grammar, self.state = masks, grammar, GrammarState()
+        self.told: asyncio.Future[GaveUp | None] = asyncio.Future()
+
+    def ask(self, output: str = "", *, expected: bool = False) -> asyncio.Future[GaveUp | None]:
+        self.told = asyncio.get_running_loop().create_future()
+        self.state.late = not expected
+        self.masks.ask(self.grammar, self.state, list(output.encode()), 0, self.told.set_result)
+        return self.told
+
+
+async def soon(told: asyncio.Future[Any]) -> Any:
+    return await asyncio.wait_for(told, 60)
+
+
+async def test_a_slow_mask_holds_up_no_other_grammar(gated: Gated) -> None:
+    masks = Masks(gated)
+    slow = [Asker(masks, 'start: "slow"') for _ in range(16)]
+    for each in slow:
+        each.ask()
+    for _ in range(3):
+        assert await soon(Asker(masks, 'start: "quick"').ask()) is None
+    assert not any(each.told.done() for each in slow)
+    gated.gate.set()
+    for each in slow:
+        assert await soon(each.told) is None
+    assert masks.num_made == 19
+
+
+async def test_a_compilation_holds_up_no_mask(gated: Gated) -> None:
+    masks = Masks(gated)
+    quick = Asker(masks, 'start: "quick"')
+    await soon(quick.ask())
+    large = Asker(masks, 'start: "large"')
+    large.ask()
+    assert await soon(quick.ask("q")) is None
+    assert not large.told.done()
+    gated.gate.set()
+    assert await soon(large.told) is None
+
+
+async def test_a_step_waits_for_what_can_be_expected_and_once_for_what_is_late(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = Masks(gated)
+    quick, slow = Asker(masks, 'start: "quick"'), Asker(masks, 'start: "slow"')
+    monkeypatch.setattr(engine_masks, "GRACE_S", 60)
+    quick.ask(expected=True)
+    await masks.settle()
+    assert quick.told.done()
+    monkeypatch.setattr(engine_masks, "GRACE_S", 0)
+    slow.ask(expected=True)
+    await masks.settle()
+    assert (masks.num_late, slow.told.done(), slow.state.late) == (1, False, True)
+    monkeypatch.setattr(engine_masks, "GRACE_S", 60)
+    await asyncio.wait_for(masks.settle(), 30)
+    gated.gate.set()
+    await soon(slow.told)
+    assert slow.state.allowed is not None
+    assert not slow.state.late
+
+
+async def test_who_is_given_up_is_told_nothing_and_keeps_nobody_waiting(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_masks, "GRACE_S", 60)
+    masks = Masks(gated)
+    slow = [Asker(masks, 'start: "slow"') for _ in range(4)]
+    for each in slow:
+        each.ask(expected=True)
+    for each in slow:
+        masks.forget(each.state)
+    await asyncio.wait_for(masks.settle(), 30)
+    gated.gate.set()
+    later = Asker(masks, 'start: "slow"')
+    assert await soon(later.ask()) is None
+    assert not any(each.told.done() for each in slow)
+    assert masks.num_made == 1
+
+
+async def test_too_many_items_end_a_text_with_the_bound_and_no_other(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_limits, "MAX_ITEMS", 20)
+    masks = Masks(gated)
+    gated.gate.set()
+    ambiguous, other = Asker(masks, AMBIGUOUS), Asker(masks, 'start: "quick"')
+    gave_up = await soon(ambiguous.ask("x" * 10))
+    assert gave_up is not None
+    assert gave_up.bound == "items"
+    assert "items" in gave_up.why
+    assert await soon(other.ask()) is None
+    assert masks.given_up == {"items": 1}
+
+
+async def test_many_tokens_are_read_in_several_turns_to_the_same_mask(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on with a text elsewhere."""
+    gated.gate.set()
+    masks = Masks(gated)
+    stepwise, at_once = (Asker(masks, "start: /([a-f]{4}-){12}[0-9]{9}/") for _ in range(2))
+    text = "abcd-" * 9 + "ab"
+    for end in range(len(text) + 1):
+        assert await soon(stepwise.ask(text[:end])) is None
+    monkeypatch.setattr(engine_masks, "_TURN_S", -1)
+    assert await soon(at_once.ask(text)) is None
+    assert at_once.state.allowed == stepwise.state.allowed
+    assert at_once.state.num_read == len(text)
