@@ -57,6 +57,12 @@ class RunningBatch:
         return len(self._ready)
 
     @property
+    def can_join(self) -> bool:
+        """Whether one of them would get a place with the next step."""
+        first = self._ready.first()
+        return first is not None and (len(self._running) < self._max_num_seqs or self._junior_to(first) is not None)
+
+    @property
     def num_due_next(self) -> int:
         """Running sequences that need a block before the next step."""
         return len(self._due.get(self.step + 1, ()))
@@ -179,11 +185,16 @@ class RunningBatch:
 
     def _make_place(self, generation: Generation, now: float) -> bool:
         """Send a running sequence of a lower tier back to wait, with its blocks."""
-        newest = next((g for g in self._newest.smallest(len(self._aged) + 1) if g not in self._aged), None)
-        if newest is None or seniority(newest)[0] <= seniority(generation)[0]:
+        newest = self._junior_to(generation)
+        if newest is None:
             return False
         self.discard(newest)
         newest.paused(now)
         self.add(newest, now)
         self._stepped_aside.append(newest)
         return True
+
+    def _junior_to(self, generation: Generation) -> Generation | None:
+        """The running sequence that would step aside for it."""
+        newest = next((g for g in self._newest.smallest(len(self._aged) + 1) if g not in self._aged), None)
+        return None if newest is None or seniority(newest)[0] <= seniority(generation)[0] else newest

@@ -152,8 +152,8 @@ class DecodeScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether someone new waits for the next step."""
-        return self._batch.num_ready > 0 or len(self._chunks) > 0
+        """Whether someone new would be in the next step."""
+        return self._batch.can_join or len(self._chunks) > 0
 
     @property
     def num_host_used(self) -> int:
