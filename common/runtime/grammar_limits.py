@@ -7,8 +7,9 @@ from typing import Final
 from llguidance import LLParserLimits
 
 MAX_ITEMS = 5_000
-"""Of the parser, for one token: 400 optional properties take 3,300, numbers of three digits as much; an ambiguous
-grammar takes any number, and more time for each."""
+"""Of the parser, for one token. 300 optional properties, their values numbers, stay below it, and 400 do not always; an
+ambiguous grammar takes any number, and more time for each: some 30 ms for a mask with as many as this, and half of that
+to read a token, which the library does without letting go of the interpreter."""
 MAX_LEXER_STATES = 20_000
 """Of one or two KB each: for all texts that follow one compiled grammar, and once more for one that finds it full."""
 MAX_GRAMMAR_SIZE = 20_000

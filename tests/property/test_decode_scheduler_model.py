@@ -123,11 +123,15 @@ class Traffic:
         self.computing: list[DecodeRequest] = []
         self.decoding: list[DecodeRequest] = []
         self.lent: list[list[int]] = []
+        self.awaited: list[Generation] = []
+        """Sequences whose masks are late."""
         self.runs_ahead = self.pick([False, True, True])
         self.in_flight: list[InFlight] = []
         """The first one runs; of two, the second was scheduled meanwhile."""
         self.num_finished = 0
         self.num_steps = 0
+        self.num_in_vain = 0
+        """Empty steps, one after the other, though there was work."""
         self.num_ahead = 0
 
     # --- what may happen -----------------------------------------------------------------------------------------
@@ -137,6 +141,7 @@ class Traffic:
         steps += [self.begin_step] * (10 if self.in_flight else 5) if self.may_begin() else []
         steps += [self.run_step, *[self.end_step] * 4] if self.in_flight else []
         steps += [self.settle] * 4 if self.pulling else []
+        steps += [self.tell_mask] * 2 if self.awaited else []
         steps += [self.begin_read] if any(map(self.unread, self.pulling)) else []
         steps += [self.give_up] if self.waiting or self.pulling or self.computing or self.decoding else []
         steps += [self.lend] + ([self.take_back] * 3 if self.lent else [])
@@ -242,6 +247,7 @@ class Traffic:
             return
         self.scheduler.settled(request, self.pulling.pop(request)[0], first_tokens, self.now)
         self.decoding.append(request)
+        self.ask_masks(request.generations)
 
     def first_tokens(self, request: DecodeRequest) -> list[Tokens]:
         work = request.work
@@ -290,9 +296,14 @@ class Traffic:
             pass
         elif not step.swap_outs and held <= self.pool.num_blocks // 4:
             assert self.scheduler.num_running <= self.policy.max_num_seqs
+        computed = [*step.decodes, *(chunk.prompt.generation for chunk in step.chunks)]
+        assert not set(computed) & set(self.awaited), "nobody knows what it may go on with"
         if step.empty:
             self.pool.step_finished(number)
+            self.num_in_vain = self.num_in_vain + 1 if self.scheduler.has_work and not self.in_flight else 0
+            assert self.num_in_vain < 3, "it says that there is work, and has none"
             return
+        self.num_in_vain = 0
         self.num_ahead += len(self.in_flight)
         slices = step.slices(before)
         writes = []
@@ -369,7 +380,23 @@ class Traffic:
         self.computing.remove(request)
         self.scheduler.computed(request, self.first_tokens(request), self.now)
         self.decoding.append(request)
+        self.ask_masks(request.generations)
         self.close_if_finished(request)
+
+    def ask_masks(self, generations: Seq[Generation]) -> None:
+        """Those that have a grammar, and a token more, are in no step for a while; or for none, if it is known at once
+        what they may go on with."""
+        for generation in generations:
+            wanted = generation.sequence.sampling.grammar is not None and generation.finish_reason is None
+            if wanted and self.pick([False, True]):
+                self.scheduler.mask_awaited(generation)
+                self.awaited.append(generation)
+
+    def tell_mask(self) -> None:
+        """One of them may go on, unless it has ended meanwhile."""
+        generation = self.pick(self.awaited)
+        self.awaited.remove(generation)
+        self.scheduler.mask_known(generation)
 
     def sample(self, generation: Generation) -> None:
         sequence, request = generation.sequence, generation.request
@@ -381,6 +408,7 @@ class Traffic:
         if reason is not None:
             self.scheduler.remove(generation)
             self.close_if_finished(request)
+        self.ask_masks([generation])
 
     def close_if_finished(self, request: DecodeRequest) -> None:
         if request.finished:
@@ -461,6 +489,8 @@ class Traffic:
             self.reserve()
             while self.pulling:
                 self.settle()
+            while self.awaited:
+                self.tell_mask()
             self.check()
             if not self.waiting and not self.decoding and not self.computing:
                 break
