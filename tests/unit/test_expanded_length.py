@@ -85,3 +85,8 @@ def test_what_people_write_is_taken(kind: str, text: str) -> None:
 def test_a_string_that_nobody_could_wait_for_is_refused() -> None:
     _, error = compile_grammar("json_schema", '{"type": "string", "pattern": "^a+$", "minLength": 100000000}')
     assert error.startswith("minLength")
+
+
+def test_a_repetition_that_takes_a_worker_tens_of_milliseconds_a_token_is_refused() -> None:
+    assert "written out" in compile_grammar("regex", "a{99999}")[1]
+    assert compile_grammar("regex", f"a{{{MAX_EXPANDED - 100}}}")[1] == ""
