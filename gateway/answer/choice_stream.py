@@ -16,6 +16,9 @@ from gateway.text.detokenizer import TokenDecoder
 
 _QUEUED_PIECES = 64
 """Pieces of a request with several prompts that wait for the client; beyond, its generations are not read from."""
+_PROMPTS_AT_ONCE = 64
+"""Of one request; the others begin as these end. As many requests as may be in flight have, with so many prompts each,
+no more open than a worker can be told of in one message."""
 
 
 class Choice(Protocol):
@@ -35,6 +38,8 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
     Raises `GenerationFailed` as soon as one generation fails. A generation is closed once its choices have ended, and
     all are closed when the stream is.
     """
+    if job.generates_nothing:
+        return _prompts_alone(job)
     streams: list[AsyncGenerator[Piece, None]] = []
     for generation, echo in zip(job.generations, job.echoes, strict=True):
         first = len(streams) * generation.num_choices
@@ -46,6 +51,16 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
         choices = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
         streams.append(_one_generation(generator, generation, choices))
     return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _prompts_alone(job: Job) -> AsyncGenerator[Piece, None]:
+    texts = [
+        echo
+        for echo, generation in zip(job.echoes, job.generations, strict=True)
+        for _ in range(generation.num_choices)
+    ]
+    for choice, text in enumerate(texts):
+        yield Piece(choice=choice, text=text, num_tokens=0, reports=(), finish_reason="length")
 
 
 async def _one_generation(
@@ -68,7 +83,8 @@ async def _one_generation(
 
 async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
     queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(_QUEUED_PIECES)
-    tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    room = asyncio.Semaphore(_PROMPTS_AT_ONCE)
+    tasks = [asyncio.create_task(_pump(stream, queue, room)) for stream in streams]
     try:
         num_open = len(tasks)
         while num_open:
@@ -85,10 +101,12 @@ async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(stream: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | Exception | None]) -> None:
+async def _pump(
+    stream: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | Exception | None], room: asyncio.Semaphore
+) -> None:
     """Move pieces into `queue`, and at the end None, or what was raised: the reader raises it again."""
     try:
-        async with aclosing(stream) as pieces:
+        async with room, aclosing(stream) as pieces:
             async for piece in pieces:
                 await queue.put(piece)
     except Exception as error:  # noqa: BLE001

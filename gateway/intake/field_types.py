@@ -24,8 +24,8 @@ from pydantic_core import PydanticCustomError
 from common.contract.sampling import MAX_BIAS, MAX_LOGIT_BIAS, LogitBias, TokenId
 from common.contract.tiers import Tier
 
-MAX_PROMPTS: Final = 64
-"""Most prompts in one completions request."""
+MAX_PROMPTS: Final = 2048
+"""Most prompts in one completions request; what they may be together is bounded by the body and by the answers."""
 MAX_MESSAGES: Final = 10_000
 """Most messages of one conversation: many small ones take long to check and to put into the template."""
 MAX_CALLS: Final = 4096

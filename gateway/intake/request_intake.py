@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,8 @@ class Job:
     """Let each chunk carry the usage so far."""
     include_timings: bool = False
     """Let the usage say what the time was spent on."""
+    generates_nothing: bool = False
+    """The answer is what the texts begin with: no worker is asked."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -135,6 +138,7 @@ class Intake:
         self._expect(form.prompt, "prompt", context, admit)
         generations: list[Generation] = []
         for prompt in form.prompt:
+            await asyncio.sleep(0)  # others have their turns: there may be many prompts
             token_ids = await self._prompt_tokens(prompt, context)
             generation = self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar)
             generations.append(replace(generation, admittance=(generations or [generation])[0].admittance))
@@ -306,10 +310,12 @@ class Intake:
                 f"most {length.most}"
             )
             raise invalid(length.param, message)
+        if form.min_tokens is not None and form.min_tokens > max_tokens:
+            raise invalid("min_tokens", f"min_tokens {form.min_tokens} is more than the {max_tokens} to generate")
         return Generation(
             token_ids=tuple(token_ids),
             num_choices=form.n or 1,
-            sampling=self._sampling(form, max_tokens, num_logprobs, grammar),
+            sampling=self._sampling(form, max(1, max_tokens), num_logprobs, grammar),
             budget_s=self._limits.default_budget_s,
             tier=form.service_tier,
             tenant=tenant,
@@ -339,10 +345,11 @@ class Intake:
         fields |= {name: value for name in _PASSED_ON if (value := getattr(form, name)) is not None}
         if fields["top_k"] == -1:
             fields["top_k"] = 0
-        sampling = _SAMPLING.validate_python(fields)
-        if sampling.min_tokens > sampling.max_tokens:
-            raise invalid("min_tokens", f"min_tokens {sampling.min_tokens} is more than the {max_tokens} to generate")
-        return sampling
+        if fields["seed"] == -1:
+            fields["seed"] = secrets.randbits(63)
+        if fields["top_p"] == 0:
+            fields |= {"top_p": 1.0, "temperature": 0.0}
+        return _SAMPLING.validate_python(fields)
 
     def _job(
         self,
@@ -362,6 +369,7 @@ class Intake:
             continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
             include_timings=include_timings,
             plan=plan,
+            generates_nothing=form.max_tokens == 0,
         )
 
 

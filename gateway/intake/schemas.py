@@ -33,10 +33,8 @@ from common.contract.sampling import (
     NumLogprobs,
     OutputPenalty,
     RepetitionPenalty,
-    Seed,
     Temperature,
     TokenId,
-    TopP,
 )
 from common.contract.tiers import Tier
 from gateway.intake.field_types import (
@@ -200,11 +198,13 @@ class SamplingFields(_Body):
     max_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
     temperature: Temperature | None = None
-    top_p: TopP | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    """0 takes the most likely token."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
     """0 and, as others have it, -1 keep all."""
     min_p: MinP | None = None
-    seed: Seed | None = None
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
+    """-1, as others have it, is drawn."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stops = ()
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
@@ -233,6 +233,8 @@ class CompletionRequest(SamplingFields):
     """Body of `POST /v1/completions`."""
 
     prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    """0 generates nothing, and needs no worker."""
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     """Begin each text with its prompt."""

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
@@ -296,6 +297,54 @@ async def test_prefix_caches_are_separated_by_tenant_and_by_salt() -> None:
     assert len(set(found)) == len(given)
     assert found[0] == ""
     assert max(len(salt) for salt in found) <= 256
+
+
+async def test_a_seed_of_minus_one_is_drawn_and_a_top_p_of_nothing_is_greedy() -> None:
+    generator = ScriptedGenerator()
+    for path, body in ((COMPLETIONS_PATH, COMPLETION), (CHAT_PATH, CHAT)):
+        for change in ({"seed": -1}, {"seed": -1}, {"top_p": 0, "temperature": 0.7}):
+            assert (await post(path, body | change, generator))[0] == 200
+    first, second, greedy = [generation.sampling for generation in generator.generations[:3]]
+    assert first.seed != second.seed
+    assert all(generation.sampling.greedy for generation in generator.generations[2::3])
+    assert greedy.top_p == 1.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_nothing_is_generated_where_nothing_is_asked_for(stream: bool, echo: bool) -> None:
+    generator = ScriptedGenerator(readiness=Readiness(ready=False, reason="no worker"))
+    body = COMPLETION | {"prompt": ["hello", "there"], "max_tokens": 0, "n": 2, "echo": echo}
+    expected = ["hello", "hello", "there", "there"] if echo else [""] * 4
+    if stream:
+        chunks = [chunk["choices"][0] for chunk in await stream_of(generator, COMPLETIONS_PATH, body)]
+        assert [(each["text"], each["finish_reason"]) for each in chunks] == [(text, "length") for text in expected]
+    else:
+        status, answer, _ = await post(COMPLETIONS_PATH, body, generator)
+        assert status == 200
+        assert [each["text"] for each in answer["choices"]] == expected
+        assert {each["finish_reason"] for each in answer["choices"]} == {"length"}
+        num_prompt = 2 + len(encode("hello")) + len(encode("there"))
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (num_prompt, 0)
+    assert generator.generations == []
+
+
+async def test_many_prompts_are_generated_some_at_a_time() -> None:
+    most = 0
+
+    class Watched(ScriptedGenerator):
+        async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+            nonlocal most
+            async with aclosing(super().generate(generation)) as deltas:
+                async for delta in deltas:
+                    most = max(most, self.num_open)
+                    yield delta
+
+    generator = Watched(text="hello there, the end")
+    status, answer, _ = await post(COMPLETIONS_PATH, COMPLETION | {"prompt": [[5], [6, 7]] * 150}, generator)
+    assert status == 200
+    assert [choice["text"] for choice in answer["choices"]] == ["hello there, the end"] * 300
+    assert most == 64
 
 
 async def test_a_default_length_is_cut_to_the_context() -> None:

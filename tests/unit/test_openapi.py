@@ -49,6 +49,7 @@ BODIES = {
 SAID_NOWHERE = [
     {"max_tokens": CONTEXT},
     {"min_tokens": 5, "max_tokens": 4},
+    {"min_tokens": 1, "max_tokens": 0},
     {"prompt": [2] * CONTEXT},
     {"prompt": [2] * (CONTEXT - 1), "max_tokens": 2},
     {"max_completion_tokens": CONTEXT, "max_tokens": 1},

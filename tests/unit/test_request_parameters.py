@@ -246,7 +246,7 @@ def test_without_the_debug_level_nothing_is_kept(caplog: pytest.LogCaptureFixtur
         (ChatRequest, CHAT | {"structured_outputs": {"choice": [1] * 1000}}),
         (ChatRequest, CHAT | {"logit_bias": {f"a{token}": 1 for token in range(10_000)}}),
         (ChatRequest, {"messages": [{"role": "user", "content": [1] * 1000}]}),
-        (CompletionRequest, {"prompt": ["a"] * 1000}),
+        (CompletionRequest, {"prompt": ["a"] * 3000}),
         (CompletionRequest, {"prompt": [[1, "a"]] * 1000}),
         (DetokenizeRequest, {"tokens": ["a"] * 1000}),
     ],
