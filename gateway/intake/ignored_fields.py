@@ -44,21 +44,23 @@ IGNORED: Final[Mapping[str, str]] = {
 """Fields of the OpenAI API and of vLLM that would not change the answer, and why; but where a schema has them."""
 
 
-def unknown_fields(given: object, schema: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Fields that `schema` does not have, and that its parts do not have: those as `messages.name`."""
-    known = {field.alias or name: field.annotation for name, field in schema.model_fields.items()}
+def unknown_fields(given: object, *schemas: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Fields that none of `schemas` has, and that their parts do not have: those as `messages.name`."""
+    fields = [item for schema in schemas for item in schema.model_fields.items()]
+    known = {field.alias or name: field.annotation for name, field in fields}
     for part in given if isinstance(given, list) else [given]:
         for name, value in part.items() if isinstance(part, dict) else ():
             if name not in known:
                 yield path + name
-            elif (inner := _model_in(known[name])) is not None:
-                yield from unknown_fields(value, inner, f"{path}{name}.")
+            elif inner := list(_models_in(known[name])):
+                yield from unknown_fields(value, *inner, path=f"{path}{name}.")
 
 
-def _model_in(annotation: object) -> type[BaseModel] | None:
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for each in get_args(annotation) if (model := _model_in(each)) is not None), None)
+        yield annotation
+    for each in get_args(annotation):
+        yield from _models_in(each)
 
 
 class IgnoredFields:

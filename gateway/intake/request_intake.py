@@ -263,8 +263,6 @@ class Intake:
                 raise invalid("chat_template_kwargs", f"chat_template_kwargs: {name[:64]!r} is not a request's to set")
         if tools and not self._dialect.takes_tools:
             raise invalid("tools", "tools: this model's chat template does not tell the model of functions")
-        if tools and self._dialect.tool_format is None:
-            raise invalid("tools", "tools: this gateway does not recognise this model's calls (--tool-parser)")
 
         def render() -> str:
             return self._tokenizer.render_chat(

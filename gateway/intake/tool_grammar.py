@@ -67,7 +67,9 @@ async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str 
     forced = forced_tools(form)
     if forced and answer is not None:
         raise invalid("tool_choice", "tool_choice: the answer has a format, so it cannot have to be a call")
-    tools = forced or usable_tools(form)
+    if forced and dialect.tool_format is None:
+        raise invalid("tool_choice", "tool_choice: this gateway does not know how this model calls (--tool-parser)")
+    tools = (forced or usable_tools(form)) if dialect.tool_format is not None else ()
     if not forced and (answer is None or not (tools or dialect.may_reason(prompt))):
         return answer
     if forced:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from gateway.web.http_errors import invalid
@@ -67,7 +67,7 @@ class _Schema(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(_Schema):
@@ -112,24 +112,51 @@ class NamedToolChoice(_Schema):
     function: NamedFunction
 
 
-def _tool_choice(value: object) -> str | NamedToolChoice | None:
+class AllowedTools(_Schema):
+    """Those of `tools` that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedToolChoice(_Schema):
+    """As if there were only these functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _tool_choice(value: object) -> str | NamedToolChoice | AllowedToolChoice | None:
     match value:
         case None | "none" | "auto" | "required":
             return value
+        case "any":
+            return "required"
+        case {"type": "allowed_tools"}:
+            try:
+                return AllowedToolChoice.model_validate(value)
+            except ValidationError:
+                raise PydanticCustomError("tool_choice", "must be {shape}", {"shape": _ALLOWED_SHAPE}) from None
         case {"type": "function", "function": {"name": str(name)}}:
             return NamedToolChoice.model_construct(type="function", function=NamedFunction.model_construct(name=name))
         case _:
             raise PydanticCustomError(
-                "tool_choice", 'must be "none", "auto", "required" or {shape}', {"shape": _NAMED_SHAPE}
+                "tool_choice",
+                'must be "none", "auto", "required", {shape} or {allowed}',
+                {"shape": _NAMED_SHAPE, "allowed": _ALLOWED_SHAPE},
             )
 
 
 _NAMED_SHAPE: Final = '{"type": "function", "function": {"name": …}}'
+_ALLOWED_SHAPE: Final = '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": […]}}'
 
 Tools: TypeAlias = Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_tools)]
 ToolChoice: TypeAlias = Annotated[
-    Literal["none", "auto", "required"] | NamedToolChoice | None,
-    PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedToolChoice | None),
+    Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None,
+    PlainValidator(
+        _tool_choice,
+        json_schema_input_type=Literal["none", "auto", "required", "any"] | NamedToolChoice | AllowedToolChoice | None,
+    ),
 ]
 TemplateSwitches: TypeAlias = Annotated[dict[str, Any], AfterValidator(_switches)]
 
@@ -164,7 +191,7 @@ class WithTools(Protocol):
     def tools(self) -> Sequence[Tool] | None: ...
 
     @property
-    def tool_choice(self) -> str | NamedToolChoice | None: ...
+    def tool_choice(self) -> str | NamedToolChoice | AllowedToolChoice | None: ...
 
 
 def usable_tools(form: WithTools) -> Sequence[Tool]:
@@ -172,23 +199,34 @@ def usable_tools(form: WithTools) -> Sequence[Tool]:
 
     Raises `ApiError`, a 400, where a call is wanted and there is nothing to choose from.
     """
-    tools = form.tools or ()
-    if form.tool_choice in (None, "auto"):
+    tools, choice = form.tools or (), form.tool_choice
+    if choice in (None, "auto"):
         return tools
-    if form.tool_choice == "none":
+    if choice == "none":
         return ()
     if not tools:
         raise invalid("tool_choice", "tool_choice needs tools")
-    if isinstance(form.tool_choice, NamedToolChoice):
-        name = form.tool_choice.function.name
-        if name not in {tool.function.name for tool in tools}:
+    known, named = {tool.function.name for tool in tools}, _names(choice)
+    for name in named:
+        if name not in known:
             raise invalid("tool_choice", f"tool_choice: no function of tools is called {name[:64]!r}")
-    return tools
+    return [tool for tool in tools if tool.function.name in named] if isinstance(choice, AllowedToolChoice) else tools
 
 
 def forced_tools(form: WithTools) -> Sequence[Tool]:
     """The functions of which the model must call one; none where it need not call any."""
-    if isinstance(form.tool_choice, NamedToolChoice):
-        name = form.tool_choice.function.name
-        return [tool for tool in form.tools or () if tool.function.name == name]
-    return (form.tools or ()) if form.tool_choice == "required" else ()
+    choice = form.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        return [tool for tool in form.tools or () if tool.function.name == choice.function.name]
+    must = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
+    return usable_tools(form) if must == "required" else ()
+
+
+def _names(choice: str | NamedToolChoice | AllowedToolChoice | None) -> frozenset[str]:
+    """Those that a choice names."""
+    match choice:
+        case NamedToolChoice():
+            return frozenset({choice.function.name})
+        case AllowedToolChoice():
+            return frozenset(each.function.name for each in choice.allowed_tools.tools)
+    return frozenset()

@@ -8,7 +8,7 @@ from typing import Final
 
 from gateway.text.call_parser import MAX_NAME_CHARS, WHITESPACE, CallParser, NotACall, Reading, ReadingText, no_space
 
-_NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_-")
+_NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_-.")
 
 
 class HermesParser(CallParser):

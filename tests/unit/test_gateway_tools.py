@@ -441,6 +441,11 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f"} | function}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": None}
@@ -474,7 +479,13 @@ ASSISTANT: dict[str, Any] = {"role": "assistant", "content": None}
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": NAMED}, "tool_choice"),
         ({"tool_choice": NAMED, "tools": []}, "tool_choice"),
-        ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": "all", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": allowed("required", "get_weather")}, "tool_choice"),
+        ({"tool_choice": allowed("required", "f"), "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": allowed("required"), "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": allowed("none", "get_weather"), "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": 5, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}, "tools": TOOLS}, "tool_choice"),
@@ -558,10 +569,60 @@ async def test_models_that_know_nothing_of_functions() -> None:
     assert status == 200, "nothing is asked for"
 
 
-async def test_calls_that_are_not_recognised() -> None:
-    answer = await refused({"tools": TOOLS}, tool_parser="none")
-    assert_error(answer, "tools")
-    assert "--tool-parser" in answer["error"]["message"]
+async def test_calls_that_are_not_recognised_are_text() -> None:
+    """The model is told of the functions, and the client reads what it says; that it calls cannot be enforced."""
+    generator = scripted(TWO_CALLS)
+    async with client_of(generator, tool_parser="none") as client:
+        answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+        formatted: Any = {"type": "json_object"}
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, response_format=formatted)
+    assert answer.choices[0].message.content == TWO_CALLS
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].finish_reason == "stop"
+    assert "get_weather" in prompt_of(generator)
+    assert [generation.sampling.grammar is None for generation in generator.generations] == [True, False]
+    for choice in ("required", NAMED, allowed("required", "get_weather")):
+        answer = await refused({"tools": TOOLS, "tool_choice": choice}, tool_parser="none")
+        assert_error(answer, "tool_choice")
+        assert "--tool-parser" in answer["error"]["message"]
+
+
+async def test_any_call_is_a_required_one() -> None:
+    generator = scripted(ONE_CALL)
+    for choice in ("any", "required"):
+        await ask(generator, tools=TOOLS, extra_body={"tool_choice": choice})
+    first, second = [generation.sampling.grammar for generation in generator.generations]
+    assert first is not None
+    assert first == second
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_functions_that_are_allowed_are_as_if_there_were_no_others(mode: str) -> None:
+    generator = scripted(TWO_CALLS)
+    choice: Any = allowed(mode, "get_weather")
+    answer = await ask(generator, tools=TOOLS, tool_choice=choice)
+    await ask(generator, tools=[WEATHER], tool_choice="auto" if mode == "auto" else "required")
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["get_weather"]
+    first, second = generator.generations
+    assert first.token_ids == second.token_ids
+    assert first.sampling.grammar == second.sampling.grammar
+    assert (first.sampling.grammar is None) == (mode == "auto")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "web.search-1_a", "arguments": {}}\n</tool_call>'),
+        ("llama3", '{"name": "web.search-1_a", "parameters": {}}'),
+        ("mistral named", "[TOOL_CALLS]web.search-1_a[ARGS]{}"),
+    ],
+)
+async def test_names_may_have_dots(template: str, text: str) -> None:
+    dotted: Any = {"type": "function", "function": {"name": "web.search-1_a"}}
+    for choice in ("auto", "required"):
+        answer = await ask(scripted(text), template, tools=[dotted], tool_choice=choice)
+        (call,) = answer.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("web.search-1_a", "{}")
 
 
 async def test_what_the_template_does_not_take() -> None:
@@ -579,7 +640,7 @@ async def test_completions_have_no_functions() -> None:
 
 
 async def test_the_clients_error_classes() -> None:
-    for body in ({"tools": [tool(name="a b")]}, {"tool_choice": "required"}, {"tools": TOOLS, "tool_choice": "any"}):
+    for body in ({"tools": [tool(name="a b")]}, {"tool_choice": "required"}, {"tools": TOOLS, "tool_choice": "all"}):
         with pytest.raises(openai.BadRequestError) as caught:
             await ask(ScriptedGenerator(), **body)
         assert caught.value.status_code == 400

@@ -214,6 +214,14 @@ def test_ignored_fields_of_parts_are_listed_by_their_paths(
     assert not any("secret" in line for line in listed(caplog))
 
 
+def test_fields_of_parts_that_have_several_forms_are_known(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for choice in (tools[0], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}):
+        parse(ChatRequest, CHAT | {"tools": tools, "tool_choice": choice})
+    assert not listed(caplog)
+
+
 def test_no_more_is_listed_than_a_client_should_be_able_to_write(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
     fields = IgnoredFields()
