@@ -253,7 +253,7 @@ class ChatMessage(_Schema):
     role: Name
     name: Name | None = None
     tool_calls: ToolCalls | None = None
-    """Of an assistant's message, which then needs no content."""
+    """Of an assistant's message, which needs no content."""
     content: str | None = Field(None, validate_default=True)
     tool_call_id: Annotated[Name | None, Field(validate_default=True)] = None
     """Of a message of the role `tool`: which call it answers."""
@@ -270,8 +270,8 @@ class ChatMessage(_Schema):
 
     @field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
-    def _content_unless_calls(cls, content: object, info: ValidationInfo) -> str | None:
-        return None if content is None and info.data.get("tool_calls") else _content(content)
+    def _content_unless_assistants(cls, content: object, info: ValidationInfo) -> str | None:
+        return None if content is None and info.data.get("role") == "assistant" else _content(content)
 
     @field_validator("tool_call_id", mode="after")
     @classmethod
@@ -281,8 +281,9 @@ class ChatMessage(_Schema):
         return call_id
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: nothing is null, and arguments are objects."""
+        """As chat templates expect it: nothing is null, there is always a content, and arguments are objects."""
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
+        message.setdefault("content", "")
         if self.tool_calls is not None:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         reasoning = self.reasoning_content if self.reasoning is None else self.reasoning

@@ -59,7 +59,7 @@ SAID_NOWHERE = [
     {"prompt": [10**9]},
     {"logit_bias": {"999999999": 1}},
     {"messages": [{"role": "wizard", "content": "hello"}]},
-    # Fields that need, or contradict, one another: content may be missing beside calls.
+    # Fields that need, or contradict, one another: content may be missing in what an assistant said.
     {"messages": [{"role": "user"}]},
     {"messages": [{"role": "user", "content": None}]},
     {"stream_options": {"include_usage": True}},
