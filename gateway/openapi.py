@@ -203,7 +203,8 @@ def describe() -> dict[str, Any]:
         "components": {
             "schemas": made["$defs"],
             "securitySchemes": {
-                "key": {"type": "http", "scheme": "bearer", "description": "Needed where the operator has set keys."}
+                "key": {"type": "http", "scheme": "bearer", "description": "Needed where the operator has set keys."},
+                "bareKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same."},
             },
         },
     }
@@ -234,7 +235,7 @@ class _Schemas:
             "operationId": route.operation,
             "tags": [route.tag],
             "summary": route.summary,
-            "security": [] if is_open else [{"key": []}, {}],
+            "security": [] if is_open else [{"key": []}, {"bareKey": []}, {}],
             "responses": {"200": {"description": "OK", "content": self._content(route.answers)}}
             | {str(status): self._error(status, held) for status, held in route.other.items()}
             | {str(status): self._error(status, {JSON: answers.ErrorAnswer}) for status in errors},

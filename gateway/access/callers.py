@@ -145,9 +145,10 @@ class Callers:
         """Who has sent it. Raises `ApiError`: a 401 without a valid key, a 400 for what names no tenant."""
         if self._keyring is None:
             return Caller(_named_tenant(request, self._tenant_header) or "")
-        key = self._keyring.find(_bearer_token(request) or "")
+        key = self._keyring.find(_given_key(request) or "")
         if key is None:
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")
+            message = "a valid API key is needed: Authorization: Bearer ..., or x-api-key: ..."
+            raise ApiError(401, message, code="invalid_api_key")
         tenant = _named_tenant(request, self._tenant_header) if key.tenant_from_header else None
         return KeyCaller(tenant or key.own_tenant, key, self._meter(key), self._metrics, self._clock)
 
@@ -167,11 +168,17 @@ class Callers:
         return meter
 
 
-def _bearer_token(request: web.Request) -> str | None:
-    """What the request authenticates itself with; None also if it does so twice, as one that was added to does."""
-    headers = request.headers.getall("Authorization", [])
-    scheme, _, given = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
-    return given.strip() if scheme.lower() == "bearer" else None
+def _given_key(request: web.Request) -> str | None:
+    """What the request authenticates itself with; None also if a header comes twice, or two of them differ: then
+    somebody has added to what another wrote."""
+    bearers, bare = (request.headers.getall(name, []) for name in ("Authorization", "x-api-key"))
+    if len(bearers) > 1 or len(bare) > 1:
+        return None
+    keys = {key.strip() for key in bare}
+    for header in bearers:
+        scheme, _, given = header.partition(" ")
+        keys.add(given.strip() if scheme.lower() == "bearer" else "")
+    return keys.pop() if len(keys) == 1 else None
 
 
 def _named_tenant(request: web.Request, header: str | None) -> str | None:

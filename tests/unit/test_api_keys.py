@@ -23,6 +23,7 @@ from gateway_fixtures import (
     serve,
     settings,
 )
+from multidict import CIMultiDict
 
 from common.contract.errors import OperatorError
 from gateway.access.api_keys import MAX_KEYS, Keyring, draw_key, main, read_keys
@@ -236,6 +237,19 @@ async def test_a_key_is_asked_for(file: Path) -> None:
             headers = {"Authorization": authorization}
             async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION, headers=headers) as response:
                 assert response.status == 200
+        for headers, status in [
+            ({"x-api-key": "first"}, 200),
+            ({"X-API-Key": "sécond"}, 200),
+            ({"x-api-key": "first", "Authorization": "Bearer first"}, 200),
+            ({"x-api-key": "wrong"}, 401),
+            ({"x-api-key": ""}, 401),
+            ({"x-api-key": "Bearer first"}, 401),
+            ({"x-api-key": "first", "Authorization": "Bearer sécond"}, 401),
+            ({"x-api-key": "first", "Authorization": "Basic first"}, 401),
+            (CIMultiDict([("x-api-key", "first"), ("x-api-key", "first")]), 401),
+        ]:
+            async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION, headers=headers) as response:
+                assert response.status == status, headers
         for path in ["/health", "/ready", "/metrics"]:
             async with session.get(server.url + path) as response:
                 assert response.status == 200
