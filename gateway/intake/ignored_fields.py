@@ -15,6 +15,7 @@ _MAX_NAME_CHARS: Final = 64
 _NOT_STORED = "answers are not stored"
 _NO_IMAGES = "there is nothing but text"
 _INTERNAL = "ids inside are not the client's to choose"
+_NO_TEMPLATE = "only chat templates read it"
 
 IGNORED: Final[Mapping[str, str]] = {
     "ec_transfer_params": _INTERNAL,
@@ -30,6 +31,7 @@ IGNORED: Final[Mapping[str, str]] = {
     "prompt_cache_key": "prefixes are found by their tokens; cache_salt separates them",
     "prompt_cache_options": "what is cached is not the client's to choose",
     "prompt_cache_retention": "what is cached is not the client's to choose",
+    "reasoning_effort": _NO_TEMPLATE,
     "request_id": _INTERNAL,
     "return_mm_kwargs": _NO_IMAGES,
     "routed_experts_prompt_start": "experts are not reported",
@@ -40,6 +42,7 @@ IGNORED: Final[Mapping[str, str]] = {
     "stream_interval": "tokens are sent as they come",
     "truncation_side": "prompts are not truncated",
     "user": _NOT_STORED,
+    "verbosity": _NO_TEMPLATE,
 }
 """Fields of the OpenAI API and of vLLM that would not change the answer, and why; but where a schema has them."""
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from common.contract.sampling import SamplingParams
 from gateway.api_settings import ApiSettings
 from gateway.intake.field_types import Prompt
+from gateway.intake.ignored_fields import IgnoredFields
 from gateway.intake.schemas import (
     ChatMessage,
     ChatRequest,
@@ -48,6 +49,8 @@ _PASSED_ON = (
     "seed",
 )
 """Fields that are sampling parameters under the same name."""
+_EFFORTS: Final = ("reasoning_effort", "verbosity")
+"""Fields that few chat templates read."""
 
 
 _TOKEN_BYTES: Final = 4
@@ -126,6 +129,7 @@ class Intake:
         self._workers_take = workers_take
         self._settings = settings
         self._limits = settings.limits
+        self._ignored = IgnoredFields()
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
 
     async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
@@ -162,7 +166,9 @@ class Intake:
             else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None, most=most)
         )
         tools = usable_tools(form)
-        prompt = await self._render(form.messages, tools, form.chat_template_kwargs or {})
+        switches = form.switches()
+        self._ignored.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
+        prompt = await self._render(form.messages, tools, switches)
         token_ids = await self._conversation_tokens(prompt, self._context(), admit)
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(

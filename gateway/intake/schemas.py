@@ -78,7 +78,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "moderation": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "return_token_ids": (False,),
@@ -91,7 +90,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "watermarking": (),
     "web_search_options": (),
@@ -310,8 +308,20 @@ class ChatRequest(SamplingFields):
     """False: no more than one call."""
     chat_template_kwargs: TemplateSwitches | None = None
     """Variables of the model's chat template, such as `enable_thinking`."""
+    reasoning_effort: Name | None = None
+    """As `chat_template_kwargs` would set it; `none` turns `enable_thinking` off besides."""
+    verbosity: Name | None = None
+    """As `chat_template_kwargs` would set it."""
     include_reasoning: bool | None = None
     """False leaves the reasoning out of the answer."""
+
+    def switches(self) -> dict[str, Any]:
+        """Variables of the chat template; those that are named as such go before the others."""
+        efforts = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        said: dict[str, Any] = {name: value for name, value in efforts.items() if value is not None}
+        if self.reasoning_effort == "none":
+            said["enable_thinking"] = False
+        return said | (self.chat_template_kwargs or {})
 
 
 class TokenizeRequest(_Body):

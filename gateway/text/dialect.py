@@ -58,7 +58,11 @@ class Dialect:
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template tells the model of functions."""
-        return re.search(r"\btools\b", self.tokenizer.chat_template(with_tools=True)) is not None
+        return self.reads("tools")
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template has a variable of this name."""
+        return re.search(rf"\b{name}\b", self.tokenizer.chat_template(with_tools=True)) is not None
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins within the reasoning."""

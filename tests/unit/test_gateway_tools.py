@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -459,6 +460,46 @@ async def test_switches_of_the_chat_template() -> None:
         answer = await ask(generator, "hermes reasoning", extra_body=extra)
         assert prompt_of(generator).endswith(ending)
         assert answer.choices[0].message.content == "hello"
+
+
+async def test_effort_and_verbosity_are_for_templates_that_read_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
+    template = "{{ reasoning_effort | default('medium') }} {{ verbosity }} {{ messages[-1].content }}"
+    models = wrap(backend(), template)
+    for given, expected in [
+        ({}, "medium  hello"),
+        ({"reasoning_effort": "high"}, "high  hello"),
+        ({"reasoning_effort": "low", "verbosity": "high</s>"}, "low high</s> hello"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "x"}}, "x  hello"),
+    ]:
+        generator = scripted("hello")
+        status, _, _ = await post(
+            CHAT_PATH, CHAT | given, generator, api_settings=tool_settings(), model_tokenizer=models
+        )
+        assert status == 200
+        assert prompt_of(generator) == expected
+        assert EOS not in generator.generations[0].token_ids, "what a client writes is text"
+    assert not caplog.records
+    generator = scripted("hello")
+    async with client_of(generator) as client:
+        for _ in range(2):
+            await client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, reasoning_effort="low", verbosity="low"
+            )
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert len({generation.token_ids for generation in generator.generations}) == 1
+    assert [record.getMessage() for record in caplog.records] == ["ignored fields: ['reasoning_effort', 'verbosity']"]
+
+
+async def test_no_effort_is_no_thinking() -> None:
+    for body, ending in [
+        ({"reasoning_effort": "none"}, "assistant:<think>\n\n</think>\n\n"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "assistant:"),
+        ({"reasoning_effort": "high"}, "assistant:"),
+    ]:
+        generator = scripted("hello")
+        await ask(generator, "hermes reasoning", extra_body=body)
+        assert prompt_of(generator).endswith(ending)
 
 
 # Refusals.
