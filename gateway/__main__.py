@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import signal
 import sys
@@ -34,7 +35,7 @@ from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener, allow_descriptors
 from gateway.access.hosts import called_by
 from gateway.api import create_app, create_runner
-from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target
+from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target, version
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.handlers import Dashboard
 from gateway.observability.metrics import GatewayMetrics
@@ -58,17 +59,24 @@ _MAX_SIZE = 2**31
 _ADMIN_BOUNDS = ConnectionBounds(max_connections=64)
 
 
-def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
+def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
+    """What the API is told of the settings and the model in `folder`. Raises `OperatorError`."""
     config = read_config(folder)
     vocab_size, context = (_size(config, name, folder) for name in ("vocab_size", "max_position_embeddings"))
+    most = settings.max_model_len or context
+    if most > context:
+        raise OperatorError(f"--max-model-len: {most} is more than the model's context, {context}")
+    names = tuple(dict.fromkeys(settings.served_model_name)) or (settings.model.rstrip("/"),)
     limits = Limits(
-        max_sequence_tokens=context,
+        max_sequence_tokens=most,
         max_body_bytes=settings.max_body_bytes,
         max_in_flight=settings.max_in_flight,
         default_budget_s=settings.request_budget_s,
     )
     return ApiSettings(
-        model_name=settings.served_model_name or settings.model.rstrip("/"),
+        model_name=names[0],
+        other_names=names[1:],
+        system_fingerprint=_system_fingerprint(folder),
         model_vocab_size=vocab_size,
         limits=limits,
         sampling_defaults=SamplingDefaults.from_model(folder),
@@ -80,6 +88,11 @@ def _api_settings(settings: GatewaySettings, folder: Path) -> ApiSettings:
         cors_origins=settings.cors_origins,
         allowed_hosts=called_by(settings.allowed_hosts, host=settings.host, has_keys=settings.api_keys is not None),
     )
+
+
+def _system_fingerprint(folder: Path) -> str:
+    """What clients see change when the same seed may give another answer, as far as a gateway knows."""
+    return "fp_" + hashlib.sha256(f"{version()} {config_hash(folder)}".encode()).hexdigest()[:12]
 
 
 def _size(config: dict[str, Any], name: str, folder: Path) -> int:
@@ -190,7 +203,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
     """Bind, connect, serve until `stop`; on a port that it has a share of, if there is one. Raises `OperatorError`."""
     announcer = Announcer(settings.announce_fd)
     dispatcher = _dispatcher(settings, folder)
-    api_settings = _api_settings(settings, folder)
+    api_settings = api_settings_of(settings, folder)
     metrics = GatewayMetrics(api_settings.model_name)
     metrics.registry.register(dispatcher)
     tracing = open_tracing(settings, metrics)

@@ -32,7 +32,7 @@ from gateway.access.http_guard import SLOT, Guard, as_api_error, has_ended, is_g
 from gateway.answer.choice_stream import stream_pieces
 from gateway.answer.chunk_encoder import ChunkEncoder, encode, encode_in_pieces
 from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Json, Usage, WholeChoice
-from gateway.api_settings import ApiSettings
+from gateway.api_settings import ApiSettings, version
 from gateway.dashboard.handlers import Dashboard
 from gateway.intake.request_intake import Intake, Job
 from gateway.intake.schemas import (
@@ -78,8 +78,8 @@ def create_app(
     With a keyring only who has one of its keys is let in, and within its limits.
     """
     ending = Ending()
-    api = _Api(generator, tokenizer, settings, metrics, clock, traces, ending)
     guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock), ending)
+    api = _Api(generator, tokenizer, settings, metrics, clock, traces, ending, guard)
     app = web.Application(middlewares=[name_requests, guard.middleware], client_max_size=settings.limits.max_body_bytes)
     app[ENDING] = ending
     app.on_response_prepare.extend([echo_name, guard.add_headers])
@@ -93,6 +93,9 @@ def create_app(
             web.get("/v1/models/{name:.+}", api.model),
             web.get("/openapi.json", api.openapi),
             web.get("/health", api.health),
+            web.get("/ping", api.health),
+            web.get("/version", api.version),
+            web.get("/load", api.load),
             web.get("/ready", api.ready),
             web.get("/metrics", api.metrics),
         ]
@@ -129,6 +132,7 @@ class _Api:
         clock: Clock,
         traces: Traces | None,
         ending: Ending,
+        guard: Guard,
     ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
@@ -139,6 +143,7 @@ class _Api:
         self._clock = clock
         self._traces = traces
         self._ending = ending
+        self._guard = guard
         self._intake = Intake(tokenizer, settings, lambda: generator.ready().max_sequence_tokens)
         self._started_unix_s = int(time.time())
         self._document = document()
@@ -173,17 +178,24 @@ class _Api:
         return web.json_response({"prompt": self._intake.detokenize(await self._form(request, DetokenizeRequest))})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._model()]})
+        return web.json_response({"object": "list", "data": [self._model(name) for name in self._settings.names]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        self._intake.check_model(request.match_info["name"])
-        return web.json_response(self._model())
+        name = request.match_info["name"]
+        self._intake.check_model(name)
+        return web.json_response(self._model(name))
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._document, content_type="application/json")
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok"})
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"version": version()})
+
+    async def load(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"server_load": self._guard.num_in_flight})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         readiness = self._generator.ready()
@@ -292,11 +304,11 @@ class _Api:
             raise
 
     def _heading(self, prefix: str) -> Heading:
-        return Heading.draw(prefix, int(time.time()), self._settings.model_name)
+        return Heading.draw(prefix, int(time.time()), self._settings.model_name, self._settings.system_fingerprint)
 
-    def _model(self) -> dict[str, object]:
+    def _model(self, name: str) -> dict[str, object]:
         return {
-            "id": self._settings.model_name,
+            "id": name,
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "baton",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 from collections.abc import Mapping
@@ -13,6 +14,14 @@ from pydantic import TypeAdapter, ValidationError
 from common.contract.errors import OperatorError
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
+
+
+def version() -> str:
+    """Of Baton, as it is installed."""
+    try:
+        return importlib.metadata.version("baton")
+    except importlib.metadata.PackageNotFoundError:  # run where it lies
+        return "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +100,11 @@ class ApiSettings:
     """The model served, the bounds, and who may call."""
 
     model_name: str
-    """What clients call the model."""
+    """What clients call the model, and what answers and metrics do."""
+    other_names: tuple[str, ...] = ()
+    """By which it may be called, too."""
+    system_fingerprint: str | None = None
+    """What answers say of it."""
     model_vocab_size: int
     """Rows of the model's embedding: every token id that goes to a worker is below it."""
     limits: Limits
@@ -111,3 +124,8 @@ class ApiSettings:
     """The format of the model's calls, as `gateway.text.dialect` knows them; `none`, or `auto`."""
     reasoning_parser: str = "auto"
     """`think` for a model that reasons between tags; `none`, or `auto`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that the model goes by."""
+        return (self.model_name, *self.other_names)

@@ -67,6 +67,10 @@ HostNames = Annotated[
     tuple[Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9._-]{1,253})$")], ...], NoDecode, BeforeValidator(_split)
 ]
 """Names of hosts, as a tuple or separated by commas."""
+ModelNames = Annotated[
+    tuple[Annotated[str, Field(max_length=256, pattern=r"^[!-~]+$")], ...], NoDecode, BeforeValidator(_split)
+]
+"""Names of a model, as a tuple or separated by commas."""
 WorkerAddresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...], NoDecode, BeforeValidator(_split)]
 """`host:port` of several workers, as a tuple or separated by commas."""
 Networks = Annotated[tuple[Annotated[IPv4Network, BeforeValidator(_network)], ...], NoDecode, BeforeValidator(_split)]
@@ -228,7 +232,12 @@ class GatewaySettings(TierSettings):
         30.0, ge=1, le=3600, description="seconds after which names are resolved, or EndpointSlices listed, once more"
     )
     kubernetes_namespace: str | None = Field(None, description="of the Services (default: the pod's own)")
-    served_model_name: str | None = Field(None, description="name in the API (default: the model's own)")
+    served_model_name: ModelNames = Field(
+        (), description="name in the API, or several: answers and metrics have the first (default: the model's own)"
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="most tokens of prompt and answer together (default: the model's context)"
+    )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="largest request body")
     max_in_flight: int = Field(1024, ge=1, le=65536, description="requests in flight; one more gets 429")
     max_connections: int = Field(4096, ge=1, le=2**20, description="connections of clients; one more is turned away")

@@ -22,7 +22,7 @@ from gateway.serving.generation import GenerationFailed
 from gateway.web.ending import Ending
 from gateway.web.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | assets.PATHS.keys()
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"}) | assets.PATHS.keys()
 """What probes and scrapers read, which have no key; and the page in which a person gives one."""
 
 _LOG = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class Guard:
         self._metrics = metrics
         self._hosts = Hosts(settings.allowed_hosts)
         self._ending = ending
-        self._num_in_flight = 0
+        self.num_in_flight = 0
+        """Requests that have a slot."""
 
     @property
     def middleware(self) -> Middleware:
@@ -121,12 +122,12 @@ class Guard:
 
     def check_room(self) -> None:
         """Raise `ApiError`, a 429, if as many requests are in flight as may."""
-        if self._num_in_flight >= self._limits.max_in_flight:
-            raise ApiError(429, f"{self._num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
+        if self.num_in_flight >= self._limits.max_in_flight:
+            raise ApiError(429, f"{self.num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
 
     def count(self, change: int) -> None:
         """A slot is taken, or free again."""
-        self._num_in_flight += change
+        self.num_in_flight += change
         self._metrics.requests_in_flight.inc(change)
 
 

@@ -130,6 +130,8 @@ class ChatCompletion(_Answer):
     created: int
     """Unix time."""
     model: str
+    system_fingerprint: str | None
+    """Another one says that the same seed may give another answer."""
     choices: list[ChatChoice]
     usage: Usage
 
@@ -179,6 +181,7 @@ class ChatCompletionChunk(_Answer):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     """With `stream_options.include_usage`: in the last chunk, which has no choices; null in the others, or what it is
@@ -219,6 +222,7 @@ class Completion(_Answer):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage | None = None
     """Of a whole answer; of a stream with `stream_options.include_usage`, in the last chunk, or in
@@ -244,7 +248,7 @@ class Model(_Answer):
 
 
 class ModelList(_Answer):
-    """The one model."""
+    """The one model, by each of its names."""
 
     object: Literal["list"]
     data: list[Model]
@@ -268,6 +272,19 @@ class Health(_Answer):
     """The process answers."""
 
     status: Literal["ok"]
+
+
+class Version(_Answer):
+    """What is installed."""
+
+    version: str
+
+
+class Load(_Answer):
+    """How much there is to do."""
+
+    server_load: int
+    """Requests in flight at this process."""
 
 
 class Readiness(_Answer):

@@ -77,15 +77,23 @@ class Heading:
     created: int
     """Unix time."""
     model: str
+    system_fingerprint: str | None
 
     @classmethod
-    def draw(cls, prefix: str, created: int, model: str) -> Heading:
+    def draw(cls, prefix: str, created: int, model: str, system_fingerprint: str | None = None) -> Heading:
         """With a new id, which names the answer and nothing inside."""
-        return cls(id=f"{prefix}-{secrets.token_hex(16)}", created=created, model=model)
+        drawn = f"{prefix}-{secrets.token_hex(16)}"
+        return cls(id=drawn, created=created, model=model, system_fingerprint=system_fingerprint)
 
     def as_json(self, kind: str) -> Json:
         """The leading fields of an object of this kind."""
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
 
 
 class AnswerFormat(Protocol):

@@ -207,7 +207,7 @@ class Intake:
 
     def check_model(self, name: str | None) -> None:
         """A request may leave the model out, there being one; it may not name another."""
-        if name is not None and name != self._settings.model_name:
+        if name is not None and name not in self._settings.names:
             raise ApiError(404, f"the model {name} is not served here", param="model", code="model_not_found")
 
     def _check_form(self, form: SamplingFields) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -469,6 +470,38 @@ async def test_models() -> None:
         assert (await client.models.retrieve(MODEL)).id == MODEL
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("other")
+
+
+async def test_a_model_of_several_names() -> None:
+    named = dataclasses.replace(settings(), other_names=("gpt-4o", "tiny"), system_fingerprint="fp_1")
+    async with serve(ScriptedGenerator(), named) as server, aiohttp.ClientSession() as session:
+        async with session.get(server.url + "/v1/models") as response:
+            assert [model["id"] for model in (await response.json())["data"]] == [MODEL, "gpt-4o", "tiny"]
+        async with session.get(server.url + "/v1/models/tiny") as response:
+            assert (await response.json())["id"] == "tiny"
+        for path, body in ((COMPLETIONS_PATH, COMPLETION), (CHAT_PATH, CHAT)):
+            for name, status in ((MODEL, 200), ("gpt-4o", 200), ("tiny", 200), ("gpt", 404)):
+                async with session.post(server.url + path, json=body | {"model": name}) as response:
+                    assert response.status == status
+                    answer = await response.json()
+                    if status == 200:
+                        assert (answer["model"], answer["system_fingerprint"]) == (MODEL, "fp_1")
+
+
+async def test_the_load_is_what_is_in_flight() -> None:
+    generator = ScriptedGenerator(hang=True)
+
+    async def load() -> Any:
+        async with session.get(server.url + "/load") as response:
+            return await response.json()
+
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        assert await load() == {"server_load": 0}
+        asking = asyncio.create_task(session.post(server.url + CHAT_PATH, json=CHAT))
+        await generator.hanging.wait()
+        assert await load() == {"server_load": 1}
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
 
 async def test_tokenize_and_back() -> None:

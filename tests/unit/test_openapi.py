@@ -183,7 +183,7 @@ async def test_it_is_served_to_whoever_has_a_key() -> None:
             assert await response.json() == json.loads(json.dumps(DOCUMENT))
     for path, methods in DOCUMENT["paths"].items():
         for operation in methods.values():
-            assert ("401" in operation["responses"]) == (path not in ("/health", "/ready", "/metrics"))
+            assert ("401" in operation["responses"]) == (path not in ("/health", "/ping", "/ready", "/metrics"))
 
 
 SENT: list[tuple[str, dict[str, Any]]] = [
@@ -306,7 +306,7 @@ async def test_events_have_the_fields_that_are_described_and_no_others(path: str
 
 
 @pytest.mark.parametrize("ready", [True, False])
-@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/v1/models/{name}"])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/load", "/ready", "/v1/models", "/v1/models/{name}"])
 async def test_other_answers_have_the_fields_that_are_described_and_no_others(path: str, ready: bool) -> None:
     generator = ScriptedGenerator(readiness=Readiness(ready=ready, reason="as told", details={"decode": [1, {"a": 2}]}))
     async with serve(generator) as server, aiohttp.ClientSession() as session:
