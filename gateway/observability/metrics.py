@@ -11,6 +11,7 @@ from gateway.api_settings import Target
 from gateway.observability.counting import TokenCounter, TokenHistogram
 from gateway.observability.recent import Recent
 from gateway.observability.request_life import RequestLife
+from gateway.observability.size_metrics import SizeMetrics
 from gateway.observability.stage_metrics import REQUEST_BUCKETS_S, StageMetrics
 from gateway.text.choice_text import CallTally, Piece
 
@@ -81,6 +82,7 @@ class GatewayMetrics:
         for cause in Cause:  # what starts at one has not risen, as Prometheus sees it
             self._failed.labels(cause)
         self.stages = StageMetrics(self.registry, model_name)
+        self.sizes = SizeMetrics(self.registry, model_name)
         self.requests_in_flight = Gauge(
             "baton_gateway_requests_in_flight", "POST requests being served.", registry=self.registry
         )
@@ -203,6 +205,7 @@ class RequestStopwatch:
         self._metrics.recent.finished(now_s, met=self._met)
         if self.life is not None:
             self.life.finished(self.num_tokens, now_s)
+            self._metrics.sizes.observe(self.life.job, self._num_tokens)
 
     def fail(self, cause: Cause, message: str, now_s: float) -> None:
         """The request ends otherwise."""

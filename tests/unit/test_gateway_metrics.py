@@ -26,6 +26,11 @@ NAMES = {
     "vllm:request_prefill_time_seconds": "histogram",
     "vllm:request_decode_time_seconds": "histogram",
     "vllm:request_inference_time_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+    "vllm:request_max_num_generation_tokens": "histogram",
+    "vllm:request_params_n": "histogram",
+    "vllm:request_params_max_tokens": "histogram",
     "vllm:prompt_tokens": "counter",
     "vllm:generation_tokens": "counter",
     "vllm:request_success": "counter",
@@ -139,6 +144,33 @@ async def test_requests_are_counted() -> None:
     assert values["vllm:request_success_total", ("stop",)] == 2
     assert values["vllm:time_to_first_token_seconds_count", ()] == 2
     assert values["vllm:e2e_request_latency_seconds_count", ()] == 2
+
+
+async def test_sizes_of_requests_that_finished() -> None:
+    generator = ScriptedGenerator(text="hello world")
+    length = len(encode("hello world"))
+    bodies = [
+        {"prompt": [5, 6, 7], "max_tokens": 1},
+        {"prompt": [[5], [6, 7]], "n": 2, "max_tokens": 100},
+        {"prompt": "hello", "max_tokens": 0},
+    ]
+    async with serve(generator) as server, aiohttp.ClientSession() as session:
+        for body in bodies:
+            async with session.post(server.url + "/v1/completions", json=body) as response:
+                assert response.status == 200
+        generator.failure = GenerationFailed(Cause.DEADLINE, "too late")
+        async with session.post(server.url + "/v1/completions", json=bodies[0]) as response:
+            assert response.status == 504
+        values = samples(server.metrics.exposition().decode())
+    for name, expected in {
+        "prompt_tokens": [3, 1, 2],
+        "generation_tokens": [1, *[length] * 4],
+        "max_num_generation_tokens": [1, length, length],
+        "params_n": [1, 2, 2],
+        "params_max_tokens": [1, 100, 100],
+    }.items():
+        assert values[f"vllm:request_{name}_count", ()] == len(expected)
+        assert values[f"vllm:request_{name}_sum", ()] == sum(expected)
 
 
 async def test_the_models_sampling_defaults_give_way_to_the_request() -> None:

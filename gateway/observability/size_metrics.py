@@ -1,0 +1,43 @@
+"""How large the requests are that finish, by the `vllm:*` names that dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from gateway.intake.request_intake import Job
+
+_TOKEN_BUCKETS: Final = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
+_CHOICE_BUCKETS: Final = (1, 2, 5, 10, 20)
+
+
+class SizeMetrics:
+    """Of one gateway. Each prompt of a request counts as one."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        def histogram(name: str, text: str, buckets: tuple[int, ...] = _TOKEN_BUCKETS) -> Histogram:
+            metric = Histogram(f"vllm:request_{name}", text, ["model_name"], buckets=buckets, registry=registry)
+            return metric.labels(model_name)
+
+        self._prompt = histogram("prompt_tokens", "Tokens of a prompt.")
+        self._generated = histogram("generation_tokens", "Tokens generated for a choice.")
+        self._most_generated = histogram("max_num_generation_tokens", "Tokens of a prompt's longest choice.")
+        self._n = histogram("params_n", "Choices asked for.", _CHOICE_BUCKETS)
+        self._max_tokens = histogram("params_max_tokens", "Most tokens that each choice may have.")
+
+    def observe(self, job: Job, num_tokens: Mapping[int, int]) -> None:
+        """A request has finished, with so many tokens of each choice."""
+        if job.generates_nothing:
+            return
+        first = 0
+        for generation in job.generations:
+            lengths = [num_tokens.get(first + choice, 0) for choice in range(generation.num_choices)]
+            first += generation.num_choices
+            self._prompt.observe(len(generation.token_ids))
+            self._most_generated.observe(max(lengths))
+            self._n.observe(generation.num_choices)
+            self._max_tokens.observe(generation.sampling.max_tokens)
+            for length in lengths:
+                self._generated.observe(length)
