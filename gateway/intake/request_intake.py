@@ -29,7 +29,7 @@ from gateway.intake.tool_schemas import Tool, usable_tools
 from gateway.serving.generation import Generation
 from gateway.text.answer_parts import AnswerPlan
 from gateway.text.dialect import Dialect
-from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer, TextTooLong
+from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer, PromptEnding, TextTooLong
 from gateway.web.http_errors import ApiError, invalid
 
 COMPLETION_MAX_TOKENS = 16
@@ -168,7 +168,8 @@ class Intake:
         tools = usable_tools(form)
         switches = form.switches()
         self._ignored.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
-        prompt = await self._render(form.messages, tools, switches)
+        ending = _ending(form)
+        prompt = await self._render(form.messages, tools, switches, ending)
         token_ids = await self._conversation_tokens(prompt, self._context(), admit)
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
@@ -262,7 +263,13 @@ class Intake:
         except TextTooLong as error:
             raise _too_long("messages", None, context) from error
 
-    async def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> str:
+    async def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        switches: Mapping[str, Any],
+        ending: PromptEnding = "answer",
+    ) -> str:
         """A conversation as the model reads it."""
         for name in switches:
             if not self._tokenizer.takes_switch(name):
@@ -272,7 +279,10 @@ class Intake:
 
         def render() -> str:
             return self._tokenizer.render_chat(
-                [message.for_template() for message in messages], [tool.for_template() for tool in tools], switches
+                [message.for_template() for message in messages],
+                [tool.for_template() for tool in tools],
+                switches,
+                ending,
             )
 
         try:
@@ -375,6 +385,16 @@ class Intake:
             plan=plan,
             generates_nothing=form.max_tokens == 0,
         )
+
+
+def _ending(form: ChatRequest) -> PromptEnding:
+    if not form.continue_final_message:
+        return "nothing" if form.add_generation_prompt is False else "answer"
+    if form.add_generation_prompt:
+        raise invalid("add_generation_prompt", "add_generation_prompt contradicts continue_final_message")
+    if form.messages[-1].tool_calls:
+        raise invalid("continue_final_message", "continue_final_message: the last message ends with calls")
+    return "message"
 
 
 def _too_long(param: str, num_tokens: int | None, context: int) -> ApiError:

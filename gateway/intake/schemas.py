@@ -312,6 +312,10 @@ class ChatRequest(SamplingFields):
     """As `chat_template_kwargs` would set it; `none` turns `enable_thinking` off besides."""
     verbosity: Name | None = None
     """As `chat_template_kwargs` would set it."""
+    continue_final_message: bool | None = None
+    """The answer goes on with the last message, whose turn is left open."""
+    add_generation_prompt: bool | None = None
+    """False: nobody's turn is opened for the answer; so it is with `continue_final_message`, too."""
     include_reasoning: bool | None = None
     """False leaves the reasoning out of the answer."""
 

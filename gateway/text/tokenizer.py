@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from jinja2 import TemplateError
 from tokenizers import AddedToken
@@ -54,6 +54,10 @@ _TEMPLATE_NAMES = frozenset(
     {"messages", "raise_exception", "strftime_now", "namespace", "dict", "range", "self", "conversations"}
 )
 """What `transformers` gives to every template, beside special tokens and the options of rendering."""
+
+
+PromptEnding: TypeAlias = Literal["answer", "message", "nothing"]
+"""What a conversation is left open for: the assistant's turn, more of the last message, or whatever comes."""
 
 
 class ChatTemplateError(BatonError):
@@ -138,8 +142,10 @@ class ModelTokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         switches: Mapping[str, Any] | None = None,
+        ending: PromptEnding = "answer",
     ) -> str:
-        """A conversation as the model reads it, up to where the assistant is to speak.
+        """A conversation as the model reads it, up to where the assistant is to speak; or, by `ending`, up to the end
+        of the last message's text, or of its turn.
 
         `tools` are the functions that the model is told of, `switches` further variables of its chat template, each of
         which `takes_switch`. Special tokens that are spelt in any of these have marks inside, which `encode_rendered`
@@ -152,7 +158,8 @@ class ModelTokenizer:
                 self._marker.marked(messages),
                 tools=self._marker.marked(tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=ending == "answer",
+                continue_final_message=ending == "message",
                 **self._marker.marked(switches or {}),
             )
             text.encode()

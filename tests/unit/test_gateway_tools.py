@@ -13,6 +13,7 @@ import pytest
 from gateway_fixtures import (
     CHAT,
     CHAT_PATH,
+    CHAT_TEMPLATE,
     COMPLETION,
     COMPLETIONS_PATH,
     EOS,
@@ -500,6 +501,37 @@ async def test_no_effort_is_no_thinking() -> None:
         generator = scripted("hello")
         await ask(generator, "hermes reasoning", extra_body=body)
         assert prompt_of(generator).endswith(ending)
+
+
+@pytest.mark.parametrize("text", ["The weather is", "a</s>b", "say "])
+async def test_an_answer_goes_on_with_the_last_message(text: str) -> None:
+    generator = scripted(" fine.")
+    models = wrap(backend(), CHAT_TEMPLATE.removeprefix("<s>"))
+    messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": text}]
+    for extra, expected in [
+        ({"continue_final_message": True}, f"user: hello\nassistant: {text}"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, f"user: hello\nassistant: {text}"),
+        ({"add_generation_prompt": False}, f"user: hello\nassistant: {text}\n"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": False},
+            f"user: hello\nassistant: {text}\nassistant:",
+        ),
+    ]:
+        body = CHAT | {"messages": messages} | extra
+        status, answer, _ = await post(CHAT_PATH, body, generator, api_settings=tool_settings(), model_tokenizer=models)
+        assert status == 200, answer
+        assert backend().decode(generator.generations[-1].token_ids, skip_special_tokens=False) == expected
+        assert EOS not in generator.generations[-1].token_ids
+        assert answer["choices"][0]["message"]["content"] == " fine."
+
+
+async def test_what_cannot_be_gone_on_with() -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert_error(await refused(both), "add_generation_prompt")
+    called = {"role": "assistant", "tool_calls": [CALLED]}
+    assert_error(
+        await refused({"messages": [*MESSAGES, called], "continue_final_message": True}), "continue_final_message"
+    )
 
 
 # Refusals.
