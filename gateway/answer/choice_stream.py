@@ -43,9 +43,16 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
     streams: list[AsyncGenerator[Piece, None]] = []
     for generation, echo in zip(job.generations, job.echoes, strict=True):
         first = len(streams) * generation.num_choices
-        decoder = tokenizer if job.plan is None else job.plan.decoder
+        decoder = job.decoder or (tokenizer if job.plan is None else job.plan.decoder)
         texts = [
-            ChoiceText(first + index, decoder, job.stops, generation.sampling.min_tokens, echo)
+            ChoiceText(
+                first + index,
+                decoder,
+                job.stops,
+                generation.sampling.min_tokens,
+                echo,
+                ends_unspelt=None if job.decoder is None else tokenizer,
+            )
             for index in range(generation.num_choices)
         ]
         choices = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]

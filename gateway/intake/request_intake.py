@@ -28,6 +28,7 @@ from gateway.intake.tool_grammar import chat_grammar
 from gateway.intake.tool_schemas import Tool, usable_tools
 from gateway.serving.generation import Generation
 from gateway.text.answer_parts import AnswerPlan
+from gateway.text.detokenizer import TokenDecoder
 from gateway.text.dialect import Dialect
 from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer, PromptEnding, TextTooLong
 from gateway.web.http_errors import ApiError, invalid
@@ -82,6 +83,8 @@ class Job:
     """Let each chunk carry the usage so far."""
     include_timings: bool = False
     """Let the usage say what the time was spent on."""
+    decoder: TokenDecoder | None = None
+    """Gives the text even of special tokens, where that was asked for."""
     generates_nothing: bool = False
     """The answer is what the texts begin with: no worker is asked."""
 
@@ -383,6 +386,7 @@ class Intake:
             continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
             include_timings=include_timings,
             plan=plan,
+            decoder=self._tokenizer.spelling_all() if form.skip_special_tokens is False else None,
             generates_nothing=form.max_tokens == 0,
         )
 

@@ -83,7 +83,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "return_token_ids": (False,),
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
@@ -221,6 +220,8 @@ class SamplingFields(_Body):
     stream_options: StreamOptions | None = None
     include_timings: bool | None = None
     """Say in the usage what the time was spent on."""
+    skip_special_tokens: bool | None = None
+    """False: special tokens are spelt out in the text, but for the one that ends it."""
     user: Text | None = None
     service_tier: ServiceTier = Tier.STANDARD
     cache_salt: Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_text)] | None = None

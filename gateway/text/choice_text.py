@@ -69,9 +69,16 @@ class ChoiceText:
     """The text of one choice. Tokens count, and are reported, up to the one that completes a stop string."""
 
     def __init__(
-        self, choice: int, tokenizer: TokenDecoder, stops: tuple[str, ...], min_tokens: int, echo: str = ""
+        self,
+        choice: int,
+        tokenizer: TokenDecoder,
+        stops: tuple[str, ...],
+        min_tokens: int,
+        echo: str = "",
+        ends_unspelt: TokenDecoder | None = None,
     ) -> None:
-        """The text begins with `echo`; no stop string is looked for there, or in that of the first `min_tokens`."""
+        """The text begins with `echo`; no stop string is looked for there, or in that of the first `min_tokens`. The
+        token that ends the choice is no text if it has none for `ends_unspelt`."""
         self.choice: Final = choice
         self.ended = False
         """The last piece is out; further deltas are to be ignored."""
@@ -79,6 +86,7 @@ class ChoiceText:
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._echo = echo
+        self._ends_unspelt = ends_unspelt
         self._num_tokens = 0
         self._num_chars = 0
         """Characters of all settled text, held back or not."""
@@ -95,9 +103,11 @@ class ChoiceText:
         texts, self._echo = [self._echo], ""
         offsets: list[int] = []
         stopped = False
-        for token_id in delta.token_ids:
+        for left, token_id in enumerate(delta.token_ids, 1 - len(delta.token_ids)):
             offsets.append(self._num_chars)
             self._num_tokens += 1
+            if delta.finish_reason == "stop" and not left and self._is_unspelt(token_id):
+                break
             stopped = self._pass_on(self._detokenizer.push(token_id), texts)
             if stopped:
                 break
@@ -119,6 +129,9 @@ class ChoiceText:
             finish_reason=finish_reason,
             more=delta.more and not self.ended,
         )
+
+    def _is_unspelt(self, token_id: int) -> bool:
+        return self._ends_unspelt is not None and not self._ends_unspelt.has_text(token_id)
 
     def _pass_on(self, text: str, texts: list[str]) -> bool:
         """Add what may go out to `texts`; whether a stop string ended it."""

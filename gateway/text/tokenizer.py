@@ -204,6 +204,10 @@ class ModelTokenizer:
         marked = {self._added[marker] for marker in markers if marker in self._added} - self._with_text
         return _SpellingOut(self, frozenset(marked)) if marked else self
 
+    def spelling_all(self) -> TokenDecoder:
+        """A decoder that gives the text of every special token, too."""
+        return self.spelling_out(self._added)
+
     def added_token(self, text: str) -> int | None:
         """The token that was added to the vocabulary for this text, special or not, if there is one."""
         return self._added.get(text)

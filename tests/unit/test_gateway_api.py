@@ -35,6 +35,7 @@ from gateway_fixtures import (
 )
 
 from common.contract.errors import Cause
+from common.contract.messages import FinishReason
 from common.contract.sampling import MAX_SEED
 from common.contract.tiers import Tier
 from gateway.serving.generation import Delta, Generation, GenerationFailed, Readiness
@@ -460,6 +461,36 @@ async def test_special_tokens_are_no_text_and_count() -> None:
     assert answer.choices[0].text == "hello"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == len(encode("hello")) + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens_per_delta", [1, 100])
+@pytest.mark.parametrize(
+    ("reason", "body", "expected"),
+    [
+        ("stop", {}, "hello"),
+        ("stop", {"skip_special_tokens": True}, "hello"),
+        ("stop", {"skip_special_tokens": False}, "<s>hel</s>lo"),
+        ("length", {"skip_special_tokens": False}, "<s>hel</s>lo</s>"),
+        ("stop", {"skip_special_tokens": False, "stop": "</s>"}, "<s>hel"),
+    ],
+)
+async def test_special_tokens_are_spelt_out_where_that_is_asked_for(
+    stream: bool, tokens_per_delta: int, reason: FinishReason, body: dict[str, Any], expected: str
+) -> None:
+    """But for the one that ends the answer."""
+    token_ids = [BOS, *encode("hel"), EOS, *encode("lo"), EOS]
+    generator = ScriptedGenerator(token_ids=token_ids, finish_reason=reason, tokens_per_delta=tokens_per_delta)
+    body = COMPLETION | {"max_tokens": 50} | body
+    if stream:
+        chunks = await stream_of(generator, COMPLETIONS_PATH, body)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+    else:
+        status, answer, _ = await post(COMPLETIONS_PATH, body, generator)
+        assert status == 200
+        assert answer["choices"][0]["text"] == expected
+        if "stop" not in body:
+            assert answer["usage"]["completion_tokens"] == len(token_ids)
 
 
 async def test_models() -> None:

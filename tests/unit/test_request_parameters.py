@@ -81,7 +81,6 @@ REFUSED: dict[str, list[Any]] = {
     "return_token_ids": [True],
     "return_token_offsets": [True],
     "return_tokens_as_token_ids": [True],
-    "skip_special_tokens": [False],
     "suffix": ["x"],
     "thinking_token_budget": [1],
     "tool_choice": ["required", {"type": "function"}],
