@@ -777,6 +777,8 @@ class DecodeWorker:
         yield gauge("vllm:num_requests_waiting", "Requests waiting for room.", scheduler.num_waiting, model)
         yield gauge("vllm:num_requests_swapped", "Preempted sequences.", scheduler.num_preempted, model)
         yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used, model)
+        sizes = {"block_size": str(self._block_size), "num_gpu_blocks": str(self._pool.num_blocks)}
+        yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
         preempted = {"swap": scheduler.num_swapped, "recompute": scheduler.num_recomputed}
         yield counter("vllm:num_preemptions", "Preemptions.", {name: sum(preempted.values())}, "model_name")
         yield counter("baton_preemptions", "Preemptions by kind.", preempted, "kind")

@@ -614,6 +614,8 @@ class PrefillWorker:
         text = "Prompts waiting for blocks, or for what another worker holds of them."
         yield gauge("vllm:num_requests_waiting", text, waiting, model)
         yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used, model)
+        sizes = {"block_size": str(self._block_size), "num_gpu_blocks": str(self._pool.num_blocks)}
+        yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
         yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
         queued = self._scheduler.num_uncomputed
         yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)
