@@ -16,7 +16,9 @@ _EVENT_END = b"}\n\n"
 def post(path: str, body: Mapping[str, Any]) -> bytes:
     """An HTTP request."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: baton\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
     return head.encode() + b"\r\n\r\n" + content
 
 

@@ -15,6 +15,10 @@ _TURNS: Final = 100_000
 """Of a loop, within which an exception that was sent to a thread surely arrives."""
 
 
+_AGAIN_S: Final = 0.1
+"""Between two attempts to end work that has taken too long."""
+
+
 class BoundedThreads:
     """A few threads. Who has to wait for one, and leaves, leaves nothing behind; work that has begun is done."""
 
@@ -31,12 +35,20 @@ class BoundedThreads:
         loop = asyncio.get_running_loop()
         interruptible = Interruptible(work)
         done = loop.run_in_executor(self._threads, interruptible)
-        timer = None if most_s is None else loop.call_later(most_s, interruptible.interrupt)
+        timer: asyncio.TimerHandle | None = None
+
+        def interrupt() -> None:
+            nonlocal timer
+            interruptible.interrupt()
+            timer = loop.call_later(_AGAIN_S, interrupt)  # a destructor, say, may have met it, and lost it
 
         def release(_: object) -> None:
             self._places.release()
             if timer is not None:
                 timer.cancel()
+
+        if most_s is not None:
+            timer = loop.call_later(most_s, interrupt)
 
         done.add_done_callback(release)
         return await asyncio.shield(done)
@@ -64,14 +76,18 @@ class Interruptible(Generic[T]):
             try:
                 result = self._work()
             finally:
-                with self._lock:
-                    self._thread = None
+                self._leave()
             if self._interrupted:  # it was done just then: the thread must not meet it in somebody else's work
                 for _ in range(_TURNS):
                     pass
         except _Interrupted:
+            self._leave()  # again, for it may have come in the middle of that
             raise TimeoutError("it took too long") from None
         return result
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._thread = None
 
     def interrupt(self) -> None:
         """End it, if it is under way."""

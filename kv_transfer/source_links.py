@@ -114,8 +114,10 @@ class SourceLinks:
         """Close every link."""
         for address in tuple(self._links):
             self._close(address)
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        self._context.destroy(linger=100)
+        try:
+            await asyncio.gather(*self._closing, return_exceptions=True)
+        finally:
+            self._context.destroy(linger=100)
 
     async def _run(self, address: str) -> None:
         """Find out where `address` is and, if this worker may connect to there, keep the link until cancelled."""

@@ -187,8 +187,10 @@ class Dispatcher(Collector):
             tasks = list(self._linking)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._context.destroy(linger=100)
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                self._context.destroy(linger=100)
 
     def follow(self, role: Role, endpoints: Collection[Endpoint]) -> None:
         """These are all workers of a role (`gateway.workers.discovery.Tell`). One that is not listed any more gets no

@@ -11,10 +11,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from string import ascii_letters
 from typing import Any, Final
 
 _TOLD_CHARS: Final = 64
 """By so many a special token is told from other text."""
+_MAX_DRAWS: Final = 100
+"""Of marks; the last one is taken though a special token may overlap with it, as those of one letter must."""
 _PIECE_CHARS: Final = 2**16
 """Searched at a time: the interpreter lock is held meanwhile."""
 
@@ -25,7 +28,7 @@ class Marker:
     def __init__(self, special: Collection[str]) -> None:
         """`special` are the spellings; one of a single character cannot be marked inside."""
         spellings = {spelling[:_TOLD_CHARS] for spelling in special if len(spelling) > 1}
-        self.mark: Final = f"m{secrets.token_hex(16)}m"
+        self.mark: Final = _mark(spellings)
         self._longest = max(map(len, spellings), default=0)
         self._pattern = re.compile(_trie_pattern(spellings)) if spellings else None
 
@@ -60,6 +63,24 @@ class Marker:
                 parts += (text[done:at], self.mark)
                 done = at
         return "".join((*parts, text[done:])) if parts else text
+
+
+def _mark(special: Collection[str]) -> str:
+    """A text that nobody knows, of which no special token is a part, whatever stands before and behind it."""
+    for _ in range(_MAX_DRAWS):
+        mark = f"{secrets.choice(ascii_letters)}{secrets.token_hex(16)}{secrets.choice(ascii_letters)}"
+        if not any(_touches(spelling, mark) for spelling in special):
+            break
+    return mark
+
+
+def _touches(spelling: str, mark: str) -> bool:
+    """Whether they may overlap: one within the other, or the end of one as the beginning of the other."""
+    pairs = ((spelling, mark), (mark, spelling))
+    return any(
+        one in other or any(one.endswith(other[:size]) for size in range(1, min(len(one), len(other))))
+        for one, other in pairs
+    )
 
 
 def _trie_pattern(spellings: Collection[str]) -> str:

@@ -114,6 +114,27 @@ async def test_work_without_an_end_is_ended_and_its_thread_goes_on() -> None:
         assert await threads.run(lambda: 7, 60.0) == 7
 
 
+async def test_work_that_loses_an_interruption_is_ended_by_another() -> None:
+    """What comes in a destructor, or in a callback of the garbage collector, is only printed."""
+    threads = BoundedThreads(1, "test")
+    lost: list[BaseException] = []
+
+    def endless() -> None:
+        while not lost:
+            try:
+                while True:
+                    pass
+            except BaseException as error:  # noqa: BLE001 (as the interpreter does)
+                lost.append(error)
+        while True:
+            pass
+
+    with pytest.raises(TimeoutError):
+        await threads.run(endless, 0.05)
+    assert len(lost) == 1
+    assert await threads.run(lambda: 7, 60.0) == 7
+
+
 def test_an_interruption_ends_the_work_or_comes_too_late_and_never_meets_anything_else() -> None:
     """However both run into each other, the thread comes out of it unharmed."""
     ends = {True: 0, False: 0}

@@ -102,6 +102,16 @@ def test_no_special_token_is_left_and_nothing_else_is_changed(text: str, special
         assert marked == text
 
 
+@pytest.mark.parametrize("special", [["aa", "0", "12"], ["bx", "yc"], ["0a", "1b", "abc"]])
+def test_a_mark_is_no_part_of_a_special_token(special: list[str]) -> None:
+    for _ in range(20):
+        mark = Marker(special).mark
+        around = [f"{before}{mark}{after}" for before in "bxyc0a" for after in "bxyc0a"]
+        for each in special:
+            if len(each) > 1:
+                assert not any(each in text for text in around)
+
+
 @pytest.mark.parametrize("offset", range(-8, 3))
 def test_one_that_lies_across_the_pieces_of_a_long_text(offset: int) -> None:
     marker = Marker(["<|end|>", "|>x"])

@@ -692,22 +692,26 @@ async def test_reads_whose_end_cannot_be_proved_are_never_reported(watched: Watc
 async def test_the_thread_polls_only_while_there_is_something_to_poll_for(watched: Watched) -> None:
     transport = watched.transport
 
-    async def polls_in(seconds: float) -> int:
-        before = transport.num_polls
-        await asyncio.sleep(seconds)
-        return transport.num_polls - before
+    async def polls() -> None:
+        enough = transport.num_polls + 20
+        await watched.until(lambda: transport.num_polls > enough)
 
-    assert await polls_in(0.05) == 0
+    async def rests() -> None:
+        await asyncio.sleep(0.01)  # what was about to poll has done so
+        before = transport.num_polls
+        await asyncio.sleep(0.05)
+        assert transport.num_polls == before
+
+    await rests()
     watched.mover.set_serving(True)
-    assert await polls_in(0.1) > 20
+    await polls()
     watched.mover.set_serving(False)
-    await asyncio.sleep(0.01)
-    assert await polls_in(0.05) == 0
+    await rests()
     watched.read(1)
-    assert await polls_in(0.1) > 20
+    await polls()
     transport.reads[0].finish()
     await watched.until(lambda: 1 in watched.ends)
-    assert await polls_in(0.05) == 0
+    await rests()
     await watched.mover.close()
 
 

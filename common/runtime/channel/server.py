@@ -156,8 +156,10 @@ class ControlServer:
                     session.outbox.left()
                 self._send_now(peer, encode(self._me, [Goodbye()]))
         self._sessions.clear()
-        await asyncio.sleep(_GOODBYE_S)
-        self._context.destroy(linger=100)
+        try:
+            await asyncio.sleep(_GOODBYE_S)
+        finally:
+            self._context.destroy(linger=100)
 
     async def _receive(self) -> None:
         while True:
