@@ -152,8 +152,8 @@ class DecodeScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether someone new would be in the next step."""
-        return self._batch.can_join or len(self._chunks) > 0
+        """Whether someone new would be in the next step, or it would take a reservation back for someone who waits."""
+        return self._batch.can_join or len(self._chunks) > 0 or self._can_relieve
 
     @property
     def num_host_used(self) -> int:
@@ -195,7 +195,7 @@ class DecodeScheduler:
     def reserve(self, now: float) -> list[Reservation]:
         """Let in what fits: preempted sequences first, then waiting requests. Returns those that may pull."""
         unchanged = not self._look_again and self._pool.num_free <= self._free_when_refused
-        if unchanged and not self._waited_long(self._preempted.first(), now):
+        if unchanged and not self._waited_long(self._next_preempted(), now):
             self._free_when_refused = self._pool.num_free
             return []
         self._pressure = None
@@ -395,7 +395,7 @@ class DecodeScheduler:
 
     def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
         """The next one that may come in, if there is one."""
-        back = self._preempted.first()
+        back = self._next_preempted()
         waited_long = self._waited_long(back, now)
         if back is not None and waited_long and back.num_passed >= _MAX_PASSED:
             return self._resume(back, now)
@@ -465,10 +465,13 @@ class DecodeScheduler:
             self._prompts[request] = self._compute(request, None, work.token_ids, len(held) * size, blocks, now)
         return True
 
+    def _next_preempted(self) -> Generation | None:
+        """Who comes back first, of those whose mask is known: the next token may be sampled with the last chunk."""
+        first = self._preempted.smallest(1 + len(self._awaited))
+        return next((generation for generation in first if generation not in self._awaited), None)
+
     def _resume(self, generation: Generation, now: float) -> bool:
         """Give a preempted sequence blocks again."""
-        if generation in self._awaited:
-            return False  # its next token may be sampled with the last chunk
         sequence, work = generation.sequence, generation.request.work
         swapped = bool(generation.host_slots)
         usable = sequence.num_computed if swapped else sequence.num_tokens - 1
@@ -659,6 +662,15 @@ class DecodeScheduler:
                 break
             victim.gave_way = True
             lacking -= self._preempt(victim, step, now)
+
+    @property
+    def _can_relieve(self) -> bool:
+        """Whether somebody who waits lacks what reservations of lower tiers can give without a step."""
+        if self._pressure is None:
+            return False
+        rank, _ = self._pressure
+        unread = (each for each in self._newest_unread if _unread(each) and not each.gave_way)
+        return any(request.work.tier.rank > rank for request in unread)
 
     def _newest(self, ending: Collection[Generation]) -> Holder | None:
         """The newest of the lowest tier, of all that hold blocks but those whose blocks are being read, and those whose

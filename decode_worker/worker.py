@@ -726,7 +726,7 @@ class DecodeWorker:
         return Heartbeat(
             number=number,
             steps=self._engine.num_steps,
-            running=self._scheduler.num_running + self._scheduler.num_computing,
+            running=self._scheduler.num_running - self._scheduler.num_idle + self._scheduler.num_computing,
             waiting=sum(not request.generations for request in self._requests.values()),
             blocks_used=min(self._scheduler.num_expected, self._pool.num_blocks),
             blocks_total=self._pool.num_blocks,

@@ -571,7 +571,9 @@ class Dispatcher(Collector):
         """Choices have waited long without any worker that may have them."""
         client = self._waiting.client(want)
         flow = client.flow
-        why = f"no decode worker has been usable for {self._patience_s:.1f} s; before: {flow.story[-1]}"
+        why = f"no decode worker has been usable for {self._patience_s:.1f} s"
+        if flow.story:  # none of a new one that has waited to be looked at
+            why = f"{why}; before: {flow.story[-1]}"
         end = Fail(Cause.WORKER_LOST, why)
         if want.refusal is not None and self._placement.all_too_small(want, client.fingerprint):
             end = want.refusal

@@ -263,7 +263,7 @@ async def test_refusals_and_failures_count_once(session: aiohttp.ClientSession) 
                 return response.status
 
         assert await ask() == 200
-        assert await ask(max_tokens=0) == 400
+        assert await ask(max_tokens=-1) == 400
         generator.failure = GenerationFailed(Cause.CAPACITY, "full")
         assert await ask() == await ask(stream=True) == 429
         generator.failure = GenerationFailed(Cause.DEADLINE, "late")

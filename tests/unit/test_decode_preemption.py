@@ -119,7 +119,9 @@ def test_a_reservation_of_a_lower_tier_gives_way_to_a_request_that_waits() -> No
     bench = Bench(6, memory_reserve=EAGER)
     low = unread("low", 16, BATCH)
     reserve(bench, low)
+    assert not bench.scheduler.has_work
     assert bench.reserve(request("high", 12, tier=INTERACTIVE)) == []
+    assert bench.scheduler.has_work, "though nothing is computed: the worker must not go to sleep"
     step = bench.begin_step()
     assert step.revoked == [low]
     assert low.pull is not None
@@ -127,6 +129,7 @@ def test_a_reservation_of_a_lower_tier_gives_way_to_a_request_that_waits() -> No
     del bench.pulling["low"]
     bench.end_step(step)
     assert bench.reserve() == ["high"]
+    assert not bench.scheduler.has_work
 
 
 @pytest.mark.parametrize(("num_tokens", "victims"), [(4, [2]), (8, [1, 2]), (12, [1, 2])])

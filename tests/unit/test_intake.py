@@ -455,8 +455,8 @@ async def test_a_read_that_never_ends_is_given_up(net: Net) -> None:
     gave_up = [event for event in [await net.worker.next() for _ in range(6)] if event[0] == "gave up"]
     assert gave_up == [("gave up", pull, Cause.TRANSFER) for pull in stuck]
     source = net.source.incarnation
+    await net.until(lambda: net.counts == (0, 0, 0) and len(net.transport.calls) >= 3)
     assert net.transport.calls == [("add", source), ("drop", source), ("add", source)], "once for the source"
-    await net.until(lambda: net.counts == (0, 0, 0))
     await net.reading()
 
 
