@@ -114,7 +114,7 @@ async def test_the_openai_client_works_unchanged(stack: Stack) -> None:
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
         with pytest.raises(openai.BadRequestError) as bad:
-            await client.completions.create(model=model, prompt="hi", max_tokens=0)
+            await client.completions.create(model=model, prompt="hi", max_tokens=-1)
         assert bad.value.param == "max_tokens"
 
 
@@ -125,11 +125,11 @@ async def test_the_openai_client_works_unchanged(stack: Stack) -> None:
         ("completions", {"prompt": ""}, 400, "prompt"),
         ("completions", {"prompt": []}, 400, "prompt"),
         ("completions", {"prompt": "a b c d " * 4000}, 400, "prompt"),
-        ("completions", {"prompt": "hi", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "hi", "max_tokens": -1}, 400, "max_tokens"),
         ("completions", {"prompt": "hi", "max_tokens": 10**7}, 400, "max_tokens"),
         ("completions", {"prompt": "hi", "max_tokens": "many"}, 400, "max_tokens"),
         ("completions", {"prompt": "hi", "temperature": -1}, 400, "temperature"),
-        ("completions", {"prompt": "hi", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "hi", "top_p": -0.1}, 400, "top_p"),
         ("completions", {"prompt": "hi", "n": 1000}, 400, "n"),
         ("completions", {"prompt": "hi", "model": "nothing"}, 404, "model"),
         ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
