@@ -122,7 +122,7 @@ def config_hash(folder: Path) -> str:
 def _without_template(content: bytes) -> bytes:
     try:
         config = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return content  # whoever loads the tokenizer says what is wrong with it
     if not isinstance(config, dict):
         return content

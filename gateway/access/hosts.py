@@ -3,9 +3,10 @@ rebinding), and then calls what it finds there as its own; no page can do that w
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Collection
 from typing import Final
+
+from gateway.web.host_names import is_address, is_loopback
 
 ANY_HOST: Final = "*"
 _NOBODYS: Final = ("localhost", "host.docker.internal")
@@ -17,7 +18,7 @@ def called_by(names: Collection[str], *, host: str, has_keys: bool) -> frozenset
 
     Where there are none, only a gateway that asks for no key and is for this machine alone has to look at all.
     """
-    if ANY_HOST in names or (not names and (has_keys or not _is_loopback(host))):
+    if ANY_HOST in names or (not names and (has_keys or not is_loopback(host))):
         return None
     return frozenset(name.lower() for name in names)
 
@@ -34,22 +35,10 @@ class Hosts:
         if self._names is None or host_header is None:
             return False
         host = _without_port(host_header).lower().rstrip(".")
-        return host not in self._names and not host.endswith(".localhost") and not _is_address(host)
+        return host not in self._names and not host.endswith(".localhost") and not is_address(host)
 
 
 def _without_port(host_header: str) -> str:
     if host_header.startswith("["):
         return host_header[1:].partition("]")[0]
     return host_header.partition(":")[0]
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -6,6 +6,8 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
+from gateway.web.host_names import is_address, is_loopback
+
 _HOST = re.compile(r"(localhost|\d{1,3}(?:\.\d{1,3}){3})(?::\d{1,5})?")
 
 
@@ -27,25 +29,13 @@ class AdminLink:
         if match is None:
             return None
         host = match.group(1)
-        if host != "localhost" and not _is_address(host):
+        if host != "localhost" and not is_address(host):
             return None
         return f"http://{host}:{self.port}" if self._listens_at(host) else None
 
     def _listens_at(self, host: str) -> bool:
-        if _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified:
+        if is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified:
             return True
-        if _is_loopback(self.host):
-            return _is_loopback(host)
+        if is_loopback(self.host):
+            return is_loopback(host)
         return host == self.host
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
