@@ -26,6 +26,9 @@ from common.runtime.curve import CurveKeys
 from common.runtime.daemon_threads import DaemonThreads
 from common.runtime.peer_networks import PeerNetworks
 
+_NUM_RESOLVERS = 4
+"""Names looked up at a time: one whose name servers are silent must not delay the others."""
+
 log = logging.getLogger(__name__)
 
 
@@ -80,7 +83,7 @@ class SourceLinks:
         self._peers = peers
         self._keys = keys
         self._context = zmq.asyncio.Context()
-        self._resolver = DaemonThreads(1, "resolve-names")
+        self._resolver = DaemonThreads(_NUM_RESOLVERS, "resolve-names")
         self._links: dict[str, _Link] = {}
         self._closing: set[asyncio.Task[None]] = set()
 

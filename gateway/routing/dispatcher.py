@@ -750,4 +750,6 @@ class Dispatcher(Collector):
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """A worker refuses this gateway."""
         log.error("%s refuses this gateway: %s", link.address, refused.message)
-        self._registry.workers[link.address].refused = refused.message
+        # The session that this has ended may have been the last of its worker.
+        if self._links.get(link.address) is link:
+            self._registry.workers[link.address].refused = refused.message

@@ -12,9 +12,10 @@ from kubernetes_api import DECODE, NAMESPACE, Pod, running_api
 from prometheus_client import CollectorRegistry
 
 from benchmarks.scripted_workers import Script, ScriptedPool, ScriptedWorker
+from common.contract.errors import Cause
 from common.contract.ids import new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import Role
+from common.contract.messages import HelloRefused, Role
 from common.contract.sampling import SamplingParams
 from common.runtime.clock import Pulse, monotonic
 from gateway.routing.dispatcher import Dispatcher
@@ -120,6 +121,20 @@ async def test_one_that_is_not_listed_any_more_finishes_what_it_has_and_is_forgo
         await first.server.close()
         await until(lambda: made.addresses[first] not in made.registry.workers)
         assert [worker["id"] for worker in made.dispatcher.workers()].count(made.addresses[first]) == 0
+
+
+async def test_one_that_is_not_listed_any_more_may_refuse_within_its_session() -> None:
+    """That ends the session, and with it all that is known of the worker."""
+    async with cluster(2) as made:
+        first, second = made.pool.decode
+        made.follow(made.endpoint(first))
+        await until(lambda: len(made.usable()) == 1)
+        made.follow(made.endpoint(second))
+        await until(lambda: made.usable() == {made.addresses[second]})
+        (gateway,) = first.server.peers
+        first.server._send_control(gateway, HelloRefused(cause=Cause.CAPACITY, message="full"))
+        await until(lambda: made.addresses[first] not in made.registry.workers)
+        await made.ask()
 
 
 async def test_one_that_never_answered_is_forgotten_at_once_and_may_come_again() -> None:

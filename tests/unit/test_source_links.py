@@ -248,3 +248,24 @@ async def test_a_name_that_takes_too_long_is_given_up_and_closing_waits_for_none
     await links.close()
     assert events.empty
     answered.set()
+
+
+async def test_a_name_that_takes_for_ever_delays_no_other(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, asked = threading.Event(), threading.Event()
+
+    def resolve(host: str, port: object, family: int, kind: int) -> list[tuple[object, ...]]:
+        if host == "slow.test":
+            asked.set()
+            answer.wait()
+        return [(family, kind, 6, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        net.links.need("slow.test:7000")
+        async with asyncio.timeout(WAIT_S):
+            while not asked.is_set():
+                await asyncio.sleep(0.01)
+        net.address = f"quick.test:{net.address.rpartition(':')[2]}"
+        await net.opened()
+    finally:
+        answer.set()
