@@ -161,7 +161,7 @@ class DecodeWorker:
         self._trial_feed = TrialFeed(self._scheduler.trials, self._gateway_of, server.send)
         self._masks = Masks(engine.runner.grammars)
         self._draining = False
-        self._fence = AttemptFence()
+        self._fence = AttemptFence(clock)
         self._requests: dict[RequestId, DecodeRequest] = {}
         self._finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
         self._wake = asyncio.Event()

@@ -148,7 +148,7 @@ class PrefillWorker:
         self._without_mask: dict[RequestId, PrefillRequest] = {}
         """Requests that come to wait when it is known what their grammars allow first."""
         self._draining = False
-        self._fence = AttemptFence()
+        self._fence = AttemptFence(clock)
         self._owners: dict[RequestId, _Owner] = {}
         """Who asked for each request that is queued, computed or under a lease."""
         self._wake = asyncio.Event()

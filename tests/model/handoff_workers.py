@@ -56,6 +56,10 @@ def tokens(key: RequestKey, position: int, num: int, *, ended: bool) -> Tokens:
     )
 
 
+def _no_time_passes() -> float:
+    return 0.0
+
+
 class Worker:
     """What both roles have: a pool, a memory, a fence, a lease table, and links."""
 
@@ -65,7 +69,7 @@ class Worker:
         self.me = Incarnation(f"{address}.{life}")
         self.pool = world.parts.pool(world.bounds.num_blocks, prefix_cache=False)
         self.memory: list[Content | None] = [None] * world.bounds.num_blocks
-        self.fence = world.parts.fence()
+        self.fence = world.parts.fence(_no_time_passes)
         self.table = world.parts.table(unattached_ttl_s=TTL_S)
         self.step: Any = None
         """The step in flight: its number, and what it computes."""
