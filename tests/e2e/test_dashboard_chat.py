@@ -64,7 +64,7 @@ async def test_an_answer_grows_as_it_comes(browser: Browser) -> None:
         assert await answer.locator(".said").text_content() == STORY
         lengths = await page.evaluate("window.lengths")
         assert lengths == sorted(lengths)
-        assert len(lengths) > 4, lengths
+        assert any(0 < length < len(STORY) for length in lengths), "all of it came at once"
         stats = await answer.locator(".stats").text_content()
         assert "TTFT" in stats
         assert f"{generator.num_deltas} tokens in" in stats
