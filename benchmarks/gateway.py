@@ -352,7 +352,12 @@ def main() -> None:
         print(f"{name:>10}  ", "  ".join(f"{figure} {value['p50']:.4g}" for figure, value in each.items()))
     if not options.no_record:
         workload = {name: value for name, value in vars(options).items() if name not in ("no_record", "core")}
-        workload |= {"prompt_tokens": PROMPT_TOKENS, "batch": BATCH, "clients": CLIENTS}
+        workload |= {
+            "seeds": list(range(options.rounds)),
+            "prompt_tokens": PROMPT_TOKENS,
+            "batch": BATCH,
+            "clients": CLIENTS,
+        }
         print(record("gateway", workload=workload, figures=figures | {"rounds": rounds}, seed=0))
 
 

@@ -1,6 +1,6 @@
 """What the local stack costs when nobody asks anything: CPU time of every process over a quiet period.
 
-python -m benchmarks.idle [--seconds 30]
+python -m benchmarks.idle [--seconds 20] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 from benchmarks.local import Local, local_stack
-from benchmarks.record import record
+from benchmarks.record import record, spread
 
 
 def cpu_seconds(pid: int) -> float:
@@ -32,22 +32,27 @@ def ask(local: Local) -> None:
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=30.0)
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
     with local_stack() as local:
         ask(local)
         time.sleep(3)
-        before = {name: cpu_seconds(pid) for name, pid in local.pids.items()}
-        time.sleep(seconds)
-        percent = {
-            name.split()[0]: 100 * (cpu_seconds(pid) - before[name]) / seconds for name, pid in local.pids.items()
-        }
-    total = sum(percent.values())
-    for name, value in percent.items():
-        print(f"{name:<16}{value:6.2f} % of a core")
-    print(f"{'total':<16}{total:6.2f} % of a core over {seconds:.0f} s")
+        rounds = [measured(local, options.seconds) for _ in range(options.rounds)]
+    percent = {name: spread([each[name] for each in rounds]) for name in rounds[0]}
+    total = spread([sum(each.values()) for each in rounds])
+    for name, value in (percent | {"total": total}).items():
+        print(f"{name:<16}{value['p50']:6.2f} % of a core ({value['min']:.2f} to {value['max']:.2f})")
     figures = {"percent_of_a_core": percent, "total_percent_of_a_core": total}
-    print(record("idle", workload={"seconds": seconds, "prefill": 1, "decode": 1}, figures=figures))
+    workload = {"seconds": options.seconds, "rounds": options.rounds, "prefill": 1, "decode": 1}
+    print(record("idle", workload=workload, figures=figures, seed=None))
+
+
+def measured(local: Local, seconds: float) -> dict[str, float]:
+    """Percent of a core that each process takes over so many seconds."""
+    before = {name: cpu_seconds(pid) for name, pid in local.pids.items()}
+    time.sleep(seconds)
+    return {name.split()[0]: 100 * (cpu_seconds(pid) - before[name]) / seconds for name, pid in local.pids.items()}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What users get while more is asked than can be served.
 
-    python -m benchmarks.overload [--rounds 2]
+    python -m benchmarks.overload [--rounds 3]
 
 First the capacity is found: requests in a second of a closed loop. Then requests of the tier `interactive` arrive in a
 Poisson process at shares of it, up to three times as many as can be served. A request is good if its first token came
@@ -102,7 +102,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals at each rate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -117,9 +117,10 @@ def main() -> None:
                 for share in SHARES if number % 2 == 0 else SHARES[::-1]:
                     rate = share * most
                     options = ["--rate", f"{rate:.3f}", "--duration-s", str(args.seconds)]
-                    options += ["--seed", str(args.seed + 100 * number + int(10 * share))]
+                    seed = args.seed + 100 * number + int(100 * share)
+                    options += ["--seed", str(seed)]
                     options += ["--extra-body", json.dumps({"service_tier": "interactive"})]
-                    run = {"share": share, "round": number}
+                    run = {"share": share, "round": number, "seed": seed}
                     run |= figures(load(local.url, scratch / f"{number}-{share}.json", options), rate)
                     runs.append(run)
                     told = ("share", "requests", "accepted", "refused", "neither", "goodput")

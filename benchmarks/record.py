@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+Run = dict[str, Any]
+"""A recorded run, as it is in its file."""
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PRODUCT = ("common", "decode_worker", "gateway", "kv_transfer", "prefill_worker", "pyproject.toml")
+"""What runs in production; the rest of the tree measures, tests, deploys or explains it."""
+_FLAGS = re.compile(r"(avx|amx|fma$|f16c$|sse4)")
+"""Instructions that kernels are chosen by, here or in the libraries."""
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -32,30 +44,72 @@ def record(
     *,
     workload: dict[str, Any],
     figures: dict[str, Any],
-    seed: int | None = None,
+    seed: int | None,
+    peers: dict[str, Any] | None = None,
     command: str | None = None,
 ) -> Path:
-    """Write `benchmarks/results/NAME.json`; `command` is what repeats it, by default this process's command line."""
-    dirty = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    """Write `benchmarks/results/NAME.json`, and return where it is.
+
+    `seed` is None where nothing is drawn at random; `peers` are versions and settings of the other systems that took
+    part; `command` is what repeats the run, by default this process's command line. From a tree with changes nothing
+    is recorded, for nobody could repeat it: the file is then in the folder for temporary files.
+    """
     ours = " ".join(["python", *(["-m"] if sys.argv[0].endswith(".py") else []), *_module(), *sys.argv[1:]])
+    commit = _git("rev-parse", "HEAD")
     run = {
         "command": command or ours,
-        "commit": _git("rev-parse", "HEAD") + ("+changes" if dirty else ""),
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version(), **_versions()},
+        "commit": commit,
+        "product": product_digest(),
+        "recorded_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": machine(),
         "workload": workload,
         "seed": seed,
+        **({"peers": peers} if peers else {}),
         "figures": figures,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder = RESULTS
+    if not is_clean():
+        folder = Path(tempfile.gettempdir())
+        print(f"not recorded, for there are changes since {commit[:7]}", file=sys.stderr)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(run, indent=2) + "\n")
     return path
+
+
+def recorded(name: str) -> Run | None:
+    """The recorded run of this name, if there is one."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def product_digest(commit: str = "HEAD") -> str:
+    """Of everything that runs in production, as it is in a commit: equal digests, equal product."""
+    return hashlib.sha256(_git("ls-tree", commit, "--", *PRODUCT).encode()).hexdigest()
+
+
+def is_clean() -> bool:
+    """Whether what is here is what the last commit has, results and the pages made from them aside."""
+    mine = ("README.md", "docs", "benchmarks/results")
+    return not _git("status", "--porcelain", "--", ".", *(f":!{each}" for each in mine))
+
+
+def machine() -> dict[str, Any]:
+    """What runs depend on of a machine."""
+    return {
+        "cpu": _cpuinfo("model name"),
+        "cpu_flags": sorted(each for each in _cpuinfo("flags").split() if _FLAGS.match(each)),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **_versions(),
+    }
 
 
 def _git(*arguments: str) -> str:
     """What it prints; nothing where this is no checkout, or there is no git."""
     try:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
 
@@ -64,11 +118,11 @@ def _module() -> list[str]:
     return [f"benchmarks.{Path(sys.argv[0]).stem}"]
 
 
-def _cpu() -> str:
+def _cpuinfo(field: str) -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
+        if line.startswith(field):
             return line.partition(":")[2].strip()
-    return platform.processor()
+    return ""
 
 
 def _versions() -> dict[str, str]:

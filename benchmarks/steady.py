@@ -54,6 +54,7 @@ def main() -> None:
         print(f"{name:<16}{value:+7.2f} MiB over the second half, of {series[name][-1]:.1f}")
     if not options.no_record:
         workload = {"requests": options.requests, "stages": options.stages, "lengths": " ".join(LENGTHS)}
+        workload["seeds"] = list(range(options.stages + 1))
         figures = {"resident_mib": series, "growth_second_half_mib": growth}
         print(record("steady", workload=workload, figures=figures, seed=0))
 

@@ -65,7 +65,8 @@ def keep(runs: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Record the runs so far."""
     workload = {name: value for name, value in vars(options).items() if name != "no_record"}
     name = f"versus-{options.model}-{options.dtype}-{options.workload}"
-    record(name, workload=workload, figures={"ratios": summary(runs), "runs": runs}, seed=0)
+    peers = {"vllm": vllm.Settings(dtype=options.dtype).described()}
+    record(name, workload=workload, figures={"ratios": summary(runs), "runs": runs}, seed=0, peers=peers)
 
 
 def start(stack: ExitStack, name: str, folder: Path, dtype: str) -> str:
@@ -95,10 +96,11 @@ def turns(urls: dict[str, str], options: argparse.Namespace, scratch: Path) -> I
             names = list(urls)
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                figures = run(urls[name], options, concurrency, seed=1000 * concurrency + number + 1, scratch=scratch)
+                seed = 1000 * concurrency + number + 1
+                figures = run(urls[name], options, concurrency, seed=seed, scratch=scratch)
                 assert not figures["failed"] or name.startswith("vllm"), f"{name}: {figures}"
                 if number >= 0:
-                    turn.append({"system": name, "concurrency": concurrency, "round": number, **figures})
+                    turn.append({"system": name, "concurrency": concurrency, "round": number, "seed": seed, **figures})
                 print(f"{number:2} {name:16} {concurrency:3} {figures['output_tokens_per_s']:8.1f} tok/s", flush=True)
             yield turn
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,14 @@ def _no_hosts() -> str:
         return f"network namespaces cannot be made ({added.stderr.strip()}): be root"
     subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=True)
     return ""
+
+
+def _no_history() -> str:
+    if shutil.which("git") is None:
+        return "there is no git"
+    asked = ["git", "rev-parse", "--is-shallow-repository"]
+    shallow = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
+    return "" if shallow.strip() == "false" else "this is no clone with all of its history"
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ NEEDS = {
         "install 1.27 or later (https://kubernetes.io/docs/tasks/tools/)",
     ),
     "compiler": Need("the kernels in C", _program("cc", "CC"), "gcc libc6-dev", "or set CC to another C compiler"),
+    "history": Need("that records are of commits that exist", _no_history, "git", "and clone all of the history"),
     "hosts": Need("faults between hosts (tests/chaos)", _no_hosts, "iproute2", "and run the tests as root"),
 }
 

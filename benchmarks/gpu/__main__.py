@@ -34,7 +34,11 @@ def main() -> None:
     if options.part == "compile":
         command = f"python -m benchmarks.gpu compile --capability {options.capability}"
         workload = {"capability": options.capability}
-        print(record("gpu-compile", workload=workload, figures=compiled.run(options.capability), command=command))
+        print(
+            record(
+                "gpu-compile", workload=workload, figures=compiled.run(options.capability), seed=None, command=command
+            )
+        )
         return
     if not torch.cuda.is_available():
         sys.exit("error: no CUDA device: the kernels' correctness is tested by `pytest tests/kernels` without one")

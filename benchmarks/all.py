@@ -1,0 +1,109 @@
+"""Every record anew, one after another, from one commit.
+
+    python -m benchmarks.all [--only NAME ...] [--skip NAME ...]
+
+What fails, or takes twice as long as it should, is told at the end; the others are recorded all the same, and the
+documents' tables are made again. Nothing else should run on the machine. `versus` and `agreement` need
+`python -m benchmarks.peers.install_vllm`, the soaks root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.record import ROOT, is_clean
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One command, and the minutes that it takes on two cores."""
+
+    command: str
+    minutes: float
+
+    @property
+    def name(self) -> str:
+        """Its module, and what tells it from others of that module."""
+        words = self.command.removeprefix("benchmarks.").replace("--model ", "").replace("--dtype ", "").split()
+        told = [word for word in words if not word.startswith("-") and not word.replace(".", "").isdigit()]
+        return "-".join(told)
+
+
+MEASUREMENTS = (
+    Measurement("benchmarks.idle", 2.5),
+    Measurement("benchmarks.handoff --model demo", 1),
+    Measurement("benchmarks.handoff --model 15m", 1),
+    Measurement("benchmarks.recovery --rounds 40", 6),
+    Measurement("benchmarks.step_overhead --rounds 3 --seconds 2", 1.5),
+    Measurement("benchmarks.decode_floor --model 15m", 1.5),
+    Measurement("benchmarks.decode_floor --model 0.5b --batches 1 8", 2.5),
+    Measurement("benchmarks.scheduler_cost --steps 400", 4),
+    Measurement("benchmarks.gateway", 4),
+    Measurement("benchmarks.overload", 6.5),
+    Measurement("benchmarks.routing", 6),
+    Measurement("benchmarks.modes --rate 6 --requests 240", 6),
+    Measurement("benchmarks.steady --requests 5000", 7),
+    Measurement("benchmarks.memory", 4),
+    Measurement("benchmarks.interference long-prompt", 10),
+    Measurement("benchmarks.interference flood", 4),
+    Measurement("benchmarks.reserve", 4),
+    Measurement("benchmarks.claims", 10),
+    Measurement("benchmarks.autoscale", 5),
+    Measurement("benchmarks.gpu compile --capability 90", 3),
+    Measurement("benchmarks.versus --model 15m --dtype float32 --rounds 3 --requests 2 --minutes 10", 12),
+    Measurement("benchmarks.versus --model 15m --dtype bfloat16 --rounds 3 --requests 2 --minutes 13", 15),
+    Measurement(
+        "benchmarks.versus --model 15m --dtype bfloat16 --workload sharegpt --concurrency 8 32 --rounds 2 --requests 2 "
+        "--minutes 8",
+        10,
+    ),
+    Measurement("benchmarks.agreement --rounds 8", 8),
+    Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 1 --minutes 33", 40),
+    Measurement("pytest -q -s tests/chaos/test_soak.py", 8),
+)
+
+
+def measure(measurement: Measurement) -> tuple[str, float]:
+    """Run it; what became of it, and the minutes that it took."""
+    began = time.monotonic()
+    environment = os.environ | {"SOAK_REQUESTS": "500", "SOAK_RECORD": "1"}
+    command = [sys.executable, "-m", *measurement.command.split()]
+    try:
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment, timeout=120 * measurement.minutes, check=False
+        ).returncode
+        outcome = "recorded" if code == 0 else f"failed with {code}"
+    except subprocess.TimeoutExpired:
+        outcome = "took too long"
+    return outcome, (time.monotonic() - began) / 60
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    names = [each.name for each in MEASUREMENTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--skip", nargs="+", default=[], choices=names, metavar="NAME")
+    options = parser.parse_args(arguments)
+    if not is_clean():
+        raise SystemExit("error: there are changes since the last commit: commit first, so that this can be repeated")
+    chosen = [each for each in MEASUREMENTS if each.name in options.only and each.name not in options.skip]
+    outcomes = {}
+    for each in chosen:
+        print(f"=== {each.name}: some {each.minutes:g} minutes", flush=True)
+        outcomes[each.name] = measure(each)
+    for name, (outcome, minutes) in outcomes.items():
+        print(f"{name:<36} {minutes:5.1f} min  {outcome}")
+    subprocess.run([sys.executable, "-m", "benchmarks.results_page"], cwd=ROOT, check=True)
+    if any(outcome != "recorded" for outcome, _ in outcomes.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

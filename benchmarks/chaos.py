@@ -1,0 +1,54 @@
+"""The whole fault matrix: every fault in every state over every transport, counted.
+
+    python -m benchmarks.chaos       # as root; about an hour
+
+Runs `tests/chaos` without the soaks, which `make chaos` has besides, and records how many cells passed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.record import ROOT, record
+
+_CELL = re.compile(r"(?P<test>\w+)(\[(?P<transport>nixl-tcp|nixl|zmq)?-?(?P<fault>cut-in|cut-out|\w+)?)?")
+_MATRIX = ("test_the_stream_goes_on", "test_a_gateway_is_gone")
+"""Beginnings of the names of tests whose second parameter is a fault."""
+_ANY_TRANSPORT = "nixl"
+"""Where a test has no transport among its parameters."""
+
+
+def counted(cases: Iterable[tuple[str, bool]]) -> dict[str, dict[str, dict[str, int]]]:
+    """Cells that passed and that failed, by transport and fault, of tests' names and whether they passed."""
+    found: dict[str, dict[str, Counter[str]]] = {"passed": {}, "failed": {}}
+    for name, passed in cases:
+        cell = _CELL.match(name)
+        assert cell is not None, name
+        fault = cell["fault"] if name.startswith(_MATRIX) else cell["test"].removeprefix("test_").replace("_", " ")
+        by_fault = found["passed" if passed else "failed"].setdefault(cell["transport"] or _ANY_TRANSPORT, Counter())
+        by_fault[str(fault)] += 1
+    return {outcome: {transport: dict(each) for transport, each in by.items()} for outcome, by in found.items()}
+
+
+def main() -> None:
+    """Run, count, record."""
+    with TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", f"--junitxml={report}", "tests/chaos"]
+        done = subprocess.run([*command, "--ignore=tests/chaos/test_soak.py"], cwd=ROOT, check=False)
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        figures = counted((each.attrib["name"], len(each) == 0) for each in cases)
+    workload = {"cells": sum(sum(each.values()) for by in figures.values() for each in by.values())}
+    print(record("chaos", workload=workload | {"model": "llama, random"}, figures=figures, seed=0))
+    raise SystemExit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The pictures that documents show, each from a recorded run (`benchmarks/record.py`); they want matplotlib."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import Run, recorded
+
+
+def draw(folder: Path) -> list[Path]:
+    """Those whose runs are recorded. Raises `ImportError` without matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "baton"
+    from matplotlib import pyplot
+
+    folder.mkdir(exist_ok=True)
+    made = []
+    for name, picture in PICTURE_OF.items():
+        run = recorded(name)
+        if run is not None:
+            figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+            picture(run, axis)
+            axis.legend()
+            axis.grid(alpha=0.3)
+            path = folder / f"{name}.svg"
+            figure.savefig(path, metadata={"Date": None})
+            pyplot.close(figure)
+            made.append(path)
+    return made
+
+
+def versus_picture(run: Run, axis: Any) -> None:
+    """Tokens per second over concurrency, every round a point."""
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
+    systems = list(dict.fromkeys(each["system"] for each in run["figures"]["runs"]))
+    for system in systems:
+        points = [each for each in run["figures"]["runs"] if each["system"] == system]
+        at = sorted({each["concurrency"] for each in points})
+        rates = [[p["output_tokens_per_s"] for p in points if p["concurrency"] == c] for c in at]
+        (line,) = axis.plot(at, [statistics.median(each) for each in rates], label=system)
+        axis.plot(
+            [c for c, each in zip(at, rates, strict=True) for _ in each],
+            [rate for each in rates for rate in each],
+            marker=".",
+            linestyle="",
+            color=line.get_color(),
+        )
+    axis.set(xlabel="requests at a time", ylabel="output tokens/s", xscale="log", yscale="log")
+    axis.set_xticks(at, [str(each) for each in at], minor=False)
+    axis.xaxis.set_minor_locator(NullLocator())
+    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        formatter(ScalarFormatter())
+    workload = run["workload"]
+    axis.set_title(f"{workload['model']}, {workload['dtype']}, {workload['workload']} lengths, 2 cores")
+
+
+def claims_picture(run: Run, axis: Any) -> None:
+    """Continuous over static throughput over the variation of the length."""
+    for batch in sorted({each["batch"] for each in run["figures"]["batching"]}):
+        points = [each for each in run["figures"]["batching"] if each["batch"] == batch]
+        cv = [each["output_cv"] for each in points]
+        (line,) = axis.plot(cv, [each["ratio"] for each in points], marker="o", label=f"batch {batch}, to static")
+        naive = [each["ratio_to_naive"] for each in points]
+        axis.plot(
+            cv, naive, marker="o", linestyle="--", color=line.get_color(), label=f"batch {batch}, to naive static"
+        )
+    axis.set(xlabel="coefficient of variation of the output length", ylabel="throughput, continuous / static")
+
+
+def steady_picture(run: Run, axis: Any) -> None:
+    """Memory over the requests."""
+    for name, values in run["figures"]["resident_mib"].items():
+        stage = run["workload"]["requests"] // run["workload"]["stages"]
+        axis.plot([stage * (number + 1) for number in range(len(values))], values, marker=".", label=name)
+    axis.set(xlabel="requests", ylabel="memory of its own, MiB", ylim=(0, None))
+
+
+def autoscale_picture(run: Run, axis: Any) -> None:
+    """Workers that were asked for over time."""
+    for name, runs in run["figures"].items():
+        times, replicas = zip(*runs[0]["replicas"], strict=True)
+        axis.step([t / 60 for t in times], replicas, where="post", label=name)
+    axis.axvline(run["workload"]["step_at_s"] / 60, color="grey", linestyle=":", label="the load steps up")
+    axis.set(xlabel="minutes", ylabel="prefill workers wanted", ylim=(0, None))
+
+
+PICTURE_OF: dict[str, Callable[[Run, Any], None]] = {
+    "versus-15m-bfloat16-fixed": versus_picture,
+    "versus-0.5b-bfloat16-fixed": versus_picture,
+    "claims": claims_picture,
+    "steady": steady_picture,
+    "autoscale": autoscale_picture,
+}

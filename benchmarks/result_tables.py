@@ -1,0 +1,487 @@
+"""The tables that documents show, each from a recorded run (`benchmarks/record.py`), as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from benchmarks.record import Run
+from common.runtime.kv_size import KNOWN_SHAPES
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def versus(run: Run) -> str:
+    """Baton beside vLLM: medians, ratios of the rounds."""
+    rows = []
+    for each in run["figures"]["ratios"]:
+        rounds = sum(
+            of["system"] == each["ours"] and of["concurrency"] == each["concurrency"] for of in run["figures"]["runs"]
+        )
+        rate, ttft, itl = (each[name] for name in ("output_tokens_per_s", "ttft_p50_s", "itl_p99_s"))
+        rows.append(
+            [
+                f"{each['ours']} / {each['theirs']}",
+                str(each["concurrency"]),
+                f"{rate['ours']:.1f} / {rate['theirs']:.1f}",
+                f"**{rate['ratio']:.2f}** ({rate['ratio_min']:.2f} to {rate['ratio_max']:.2f})"
+                if rounds > 1
+                else f"**{rate['ratio']:.2f}** (one round)",
+                f"{1e3 * ttft['ours']:.0f} / {1e3 * ttft['theirs']:.0f}",
+                f"{1e3 * itl['ours']:.0f} / {1e3 * itl['theirs']:.0f}",
+            ]
+        )
+    head = ["systems", "concurrency", "output tokens/s", "ratio", "TTFT p50, ms", "ITL P99, ms"]
+    failed = Counter[str]()
+    for each in run["figures"]["runs"]:
+        failed[each["system"]] += each.get("failed", 0)
+    note = ", ".join(f"{number} of {system}" for system, number in failed.items() if number)
+    return table(head, rows) + (f"\nFailed requests: {note}.\n" if note else "")
+
+
+def decode_floor(run: Run) -> str:
+    """A decode step beside what reading and computing take at least."""
+    rows = [
+        [
+            batch,
+            f"{each['step_ms']['min']:.1f} (median {each['step_ms']['p50']:.1f})",
+            f"{each['floor_ms']:.1f}",
+            f"{each['compute_floor_ms']:.1f}",
+            f"{each['ratio']:.2f}",
+            f"{each['step_ms']['min'] / max(each['floor_ms'], each['compute_floor_ms']):.2f}",
+        ]
+        for batch, each in run["figures"]["batches"].items()
+    ]
+    head = ["batch", "step, ms", "to read, ms", "to compute, ms", "step / to read", "step / the larger"]
+    return table(head, rows)
+
+
+def batch_throughput(run: Run) -> str:
+    """Tokens per second of decode steps, relative to a batch of one."""
+    rates = {batch: int(batch) / each["step_ms"]["p50"] for batch, each in run["figures"]["batches"].items()}
+    rows = [[batch, f"{1e3 * rate:.0f}", f"{rate / rates['1']:.1f}"] for batch, rate in rates.items()]
+    return table(["batch", "tokens/s", "relative"], rows)
+
+
+def step_overhead(run: Run) -> str:
+    """A step without its model."""
+    rows = [
+        [kind, f"{each['wall_us']['p50']:.0f}", f"{each['wall_us']['min']:.0f}", f"{each['cpu_us']['p50']:.0f}"]
+        for kind, each in run["figures"].items()
+    ]
+    return table(["sampling", "µs, median", "least", "µs of processor time"], rows)
+
+
+def steady(run: Run) -> str:
+    """Memory over the stages."""
+    figures = run["figures"]
+    rows = [
+        [name, f"{values[0]:.0f}", f"{values[len(values) // 2]:.0f}", f"{values[-1]:.0f}"]
+        for name, values in figures["resident_mib"].items()
+    ]
+    return table(["process", "MiB after the first stage", "half-way", "at the end"], rows)
+
+
+def agreement(run: Run) -> str:
+    """Two clients."""
+    rows = [
+        [name.replace("_", " "), f"{each['ours']:.4g}", f"{each['theirs']:.4g}", f"{100 * (each['ratio'] - 1):+.1f} %"]
+        for name, each in run["figures"]["ratios"].items()
+    ]
+    return table(["figure", "`baton bench`", "`vllm bench serve`", "difference"], rows)
+
+
+def batching(run: Run) -> str:
+    """Continuous over static batching."""
+    rows = [
+        [
+            f"{each['batch']}",
+            f"{each['cv']}",
+            f"{each['ratio']:.2f}",
+            f"{each['ratio_to_naive']:.2f}",
+            f"{each['ratio_of_steps']:.2f}",
+            f"{100 * each['static_utilisation']:.0f} %",
+            f"{100 * each['continuous_utilisation']:.0f} %",
+        ]
+        for each in run["figures"]["batching"]
+    ]
+    head = ["batch", "cv of the output length", "to static", "to naive static", "in steps"]
+    return table([*head, "static: places in use", "continuous: places in use"], rows)
+
+
+def memory_limited(run: Run) -> str:
+    """The same where memory is the limit."""
+    rows = [
+        [
+            f"{each['cv']}",
+            f"{each['mean_decoding']:.1f} / {each['batch']}",
+            f"{each['ratio']:.2f}",
+            f"{each['ratio_to_naive']:.2f}",
+            f"{each['ratio_of_steps']:.2f}",
+        ]
+        for each in run["figures"]["memory_limited"]
+    ]
+    return table(["cv", "sequences at a time", "to static", "to naive static", "in steps"], rows)
+
+
+def empty_slots(run: Run) -> str:
+    """Memory that holds nothing."""
+    names = {
+        "max_model_len": "the model's context",
+        "prompt_and_max_tokens": "prompt and `max_tokens`",
+        "paged": "blocks of 16, as they are needed",
+    }
+    rows = [[names[name], f"{100 * share:.1f} %"] for name, share in run["figures"]["empty_slots"].items()]
+    return table(["what a sequence reserves", "reserved, and empty"], rows)
+
+
+def padding(run: Run) -> str:
+    """Tokens computed for nothing."""
+    each = run["figures"]["padding"]
+    return table(["padding of 8 prompts", "of what is computed"], [[f"{each['tokens']:.0f}", f"{each['share']:.0%}"]])
+
+
+def modes(run: Run) -> str:
+    """One trace, every mode."""
+    rows = [
+        [
+            name,
+            f"{1e3 * each['ttft_mean_s']:.0f}",
+            f"{1e3 * each['ttft_p99_s']:.0f}",
+            f"{each['itl_p50_ms']:.0f}",
+            f"{each['itl_p99_ms']:.0f}",
+            f"{each['latency_mean_s']:.2f}",
+            f"{each['tokens_per_s']:.0f}",
+        ]
+        for name, each in run["figures"].items()
+    ]
+    head = ["mode", "TTFT mean, ms", "TTFT P99", "ITL p50, ms", "ITL P99", "latency mean, s", "tokens/s"]
+    return table(head, rows)
+
+
+def interference(run: Run) -> str:
+    """Streams beside a long prompt."""
+    rows = [
+        [
+            name,
+            f"{each['itl_before']['p99_ms']:.0f}",
+            f"{each['itl_during']['p50_ms']:.0f}",
+            f"{each['itl_during']['p99_ms']:.0f}",
+            f"{each['long_ttft_s']:.1f}",
+        ]
+        for name, each in run["figures"].items()
+    ]
+    return table(["mode and chunk", "ITL P99 before, ms", "during: p50", "during: P99", "TTFT of the prompt, s"], rows)
+
+
+def kv_sizes() -> str:
+    """KV of well-known models, in 16 bits."""
+    rows = []
+    for name, shape in KNOWN_SHAPES.items():
+        layout = shape.layout(16, "auto")
+        per_token = layout.block_bytes / layout.block_size
+        rows.append([name, f"{per_token / 2**10:g} KiB", f"{per_token * 4096 / 2**30:g} GiB"])
+    return table(["model", "a token", "4,096 tokens"], rows)
+
+
+def gpu_compile(run: Run) -> str:
+    """What the kernels take of a multiprocessor."""
+    rows = [
+        [
+            f"{each['kernel']}, {each['dtype']}, head dimension {each['head_dim']}",
+            str(each["registers"]),
+            str(each["stack_bytes"]),
+            f"{each['shared_bytes'] / 1024:.0f}",
+            str(each["num_warps"]),
+            str(each["programs"]),
+            each["products"],
+        ]
+        for each in run["figures"]["binaries"]
+        if each["kernel"] in ("decode", "prefill")
+    ]
+    head = ["kernel", "registers", "stack, bytes", "shared, KiB", "warps", "programs at a time", "products"]
+    return table(head, rows)
+
+
+def gpu_decode_attention(run: Run) -> str:
+    """Of one layer, beside FlashAttention-3's fit and torch."""
+    rows = [
+        [
+            f"{each['batch']} x {each['length']}",
+            f"{each['us']:.1f}",
+            f"{each['of_copy_rate']:.0%}",
+            f"{each['over_fa3_fit']:.2f}",
+            f"{each['sdpa_us']:.1f}",
+        ]
+        for each in run["figures"]["decode_attention"]
+    ]
+    ragged = run["figures"]["decode_ragged"]
+    shape = f"{ragged['num_short']} x {ragged['short']} and 1 x {ragged['long']}"
+    rows.append([shape, f"{ragged['us']:.1f}", f"{ragged['of_copy_rate']:.0%}", "", ""])
+    return table(["batch x context", "µs", "of the copy rate", "over FlashAttention-3", "SDPA, µs"], rows)
+
+
+def gpu_prefill_attention(run: Run) -> str:
+    """Of a chunk at the end of a context."""
+    rows = [
+        [f"{each['chunk']} of {each['context']}", f"{each['us']:.0f}", f"{each['tflops']:.0f}"]
+        for each in run["figures"]["prefill_attention"]
+    ]
+    return table(["chunk", "µs", "TFLOP/s"], rows)
+
+
+def gpu_small_kernels(run: Run) -> str:
+    """The rest of a layer, and the sampler."""
+    rows = [
+        [f"{each['kernel']}, {each['tokens']} tokens", f"{each['us']:.1f}", f"{each['floor_us']:.1f}"]
+        for each in run["figures"]["layer"]
+    ]
+    for each in run["figures"]["sampler"]:
+        rows += [
+            [f"{kind}, {each['batch']} rows of {each['vocabulary']}", f"{each[f'{kind}_us']:.0f}", ""]
+            for kind in ("greedy", "temperature", "top_k_top_p")
+        ]
+    return table(["kernel", "µs", "its bytes alone, µs"], rows)
+
+
+def gpu_engine(run: Run) -> str:
+    """Whole steps beside what the device needs at least."""
+    rows = []
+    for name, each in run["figures"].items():
+        rows += [
+            [f"{name}, decode {d['batch']} x {d['context']}", f"{d['step_ms']:.2f} ms", f"{d['over_floor']:.2f} times"]
+            for d in each["decode"]
+        ]
+        rows += [
+            [f"{name}, prefill {p['tokens']}", f"{1e3 * p['s']:.0f} ms", f"{p['of_matmul']:.0%} of a product's rate"]
+            for p in each["prefill"]
+        ]
+    return table(["step", "takes", "its floor"], rows)
+
+
+def gpu_transfer(run: Run) -> str:
+    """Reads between two processes on the GPU, and writes of as many blocks."""
+    rows = [
+        [
+            f"{read['blocks']} x {read['block_bytes'] >> 20} MiB",
+            f"{read['us']:.0f}",
+            f"{read['gb_per_s']:.1f}",
+            f"{write['gb_per_s']:.1f}",
+        ]
+        for read, write in zip(run["figures"]["reads"], run["figures"]["writes"], strict=True)
+    ]
+    return table(["blocks", "a read, µs", "reads, GB/s", "writes, GB/s"], rows)
+
+
+def gpu_stack(run: Run) -> str:
+    """Whole systems on one GPU."""
+    rates = run["figures"]["output_tokens_per_s"]
+    ours = rates["baton pair"]
+    rows = [[name, f"{rate:.0f}", f"{ours / rate:.1f}"] for name, rate in rates.items()]
+    return table(["system", "output tokens/s", "a Baton pair has times as many"], rows)
+
+
+def gateway(run: Run) -> str:
+    """One gateway process between scripted workers and clients, streaming."""
+    rows = []
+    for streams, each in run["figures"].items():
+        if streams.isdigit():
+            mid = {figure: spread["p50"] for figure, spread in each.items()}
+            rows.append(
+                [
+                    streams,
+                    f"{mid['added_p50_ms']:.2f}",
+                    f"{mid['added_p99_ms']:.1f}",
+                    f"{mid['tokens_per_s']:,.0f}",
+                    f"{mid['moderate_cpu_us_per_token']:.0f}",
+                    f"{mid['cpu_us_per_token']:.0f}",
+                    f"{mid['gateway_share']:.0%}".replace("%", " %"),
+                ]
+            )
+    head = [
+        "open streams",
+        "added, p50, ms",
+        "P99",
+        "tokens/s at most",
+        "µs a token, moderate pace",
+        "at most",
+        "of a core",
+    ]
+    return table(head, rows)
+
+
+def gateway_requests(run: Run) -> str:
+    """The same, with short answers."""
+    mid = {figure: spread["p50"] for figure, spread in run["figures"]["requests"].items()}
+    share = f"{mid['gateway_share']:.0%}".replace("%", " %")
+    row = [f"{mid['requests_per_s']:.0f}", f"{mid['cpu_us_per_request']:.0f}", share]
+    return table(["requests/s", "µs a request", "of a core"], [row])
+
+
+def routing(run: Run) -> str:
+    """By expected time, and in turn: medians of the rounds, and the rounds' ratios."""
+    runs = run["figures"]["runs"]
+    rows = []
+    for workload in dict.fromkeys(each["workload"] for each in runs):
+        row = [workload]
+        for figure, form in (("ttft_mean_ms", "{:.0f}"), ("ttft_p99_ms", "{:.0f}"), ("tokens_computed", "{:,.0f}")):
+            by = {
+                policy: [each[figure] for each in runs if (each["workload"], each["routing"]) == (workload, policy)]
+                for policy in ("expected", "round_robin")
+            }
+            ratios = sorted(a / b for a, b in zip(by["expected"], by["round_robin"], strict=True))
+            ours, theirs = (form.format(statistics.median(each)) for each in by.values())
+            middle = statistics.median(ratios)
+            row.append(f"{ours} / {theirs} (**{middle:.2f}**; {ratios[0]:.2f} to {ratios[-1]:.2f})")
+            if figure == "ttft_mean_ms":
+                lost = f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
+        rows.append([*row, lost])
+    head = ["workload", "mean TTFT, ms", "TTFT P99, ms", "prompt tokens computed", "rounds lost, by mean TTFT"]
+    return table(head, rows)
+
+
+def interval(values: Sequence[float], form: str = "{:.1f}") -> str:
+    """Median, and between what."""
+    if len(values) == 1:
+        return form.format(values[0])
+    return f"{form.format(statistics.median(values))} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+def overload(run: Run) -> str:
+    """Goodput over load: medians of the rounds, and between what they are; sums; of times to a refusal the worst."""
+    runs = run["figures"]["runs"]
+    rows = []
+    for share in sorted({each["share"] for each in runs}):
+        of = [each for each in runs if each["share"] == share]
+        refusals = [each["refusal_s"] for each in of if each["refusal_s"]]
+        rows.append(
+            [
+                f"{share:g}",
+                f"{statistics.median(each['rate'] for each in of):.1f}",
+                interval([each["goodput"] for each in of]),
+                f"{sum(each['accepted'] for each in of)}",
+                f"{sum(each['refused'] for each in of)}",
+                interval([100 * each["refused"] / each["requests"] for each in of], "{:.0f}"),
+                f"{sum(each['neither'] for each in of)}",
+                interval([100 * each["accepted_that_met_the_target"] for each in of], "{:.0f}"),
+                f"{1e3 * statistics.median(each['p50'] for each in refusals):.0f} / "
+                f"{1e3 * max(each['max'] for each in refusals):.0f}"
+                if refusals
+                else "",
+            ]
+        )
+    head = [
+        "of the capacity",
+        "requests/s",
+        "good requests/s",
+        "accepted",
+        "refused",
+        "of all, %",
+        "failed",
+        "of the accepted, on time, %",
+        "ms to a refusal, p50 / most",
+    ]
+    return table(head, rows)
+
+
+def autoscale(run: Run) -> str:
+    """What became of the step, by the rules and by the queue alone: the worst of the runs, unless it says otherwise."""
+    rows = []
+    for name, runs in run["figures"].items():
+
+        def worst(figure: str, runs: Sequence[Run] = runs) -> float:
+            return float(max(each[figure] for each in runs))
+
+        rows.append(
+            [
+                name,
+                f"{worst('seconds_until_needed_are_asked_for'):.0f} s",
+                f"{worst('seconds_until_the_target_is_met'):.0f} s",
+                f"{worst('most_replicas'):.0f}",
+                ", ".join(str(each["last_replicas"]) for each in runs),
+                ", ".join(str(each["changes_of_direction"]) for each in runs),
+                f"{worst('p90_ttft_s_after'):.2f} s",
+                f"{worst('refused'):.0f}",
+            ]
+        )
+    head = ["scaled by", "four are asked for after", "the target is met after", "most", "in the end, each run"]
+    return table([*head, "changes of direction, each run", "TTFT P90 from then on", "refused"], rows)
+
+
+def recovery(run: Run) -> str:
+    """What is felt when something breaks."""
+    names = {
+        ("kill", "detect_ms"): "kill -9 of the decode worker: noticed after",
+        ("kill", "stall_ms"): "the stream stands still for",
+        ("freeze", "detect_ms"): "freeze of the decode worker: noticed after",
+        ("freeze", "stall_ms"): "the stream stands still for",
+        ("move-500", "pause_ms"): "a sequence of 500 tokens moves: longest gap between tokens",
+        ("move-4000", "pause_ms"): "a sequence of 4,000 tokens moves: the same",
+        ("move-4000", "gap_ms"): "for comparison: gap between tokens of a stream of 4,000",
+        ("gateway", "free_ms"): "kill -9 of a gateway with four streams: the workers hold nothing of it after",
+    }
+    figures = run["figures"]
+    rows = []
+    for (what, figure), name in names.items():
+        found = figures[what][figure]
+        digits = 1 if found["p50"] < 100 else 0
+        rows.append([name, f"{found['p50']:.{digits}f} ms", f"{found['max']:.{digits}f} ms"])
+    return table(["", "p50", f"longest of {run['workload']['rounds']}"], rows)
+
+
+def matrix(run: Run) -> str:
+    """How many cells of the fault matrix passed, by fault and transport."""
+    passed, failed = run["figures"]["passed"], run["figures"]["failed"]
+    transports = list(passed)
+    faults = sorted({fault for by in (passed, failed) for each in by.values() for fault in each})
+
+    def told(transport: str, of: Sequence[str]) -> str:
+        good, bad = (sum(by.get(transport, {}).get(fault, 0) for fault in of) for by in (passed, failed))
+        return f"{good}, and {bad} failed" if bad else str(good)
+
+    rows = [[fault, *(told(transport, [fault]) for transport in transports)] for fault in faults]
+    rows.append(["all", *(told(transport, faults) for transport in transports)])
+    return table(["fault", *transports], rows)
+
+
+TABLES: dict[str, Callable[[Run], str]] = {
+    "autoscale": autoscale,
+    "recovery": recovery,
+    "chaos": matrix,
+    "gateway": gateway,
+    "routing": routing,
+    "overload": overload,
+    "versus-15m-bfloat16-fixed": versus,
+    "versus-15m-float32-fixed": versus,
+    "versus-15m-bfloat16-sharegpt": versus,
+    "versus-0.5b-bfloat16-fixed": versus,
+    "versus-0.5b-float32-fixed": versus,
+    "versus-0.5b-bfloat16-sharegpt": versus,
+    "decode-floor-0.5b-1": decode_floor,
+    "decode-floor-15m-1": decode_floor,
+    "step-overhead": step_overhead,
+    "steady": steady,
+    "bench-agreement": agreement,
+    "modes": modes,
+    "interference-long-prompt": interference,
+    "gpu-compile": gpu_compile,
+    "gpu-engine": gpu_engine,
+    "gpu-transfer": gpu_transfer,
+    "gpu-stack": gpu_stack,
+}
+PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
+    "gateway requests": ("gateway", gateway_requests),
+    "batch throughput": ("decode-floor-15m-1", batch_throughput),
+    "batching": ("claims", batching),
+    "memory limited": ("claims", memory_limited),
+    "empty slots": ("claims", empty_slots),
+    "padding": ("claims", padding),
+    "gpu decode attention": ("gpu-kernels", gpu_decode_attention),
+    "gpu prefill attention": ("gpu-kernels", gpu_prefill_attention),
+    "gpu small kernels": ("gpu-kernels", gpu_small_kernels),
+}

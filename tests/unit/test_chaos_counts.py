@@ -1,0 +1,26 @@
+"""What the record of the fault matrix counts."""
+
+from __future__ import annotations
+
+from benchmarks.chaos import counted
+
+
+def test_cells_are_counted_by_transport_and_fault() -> None:
+    cases = [
+        ("test_the_stream_goes_on[nixl-kill-mid-chunk-decode]", True),
+        ("test_the_stream_goes_on[nixl-kill-queued-prefill]", True),
+        ("test_the_stream_goes_on[nixl-tcp-cut-in-running-decode]", True),
+        ("test_the_stream_goes_on_from_a_worker_that_it_leaves[zmq-cut-pulling-old]", False),
+        ("test_a_gateway_is_gone_and_another_one_does_not_notice[zmq-freeze-queued]", True),
+        ("test_the_end_of_its_time_names_the_state[zmq-offered]", True),
+        ("test_a_reset_while_tokens_flow_restarts_nobody[nixl]", True),
+        ("test_a_poisonous_request_is_refused[decode]", True),
+    ]
+    assert counted(cases) == {
+        "passed": {
+            "nixl": {"kill": 2, "a reset while tokens flow restarts nobody": 1, "a poisonous request is refused": 1},
+            "nixl-tcp": {"cut-in": 1},
+            "zmq": {"freeze": 1, "the end of its time names the state": 1},
+        },
+        "failed": {"zmq": {"cut": 1}},
+    }
