@@ -115,11 +115,12 @@ AT_A_GLANCE: dict[str, Callable[[Run], list[list[str]]]] = {
 }
 
 
-def at_a_glance(*runs: Run) -> str:
-    """One line or two of each."""
+def at_a_glance(*runs: Run | None) -> str:
+    """One line or two of each that has been recorded."""
     rows = [
         [*row, f"[record](benchmarks/results/{name}.json)"]
         for (name, rows_of), run in zip(AT_A_GLANCE.items(), runs, strict=True)
+        if run is not None
         for row in rows_of(run)
     ]
     return table(["", "measured", ""], rows)

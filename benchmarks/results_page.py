@@ -59,12 +59,14 @@ def part(name: str) -> str:
     else:
         record, render = PARTS.get(name) or (name, TABLES[name])
         records = (record,)
-    runs = [run for run in map(recorded, records) if run is not None]
+    found = [recorded(record) for record in records]
+    runs = [run for run in found if run is not None]
+    if name == "at a glance" and runs:  # each of its rows is of one record, and names it
+        return f"\n{render(*found)}\n"
     if len(runs) < len(records):
         return "\nNot measured yet.\n\n"
     picture = f"\n![{CAPTIONS[name]}](results/{records[0]}.svg)\n" if name in CAPTIONS else ""
-    told = source(runs) if name != "at a glance" else ""  # each of its rows names its record
-    return f"\n{render(*runs)}{told}{picture}\n"
+    return f"\n{render(*runs)}{source(runs)}{picture}\n"
 
 
 def rendered(page: str) -> str:

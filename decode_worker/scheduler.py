@@ -785,6 +785,7 @@ class DecodeScheduler:
         return sum(self._pool.ref_count(block) == 1 for block in blocks)
 
     def _flow(self, generation: Generation, change: float) -> None:
+        """A tenant pays for places in the batch, also for steps that its masks miss: nobody else can have the place."""
         work = generation.request.work
         self._waiting.flow(work.tier, work.tenant, change, self._batch.step)
 

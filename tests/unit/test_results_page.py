@@ -274,7 +274,8 @@ def test_the_rest_at_a_glance() -> None:
             "queued": {"0": {"p50_us": 490.0}, "100000": {"p50_us": 839.0}},
         },
     )
-    lines = at_a_glance(*({"figures": each} for each in figures)).splitlines()[2:]
+    runs = [{"figures": each} for each in figures]
+    lines = at_a_glance(*runs).splitlines()[2:]
     assert [line.split(" | ")[1] for line in lines] == [
         "476 ms, at most 488",
         "1611 ms, at most 1746",
@@ -286,6 +287,7 @@ def test_the_rest_at_a_glance() -> None:
         "1.14 ms; 0.3 ms",
     ]
     assert lines[-1].endswith("| [record](benchmarks/results/scheduler-cost.json) |")
+    assert at_a_glance(None, runs[1], *[None] * 5).splitlines()[2:] == [lines[2]], "what is not recorded has no line"
 
 
 def test_faults_are_counted_over_the_transports() -> None:
