@@ -13,7 +13,7 @@ from common.contract.ids import Incarnation, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import Hello, Message, Role, Welcome
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 FINGERPRINT = Fingerprint(config_hash="c", weights_hash="w", layout=LAYOUT)
 

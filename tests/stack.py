@@ -35,7 +35,7 @@ from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Given, Registry
 
 START_TIMEOUT_S = 120.0
-BASELINE_TIMEOUT_S = 10.0
+BASELINE_TIMEOUT_S = 30.0
 WAIT_TIMEOUT_S = 30.0
 MODEL = "tiny"
 """What the gateway of the main pool calls its checkpoint."""

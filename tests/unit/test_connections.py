@@ -16,7 +16,7 @@ from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, Se
 from gateway.access.connections import ConnectionBounds, allow_descriptors
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 LARGE = {"prompt": ["hello"] * 16, "max_tokens": 200, "n": 16}
