@@ -52,6 +52,7 @@ MEASUREMENTS = (
     Measurement("benchmarks.memory", 4),
     Measurement("benchmarks.interference long-prompt", 10),
     Measurement("benchmarks.interference flood", 4),
+    Measurement("benchmarks.interference grammar", 1.5),
     Measurement("benchmarks.reserve", 4),
     Measurement("benchmarks.claims", 10),
     Measurement("benchmarks.autoscale", 5),

@@ -1,7 +1,8 @@
-"""What other people's work does to interactive streams: a very long prompt, or a flood of the batch tier.
+"""What other people's work does to interactive streams: a very long prompt, a flood of the batch tier, or grammars.
 
     python -m benchmarks.interference long-prompt [--prompt 32000] [--streams 8]
     python -m benchmarks.interference flood [--flood 200]
+    python -m benchmarks.interference grammar [--streams 8] [--rounds 5]
 
 `long-prompt`: streams decode steadily; a long prompt comes in; the gaps between the streams' tokens (ITL) while it is
 computed are compared with those before, for several chunk sizes, on one worker that does both with two threads
@@ -9,6 +10,10 @@ computed are compared with those before, for several chunk sizes, on one worker 
 
 `flood`: interactive requests arrive one by one while a flood of long requests of the batch tier, or, for comparison, of
 the interactive tier, is being served by a prefill and a decode worker whose cache holds a fraction of it.
+
+`grammar`: streams of the demo model decode steadily on a decode worker; a request of 16 choices comes in that are free,
+or follow a grammar, in turn: a usual one, and some that are expensive to compile or to follow. Gateways refuse most of
+the latter; here they come past that, to the worker.
 
 Tokens are taken at the gateway's dispatcher in this process.
 """
@@ -27,17 +32,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from llguidance import grammar_from
+
 from benchmarks.local import Local, local_stack
 from benchmarks.models import llama_15m, llama_long
 from benchmarks.record import record
 from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from common.runtime.checkpoint import config_hash
+from common.runtime.checkpoint import DEMO_FOLDER, config_hash
 from common.runtime.clock import Pulse, monotonic
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.router import Routing
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Generation, GenerationFailed
 from gateway.workers.registry import Registry
 
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
@@ -195,14 +202,90 @@ def measure_flood(args: argparse.Namespace, folder: Path, tier: Tier | None) -> 
         return asyncio.run(body())
 
 
+# --- grammars ------------------------------------------------------------------------------------------------------
+
+_OBJECT = {"type": "object", "properties": {f"field{number}": {"type": "string"} for number in range(10)}}
+_OPTIONAL = {"type": "object", "properties": {f"field{number}": {"type": "integer"} for number in range(300)}}
+GRAMMARS: dict[str, str | None] = {
+    "free": None,
+    "an object with ten fields": grammar_from(
+        "json_schema", json.dumps(_OBJECT | {"required": [*_OBJECT["properties"]]})
+    ),
+    "300 optional fields": grammar_from("json_schema", json.dumps(_OPTIONAL)),
+    "ambiguous": grammar_from("lark", "start: e\ne: e e e | e e | /[ -~]/ |"),
+    "99,999 repetitions": grammar_from("regex", "a{99999}"),
+}
+"""What the 16 choices follow."""
+ALONE_S = 0.5
+BESIDE_S = 1.0
+"""Seconds that the streams have before the 16 choices, and beside them at most."""
+
+
+async def beside_grammar(dispatcher: Dispatcher, args: argparse.Namespace, seed: int, what: str) -> dict[str, object]:
+    """The gaps between the streams' tokens before and while 16 choices are made that follow a grammar."""
+    draw = random.Random(seed)
+    streams: list[list[float]] = [[] for _ in range(args.streams)]
+    most = 1900
+    running = [asyncio.create_task(stream(dispatcher, work(tokens(draw, 64), most), times)) for times in streams]
+    while not all(streams):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(ALONE_S)
+    grammar = GRAMMARS[what]
+    sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=32, min_tokens=32, grammar=grammar)
+    prompt = tuple(tokens(draw, 64))
+    generation = Generation(token_ids=prompt, num_choices=16, sampling=sampling, budget_s=3600, tier=Tier.INTERACTIVE)
+    injected = time.perf_counter()
+    theirs: list[float] = []
+    end = "complete"
+    try:
+        async with asyncio.timeout(BESIDE_S):
+            await stream(dispatcher, generation, theirs)
+    except TimeoutError:
+        end = "cut off"
+    except GenerationFailed as failed:
+        end = str(failed.cause)
+    ended = time.perf_counter()
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert all(len(times) < most for times in streams), "a stream ended before the 16 choices did"
+    before, during = gaps_around(streams, injected, ended)
+    return {
+        "itl_before": summary_ms(before),
+        "itl_during": summary_ms(during),
+        "their_tokens": len(theirs),
+        "their_s": ended - injected,
+        "end": end,
+    }
+
+
+def measure_grammars(args: argparse.Namespace) -> dict[str, object]:
+    """One stack; what the choices follow takes turns."""
+    environment = {"BATON_LOCAL_PREFILL_TOKENS": "0"}
+    rounds: dict[str, list[object]] = {what: [] for what in GRAMMARS}
+    with local_stack(["--model", str(DEMO_FOLDER)], environment) as local:
+
+        async def body() -> None:
+            async with connected(local, DEMO_FOLDER) as dispatcher:
+                for number in range(args.rounds):
+                    for what in GRAMMARS:
+                        found = await beside_grammar(dispatcher, args, args.seed + number, what)
+                        rounds[what].append(found)
+                        print(f"{what:<26}: {found}", flush=True)
+
+        asyncio.run(body())
+    return dict(rounds)
+
+
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["long-prompt", "flood"])
+    parser.add_argument("what", choices=["long-prompt", "flood", "grammar"])
     parser.add_argument("--prompt", type=int, default=32000)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--flood", type=int, default=200)
     parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     figures: dict[str, object] = {}
@@ -214,6 +297,8 @@ def main() -> None:
                     found = measure_long_prompt(args, folder, chunk, colocated=mode == "colocated")
                     figures[f"{mode}-{chunk}"] = found
                     print(f"{mode:<14} chunk {chunk:5}: {found}", flush=True)
+        elif args.what == "grammar":
+            figures = measure_grammars(args)
         else:
             folder = llama_15m(Path(scratch))
             for name, tier in (("alone", None), ("batch-flood", Tier.BATCH), ("interactive-flood", Tier.INTERACTIVE)):

@@ -179,6 +179,30 @@ def interference(run: Run) -> str:
     return table(["mode and chunk", "ITL P99 before, ms", "during: p50", "during: P99", "TTFT of the prompt, s"], rows)
 
 
+def grammars(run: Run) -> str:
+    """Streams beside choices that follow grammars: medians of the rounds, and the longest gap of all."""
+    rows = []
+    for name, rounds in run["figures"].items():
+        gaps = {when: [each[f"itl_{when}"] for each in rounds] for when in ("before", "during")}
+        row = [name]
+        for when in ("before", "during"):
+            row.append(f"{statistics.median([each['p99_ms'] for each in gaps[when]]):.0f}")
+            row.append(f"{statistics.median([each['max_ms'] for each in gaps[when]]):.0f}")
+            row.append(f"{max(each['max_ms'] for each in gaps[when]):.0f}")
+        ends = Counter(each["end"] for each in rounds)
+        rows.append([*row, ", ".join(f"{end} {number}" for end, number in sorted(ends.items()))])
+    head = [
+        "the 16 choices",
+        "before: P99, ms",
+        "longest, median",
+        "of all",
+        "during: P99",
+        "longest, median",
+        "of all",
+    ]
+    return table([*head, "ends"], rows)
+
+
 def kv_sizes() -> str:
     """KV of well-known models, in 16 bits."""
     rows = []
@@ -469,6 +493,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "bench-agreement": agreement,
     "modes": modes,
     "interference-long-prompt": interference,
+    "interference-grammar": grammars,
     "gpu-compile": gpu_compile,
     "gpu-engine": gpu_engine,
     "gpu-transfer": gpu_transfer,

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import record, result_tables
 from benchmarks.overview_tables import OVERVIEWS, at_a_glance, beside_vllm, handoff, soaks
 from benchmarks.record import RESULTS, Run
-from benchmarks.result_tables import PARTS, TABLES, matrix
+from benchmarks.result_tables import PARTS, TABLES, grammars, matrix
 from benchmarks.results_page import MARKED, PAGE, PAGES, part, rendered
 
 
@@ -310,3 +310,13 @@ def test_faults_are_counted_over_the_transports() -> None:
         "| kill | 4 | 5 |",
         "| all | 7 | 5, and 2 failed |",
     ]
+
+
+def test_grammars_show_the_longest_gap_of_all_rounds() -> None:
+    def found(longest: float, end: str) -> dict[str, Any]:
+        gaps = {"p50_ms": 1.0, "p99_ms": longest - 1, "max_ms": longest}
+        return {"itl_before": gaps | {"max_ms": longest + 1}, "itl_during": gaps, "end": end}
+
+    rounds = [found(3.0, "complete"), found(90.0, "complete"), found(5.0, "invalid")]
+    row = grammars({"figures": {"free": rounds}}).splitlines()[2]
+    assert row == "| free | 4 | 6 | 91 | 4 | 5 | 90 | complete 2, invalid 1 |"
