@@ -26,11 +26,12 @@ from gateway.text.tokenizer import ModelTokenizer
 from gateway.web.http_errors import ApiError, invalid
 
 COMPILE_TIMEOUT_S = 2.0
-"""What takes longer to check is refused; the library's own bounds end it soon after."""
+"""What takes longer to check may come back; the library's own bounds, which are no seconds, say what is refused."""
 MAX_WAIT_S = 5.0
 """For a thread. Who waits in vain may come back."""
 MAX_WAITING = 64
 """Requests at once."""
+_BUSY = "too many grammars and schemas are being checked"
 _WHITESPACE = r"( |\n {0,32})"
 """Between the parts of a JSON text, or nothing: compact or indented, but not endless, as some models would have it."""
 _ESCAPES = 'nrbtf\\"'
@@ -86,7 +87,8 @@ async def checked(
         async with asyncio.timeout(COMPILE_TIMEOUT_S):
             grammar, error = await compiled
     except TimeoutError:
-        error = f"it takes more than {COMPILE_TIMEOUT_S:g} s to check"
+        message = f"{param}: {_BUSY}, and this took more than {COMPILE_TIMEOUT_S:g} s"
+        raise ApiError(429, message, param=param, code=Cause.CAPACITY) from None
     if error:
         raise invalid(param, f"{param}: {error[:_MAX_ERROR_CHARS]}")
     return grammar
@@ -95,7 +97,7 @@ async def checked(
 async def _begun(compile_it: Callable[[], tuple[str, str]]) -> asyncio.Future[tuple[str, str]]:
     """What a thread of this module's will have made, from when it has begun. Raises `ApiError`, a 429."""
     global _num_waiting
-    busy = ApiError(429, "too many grammars and schemas are being checked", code=Cause.CAPACITY)
+    busy = ApiError(429, _BUSY, code=Cause.CAPACITY)
     if _num_waiting >= MAX_WAITING:
         raise busy
     loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
