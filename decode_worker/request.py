@@ -153,6 +153,8 @@ class DecodeRequest:
     """What its first tokens have taken, here or at its source."""
     started_at: float | None = None
     """When the first chunk of its prompt was planned here, in monotonic seconds."""
+    num_cached: int = 0
+    """Leading tokens of a prompt that is computed here whose KV the prefix cache had."""
     begun_at: float | None = None
     """When its KV was here, for good, and its choices began."""
     order: int = 0

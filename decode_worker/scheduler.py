@@ -462,7 +462,8 @@ class DecodeScheduler:
                 self._newest_unread.add(request, (-work.tier.rank, -order))
             granted.append(Reservation(request, blocks, len(held)))
         else:
-            self._prompts[request] = self._compute(request, None, work.token_ids, len(held) * size, blocks, now)
+            request.num_cached = len(held) * size
+            self._prompts[request] = self._compute(request, None, work.token_ids, request.num_cached, blocks, now)
         return True
 
     def _next_preempted(self) -> Generation | None:

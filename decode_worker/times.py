@@ -23,7 +23,8 @@ def prompt_times_of(request: DecodeRequest, now: float) -> PromptTimes:
     """Of a prompt that was computed here, and whose first tokens are sent `now`."""
     assert request.started_at is not None, request.key
     queue_s = request.started_at - request.arrived
-    return PromptTimes(queue_s=queue_s, prefix_pull_s=0.0, prefill_s=now - request.started_at)
+    prefill_s = now - request.started_at
+    return PromptTimes(queue_s=queue_s, prefix_pull_s=0.0, prefill_s=prefill_s, num_cached=request.num_cached)
 
 
 def _decode_times(generation: Generation, now: float) -> DecodeTimes | None:

@@ -66,6 +66,7 @@ from common.engine.trials import NOTICE_S, TRIAL_TOKENS, TrialFeed
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import DecodeSettings
+from common.runtime.counting import step_tokens
 from common.runtime.fence import AttemptFence
 from common.runtime.logs import about
 from common.runtime.probes import counter, gauge
@@ -169,6 +170,7 @@ class DecodeWorker:
         self._ended: dict[str, int] = {}
         self._generation_tokens = 0
         self._prompt_tokens = 0
+        self._step_tokens = step_tokens(settings.model)
         self._recomputed_tokens = 0
         self._steps_ahead = 0
         """Steps that were planned while another one ran."""
@@ -233,7 +235,9 @@ class DecodeWorker:
         outcomes = await self._engine.outcomes(in_flight.submitted)
         self._block_steps += self._pool.num_used
         self._pool.step_finished(in_flight.number)
-        self._after_step(in_flight.step, outcomes)
+        step = in_flight.step
+        self._step_tokens.observe(len(step.decodes) + sum(chunk.end - chunk.start for chunk in step.chunks))
+        self._after_step(step, outcomes)
 
     async def _rest(self) -> None:
         """Nothing can be computed: wait for something, unless what had to be waited for is there now."""
@@ -790,6 +794,7 @@ class DecodeWorker:
         yield gauge("baton_blocks_cached", "Blocks known by name.", self._pool.num_cached)
         yield counter("baton_blocks_evicted", "Cached blocks that were given away.", self._pool.num_evicted)
         yield counter("baton_tokens_generated", "Tokens generated here.", self._generation_tokens)
+        yield from self._step_tokens.collect()
         yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
         yield counter("baton_tokens_recomputed", "Tokens computed again after a preemption.", self._recomputed_tokens)
         sequences = sum(len(request.work.choices) for request in self._requests.values())

@@ -154,6 +154,17 @@ def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing 
     return tracing
 
 
+def admission_of(settings: GatewaySettings) -> Admission:
+    """Who is let in."""
+    return Admission(
+        {
+            Tier.INTERACTIVE: settings.interactive_limit_s,
+            Tier.STANDARD: settings.standard_limit_s,
+            Tier.BATCH: settings.batch_limit_s,
+        }
+    )
+
+
 def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
     """What serves generations. Raises `OperatorError`."""
     registry = Registry(
@@ -170,14 +181,9 @@ def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
         settings.pulse,
         local_prefill_tokens=settings.local_prefill_tokens,
         routing=settings.routing,
-        admission=Admission(
-            {
-                Tier.INTERACTIVE: settings.interactive_limit_s,
-                Tier.STANDARD: settings.standard_limit_s,
-                Tier.BATCH: settings.batch_limit_s,
-            }
-        ),
+        admission=admission_of(settings),
         patience_s=settings.patience_s,
+        silence_s=settings.silence_s,
         keys=CurveKeys.load(settings.curve_keys),
     )
 

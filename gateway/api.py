@@ -154,7 +154,7 @@ class _Api:
         caller = request[CALLER]
         caller.check_tier(form.service_tier)
         job = await self._intake.completion(form, caller.tenant, caller.expect_prompt)
-        answer = CompletionFormat(self._heading("cmpl"), self._tokenizer, job.with_logprobs)
+        answer = CompletionFormat(self._heading("cmpl"), self._tokenizer, job.with_logprobs, job.prompt_ids)
         return await self._generate(request, job, answer, arrived_s)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -163,7 +163,7 @@ class _Api:
         caller = request[CALLER]
         caller.check_tier(form.service_tier)
         job = await self._intake.chat(form, caller.tenant, caller.expect_prompt)
-        answer = ChatFormat(self._heading("chatcmpl"), self._tokenizer, job.with_logprobs)
+        answer = ChatFormat(self._heading("chatcmpl"), self._tokenizer, job.with_logprobs, job.prompt_ids)
         return await self._generate(request, job, answer, arrived_s)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -347,7 +347,7 @@ async def _send_chunks(
         begun.add(piece.choice)
         num_tokens += piece.num_tokens
         worded = piece.text or piece.reasoning or piece.call is not None
-        if first or worded or piece.reports or piece.finish_reason is not None:
+        if first or worded or piece.token_ids or piece.reports or piece.finish_reason is not None:
             usage = None
             if job.continuous_usage:
                 usage = Usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens)
@@ -358,4 +358,11 @@ async def _send_chunks(
 
 def _usage(job: Job, stopwatch: RequestStopwatch) -> Usage:
     timings = stopwatch.life.timings() if job.include_timings and stopwatch.life is not None else None
-    return Usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=stopwatch.num_tokens, timings=timings)
+    cached = (min(each.waterfall.num_cached, len(each.token_ids)) for each in job.generations)
+    return Usage(
+        num_prompt_tokens=job.num_prompt_tokens,
+        num_completion_tokens=stopwatch.num_tokens,
+        num_cached_tokens=sum(cached),
+        num_reasoning_tokens=stopwatch.num_reasoning_tokens if job.plan is not None and job.plan.reasons else None,
+        timings=timings,
+    )

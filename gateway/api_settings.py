@@ -35,9 +35,9 @@ class Limits:
     """Of all bodies that are being read at a time; beyond, 429."""
     max_answer_bytes: int = 64 * 2**20
     """Of all answers to one request, at their longest; what would come to more is refused with 400."""
-    max_in_flight: int = 1024
+    max_in_flight: int = 2048
     """Most POST requests at once whose bodies have been read; the next one is refused with 429."""
-    default_budget_s: float = 600.0
+    default_budget_s: float = 86400.0
     """Time that a generation may take."""
     body_timeout_s: float = 60.0
     """Time that a client may take to send its body."""

@@ -67,6 +67,8 @@ class PrefillRequest:
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Leading tokens whose KV is in `block_table`."""
+    num_found: int = 0
+    """Of these, the ones that were computed for other requests: cached here, or pulled."""
     num_passed: int = 0
     """Later requests that came in while this one did not fit."""
     started_at: float | None = None
@@ -105,7 +107,12 @@ class PrefillRequest:
         """What its first tokens, which are sent now, have taken."""
         assert self.started_at is not None, self.key
         queue_s = self.started_at - self.arrived - self.held_s
-        return PromptTimes(queue_s=queue_s, prefix_pull_s=self.held_s, prefill_s=now - self.started_at)
+        return PromptTimes(
+            queue_s=queue_s,
+            prefix_pull_s=self.held_s,
+            prefill_s=now - self.started_at,
+            num_cached=self.num_found,
+        )
 
     @property
     def num_uncomputed(self) -> int:
@@ -241,7 +248,7 @@ class PrefillScheduler:
         self._on_hold.remove(request)
         self._name(request, request.num_computed, num_computed)
         self._num_uncomputed -= num_computed - request.num_computed
-        request.num_computed = num_computed
+        request.num_computed = request.num_found = num_computed
         self._compute(request)
 
     def requeue(self, request: PrefillRequest) -> None:
@@ -398,7 +405,7 @@ class PrefillScheduler:
         self._pool.share(cached)
         request.block_table = cached + self._pool.allocate(self.blocks_for(request) - len(cached))
         self._num_uncomputed -= request.num_uncomputed
-        request.num_cached = request.num_computed = len(cached) * self._block_size
+        request.num_cached = request.num_found = request.num_computed = len(cached) * self._block_size
         self._num_uncomputed += request.num_uncomputed
         request.urgency = self._urgency(request, now)
         self._num_admitted += 1

@@ -62,6 +62,7 @@ from common.engine.trials import NOTICE_S, TrialFeed
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import PrefillSettings
+from common.runtime.counting import step_tokens
 from common.runtime.fence import AttemptFence
 from common.runtime.logs import about
 from common.runtime.probes import counter, gauge
@@ -155,6 +156,7 @@ class PrefillWorker:
         self._deadlines_changed = asyncio.Event()
         self._ended: dict[str, int] = {}
         self._prompt_tokens = 0
+        self._step_tokens = step_tokens(settings.model)
         self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
         self._steps_ahead = 0
         """Steps that were planned while another one ran."""
@@ -209,6 +211,7 @@ class PrefillWorker:
         outcomes = await self._engine.outcomes(step.submitted)
         checksums = [()] * len(step.chunks) if step.checksums is None else await step.checksums
         self._pool.step_finished(step.number)
+        self._step_tokens.observe(sum(chunk.end - chunk.start for chunk in step.chunks))
         self._after_step(step.chunks, outcomes, checksums)
 
     async def _tell_whose_turn_it_is(self) -> None:
@@ -616,6 +619,7 @@ class PrefillWorker:
         yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used, model)
         sizes = {"block_size": str(self._block_size), "num_gpu_blocks": str(self._pool.num_blocks)}
         yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
+        yield from self._step_tokens.collect()
         yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
         queued = self._scheduler.num_uncomputed
         yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)

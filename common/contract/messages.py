@@ -371,7 +371,8 @@ class Tokens(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTimes:
-    """What became of the time until the first tokens of a prompt, at the worker that computed it, by its clock."""
+    """What became of the time until the first tokens of a prompt, at the worker that computed it, by its clock; and how
+    much of it was not computed."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -381,6 +382,8 @@ class PromptTimes:
     """Waiting for the prompt's beginning from another worker."""
     prefill_s: Seconds
     """From the first chunk to the sending of the first tokens."""
+    num_cached: Count = 0
+    """Leading tokens whose KV a prefix cache had: this worker's own, or the one that they were pulled from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

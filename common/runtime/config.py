@@ -156,7 +156,7 @@ class WorkerSettings(TierSettings):
         "(none: anywhere with CURVE keys; else loopback, or the subnets of --host)",
     )
     checksums: bool = Field(False, description="verify every block that moves by CRC-32 (CPU only)")
-    max_waiting: int = Field(1024, ge=1, le=65536, description="requests waiting; one more is refused")
+    max_waiting: int = Field(2048, ge=1, le=65536, description="requests waiting; one more is refused")
     prefix_cache: bool = Field(True, description="keep the KV of prompts and answers for prompts that begin alike")
     quarantine_bound_s: float = Field(
         10.0, gt=0, description="seconds after which the agent that holds quarantined blocks is replaced"
@@ -239,7 +239,7 @@ class GatewaySettings(TierSettings):
         None, ge=2, description="most tokens of prompt and answer together (default: the model's context)"
     )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="largest request body")
-    max_in_flight: int = Field(1024, ge=1, le=65536, description="requests in flight; one more gets 429")
+    max_in_flight: int = Field(2048, ge=1, le=65536, description="requests in flight; one more gets 429")
     max_connections: int = Field(4096, ge=1, le=2**20, description="connections of clients; one more is turned away")
     header_timeout_s: float = Field(
         10.0, gt=0, le=3600, description="seconds that a TLS handshake, and the head of a request, may take"
@@ -283,8 +283,8 @@ class GatewaySettings(TierSettings):
         le=86400,
         description="seconds: interactive requests that would wait longer get 429 (0: never)",
     )
-    standard_limit_s: float = Field(30.0, ge=0, le=86400, description="the same for tier standard")
-    batch_limit_s: float = Field(600.0, ge=0, le=86400, description="the same for tier batch")
+    standard_limit_s: float = Field(0.0, ge=0, le=86400, description="the same for tier standard")
+    batch_limit_s: float = Field(0.0, ge=0, le=86400, description="the same for tier batch")
     engine_stall_s: float = Field(
         30.0, gt=0, le=86400, description="seconds without a step after which a busy engine counts as hanging"
     )
@@ -301,7 +301,10 @@ class GatewaySettings(TierSettings):
     )
     standard_itl_s: float = Field(0.2, gt=0, description="target of the tier standard: the same")
     batch_itl_s: float = Field(1.0, gt=0, description="target of the tier batch: the same")
-    request_budget_s: float = Field(600.0, gt=0, le=86400, description="seconds that a request may take")
+    request_budget_s: float = Field(86400.0, gt=0, le=86400, description="seconds that a request may take in all")
+    silence_s: float = Field(
+        1800.0, gt=0, le=86400, description="seconds that a request may go without a new token, the first one included"
+    )
     shutdown_grace_s: float = Field(5.0, ge=0, le=86400, description="seconds that open requests get after SIGTERM")
 
     @model_validator(mode="after")

@@ -51,6 +51,20 @@ class Timings(_Answer):
     """The part of `pull_ms` that something else hid."""
 
 
+class PromptDetails(_Answer):
+    """What became of the prompts' tokens."""
+
+    cached_tokens: int
+    """Whose KV a prefix cache had: not computed for this request."""
+
+
+class CompletionDetails(_Answer):
+    """What the generated tokens are."""
+
+    reasoning_tokens: int
+    """Up to the end of `</think>`, over all choices."""
+
+
 class Usage(_Answer):
     """Tokens of a request, over all prompts and choices."""
 
@@ -58,6 +72,10 @@ class Usage(_Answer):
     completion_tokens: int
     """Up to the token that ended each choice, that one included."""
     total_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
+    """At the end, not in the usage so far."""
+    completion_tokens_details: CompletionDetails | None = None
+    """The same, where the model reasons."""
     timings: Timings | None = None
     """With `include_timings`."""
 
@@ -120,6 +138,8 @@ class ChatChoice(_Answer):
     message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: AnswerEnd
+    token_ids: list[int] = []
+    """With `return_token_ids`."""
 
 
 class ChatCompletion(_Answer):
@@ -134,6 +154,8 @@ class ChatCompletion(_Answer):
     """Another one says that the same seed may give another answer."""
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] = []
+    """With `return_token_ids`."""
 
 
 class CalledFunctionDelta(_Answer):
@@ -172,6 +194,8 @@ class ChatChunkChoice(_Answer):
     logprobs: ChatLogprobs | None
     finish_reason: AnswerEnd | None
     """In a choice's last chunk."""
+    token_ids: list[int] = []
+    """With `return_token_ids`."""
 
 
 class ChatCompletionChunk(_Answer):
@@ -183,6 +207,8 @@ class ChatCompletionChunk(_Answer):
     model: str
     system_fingerprint: str | None
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] = []
+    """With `return_token_ids`, in a choice's first chunk."""
     usage: Usage | None = None
     """With `stream_options.include_usage`: in the last chunk, which has no choices; null in the others, or what it is
     so far (`continuous_usage_stats`)."""
@@ -213,6 +239,10 @@ class CompletionChoice(_Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     """Null in all but a choice's last chunk."""
+    token_ids: list[int] = []
+    """With `return_token_ids`."""
+    prompt_token_ids: list[int] = []
+    """The same; in a stream, in the choice's first chunk."""
 
 
 class Completion(_Answer):

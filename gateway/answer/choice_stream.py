@@ -52,6 +52,7 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
                 generation.sampling.min_tokens,
                 echo,
                 ends_unspelt=None if job.decoder is None else tokenizer,
+                with_token_ids=job.prompt_ids is not None,
             )
             for index in range(generation.num_choices)
         ]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from gateway.answer.responses import AnswerFormat, Usage
 from gateway.text.choice_text import Piece
 
+_NUMBERS_AT_ONCE = 4096
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -20,7 +21,7 @@ def encode(payload: Mapping[str, object]) -> bytes:
 
 def encode_in_pieces(payload: object) -> Iterator[bytes]:
     """JSON of which each item of an iterator is made when its turn comes, so that somebody else can have a turn between
-    any two pieces. Objects are gone through, and lists encoded at once."""
+    any two pieces. Objects are gone through, and lists encoded at once, but for long ones, of numbers."""
     match payload:
         case dict():
             for number, (name, value) in enumerate(payload.items()):
@@ -33,6 +34,11 @@ def encode_in_pieces(payload: object) -> Iterator[bytes]:
                 yield b"," if number > 1 else b"["
                 yield from encode_in_pieces(item)
             yield b"]" if number else b"[]"
+        case list() | tuple() if len(payload) > _NUMBERS_AT_ONCE:
+            for start in range(0, len(payload), _NUMBERS_AT_ONCE):
+                numbers = _JSON.encode(payload[start : start + _NUMBERS_AT_ONCE])
+                yield (b"," if start else b"[") + numbers[1:-1].encode()
+            yield b"]"
         case _:
             yield _JSON.encode(payload).encode()
 

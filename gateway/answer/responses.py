@@ -16,6 +16,8 @@ from gateway.text.choice_text import AnswerEnd, Piece, TokenReport
 Json = dict[str, Any]
 _Array = Callable[[Iterable[Any]], Iterable[Any]]
 """How a JSON array is given: `list`, or `iter` for items that are made one by one, as `encode_in_pieces` takes them."""
+PromptIds = Sequence[Sequence[int]] | None
+"""The prompt of each choice, where the ids of tokens were asked for."""
 
 
 class TokenSpeller(Protocol):
@@ -32,6 +34,10 @@ class Usage:
 
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_cached_tokens: int | None = None
+    """Of the prompts', those that were not computed; None while it is not known."""
+    num_reasoning_tokens: int | None = None
+    """Of the completions', those up to the end of the reasoning; None where there is none to be looked for."""
     timings: Json | None = None
     """What the request's time was spent on, where that was asked for."""
 
@@ -42,6 +48,10 @@ class Usage:
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
         }
+        if self.num_cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
+        if self.num_reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
         return usage if self.timings is None else usage | {"timings": self.timings}
 
 
@@ -51,6 +61,8 @@ class WholeChoice:
 
     texts: list[str] = field(default_factory=list)
     reports: list[TokenReport] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """Where they were asked for."""
     finish_reason: AnswerEnd | None = None
     reasoning: list[str] = field(default_factory=list)
     calls: list[list[CallDelta]] = field(default_factory=list)
@@ -66,6 +78,7 @@ class WholeChoice:
                 self.calls.append([])
             self.calls[piece.call.index].append(piece.call)
         self.reports.extend(piece.reports)
+        self.token_ids.extend(piece.token_ids)
         self.finish_reason = piece.finish_reason
 
 
@@ -125,10 +138,13 @@ class CompletionFormat:
 
     operation = "text_completion"
 
-    def __init__(self, heading: Heading, speller: TokenSpeller, with_logprobs: bool) -> None:
+    def __init__(
+        self, heading: Heading, speller: TokenSpeller, with_logprobs: bool, prompt_ids: PromptIds = None
+    ) -> None:
         self._heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
+        self._prompt_ids = prompt_ids
 
     @property
     def heading(self) -> Heading:
@@ -136,8 +152,12 @@ class CompletionFormat:
         return self._heading
 
     def chunk(self, piece: Piece, first: bool) -> Json:
-        """The piece's text."""
+        """The piece's text; a choice's first chunk has the ids of its prompt, where they were asked for."""
         choice = self._choice(piece.choice, piece.text, piece.reports, piece.finish_reason)
+        if self._prompt_ids is not None:
+            choice["token_ids"] = piece.token_ids
+            if first:
+                choice["prompt_token_ids"] = self._prompt_ids[piece.choice]
         return self._heading.as_json("text_completion") | {"choices": [choice]}
 
     def usage_chunk(self, usage: Usage) -> Json:
@@ -149,10 +169,16 @@ class CompletionFormat:
         return self._heading.as_json("text_completion") | {
             "choices": (
                 self._choice(index, "".join(choice.texts), choice.reports, choice.finish_reason, iter)
+                | self._ids(index, choice)
                 for index, choice in enumerate(choices)
             ),
             "usage": usage.as_json(),
         }
+
+    def _ids(self, index: int, choice: WholeChoice) -> Json:
+        if self._prompt_ids is None:
+            return {}
+        return {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_ids[index]}
 
     def _choice(
         self,
@@ -187,10 +213,13 @@ class ChatFormat:
 
     operation = "chat"
 
-    def __init__(self, heading: Heading, speller: TokenSpeller, with_logprobs: bool) -> None:
+    def __init__(
+        self, heading: Heading, speller: TokenSpeller, with_logprobs: bool, prompt_ids: PromptIds = None
+    ) -> None:
         self._heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
+        self._prompt_ids = prompt_ids
 
     @property
     def heading(self) -> Heading:
@@ -198,7 +227,8 @@ class ChatFormat:
         return self._heading
 
     def chunk(self, piece: Piece, first: bool) -> Json:
-        """The piece's text; a choice's first chunk says whose turn it is."""
+        """The piece's text; a choice's first chunk says whose turn it is, and where that was asked for, what the prompt
+        is."""
         delta: Json = {"role": "assistant"} if first else {}
         if piece.reasoning:
             delta |= _reasoning(piece.reasoning)
@@ -214,7 +244,12 @@ class ChatFormat:
             "logprobs": self._logprobs(piece.reports),
             "finish_reason": piece.finish_reason,
         }
-        return self._heading.as_json("chat.completion.chunk") | {"choices": [choice]}
+        chunk = self._heading.as_json("chat.completion.chunk") | {"choices": [choice]}
+        if self._prompt_ids is not None:
+            choice["token_ids"] = piece.token_ids
+            if first:
+                chunk["prompt_token_ids"] = self._prompt_ids[0]
+        return chunk
 
     def usage_chunk(self, usage: Usage) -> Json:
         """Usage, and no choices."""
@@ -222,7 +257,8 @@ class ChatFormat:
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
         """All choices, in order."""
-        return self._heading.as_json("chat.completion") | {
+        with_ids = self._prompt_ids is not None
+        answer = self._heading.as_json("chat.completion") | {
             "choices": (
                 {
                     "index": index,
@@ -230,10 +266,12 @@ class ChatFormat:
                     "logprobs": self._logprobs(choice.reports, iter),
                     "finish_reason": choice.finish_reason,
                 }
+                | ({"token_ids": choice.token_ids} if with_ids else {})
                 for index, choice in enumerate(choices)
             ),
             "usage": usage.as_json(),
         }
+        return answer if self._prompt_ids is None else answer | {"prompt_token_ids": self._prompt_ids[0]}
 
     def _logprobs(self, reports: Iterable[TokenReport], array: _Array = list) -> Json | None:
         if not self._with_logprobs:

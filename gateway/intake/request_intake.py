@@ -56,6 +56,8 @@ _EFFORTS: Final = ("reasoning_effort", "verbosity")
 
 _TOKEN_BYTES: Final = 4
 """Of an answer, for each token."""
+_TOKEN_ID_BYTES: Final = 8
+"""Of an answer, for the id of each token, where that is asked for."""
 _LOGPROB_BYTES: Final = 80
 """Of an answer, for each log probability in it."""
 _LONG_CHARS: Final = 2048
@@ -85,6 +87,8 @@ class Job:
     """Let the usage say what the time was spent on."""
     decoder: TokenDecoder | None = None
     """Gives the text even of special tokens, where that was asked for."""
+    prompt_ids: Sequence[Sequence[int]] | None = None
+    """The prompt of each choice, if the answer is to have the ids of all tokens."""
     generates_nothing: bool = False
     """The answer is what the texts begin with: no worker is asked."""
 
@@ -138,7 +142,7 @@ class Intake:
     async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
         """A job of one generation for each prompt."""
         self._check_form(form)
-        most = self._most_tokens(len(form.prompt), form.n, form.logprobs)
+        most = self._most_tokens(form, len(form.prompt), form.logprobs)
         length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS, most=most)
         grammar = await grammar_of(form, self._tokenizer)
         context = self._context()
@@ -162,7 +166,7 @@ class Intake:
         if form.top_logprobs is not None and not form.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        most = self._most_tokens(1, form.n, num_logprobs)
+        most = self._most_tokens(form, 1, num_logprobs)
         length = (
             _LengthLimit(param="max_tokens", asked=form.max_tokens, default=None, most=most)
             if form.max_completion_tokens is None
@@ -230,10 +234,11 @@ class Intake:
         """Tokens of prompt and answer together that every worker takes."""
         return min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
 
-    def _most_tokens(self, num_prompts: int, n: int | None, num_logprobs: int | None) -> int:
+    def _most_tokens(self, form: SamplingFields, num_prompts: int, num_logprobs: int | None) -> int:
         """Tokens of each choice with which the answers to a request stay within their bound."""
         token_bytes = _TOKEN_BYTES if num_logprobs is None else _TOKEN_BYTES + _LOGPROB_BYTES * (1 + num_logprobs)
-        most = self._limits.max_answer_bytes // (num_prompts * (n or 1) * token_bytes)
+        token_bytes += _TOKEN_ID_BYTES if form.return_token_ids else 0
+        most = self._limits.max_answer_bytes // (num_prompts * (form.n or 1) * token_bytes)
         if not most:
             raise invalid("n", "so many prompts, choices and log probabilities are more than one answer may have")
         return most
@@ -375,6 +380,11 @@ class Intake:
         echoes: Sequence[str] = (),
         plan: AnswerPlan | None = None,
     ) -> Job:
+        prompt_ids = None
+        if form.return_token_ids:
+            prompt_ids = [generation.token_ids for generation in generations for _ in range(generation.num_choices)]
+            if sum(map(len, prompt_ids)) * _TOKEN_ID_BYTES > self._limits.max_answer_bytes:
+                raise invalid("return_token_ids", "the prompts' token ids are more than one answer may have")
         options = form.stream_options
         include_timings = bool(form.include_timings or (options is not None and options.include_timings))
         return Job(
@@ -387,6 +397,7 @@ class Intake:
             include_timings=include_timings,
             plan=plan,
             decoder=self._tokenizer.spelling_all() if form.skip_special_tokens is False else None,
+            prompt_ids=prompt_ids,
             generates_nothing=form.max_tokens == 0,
         )
 

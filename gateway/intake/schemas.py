@@ -80,7 +80,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "prompt_logprobs": (),
     "repetition_detection": (),
     "return_prompt_text": (False,),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
@@ -94,6 +93,9 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "web_search_options": (),
 }
 """Fields that are not implemented, but where a schema has them, with the values that ask for nothing."""
+_FORBIDS: Final = "; ignoring it could put what it forbids into the answer (logit_bias makes a token unlikely)"
+_WHY_UNSUPPORTED: Final[Mapping[str, str]] = {"allowed_token_ids": _FORBIDS, "bad_words": _FORBIDS}
+"""What the refusal of some of them adds."""
 
 
 def _content(value: object) -> str:
@@ -220,6 +222,8 @@ class SamplingFields(_Body):
     stream_options: StreamOptions | None = None
     include_timings: bool | None = None
     """Say in the usage what the time was spent on."""
+    return_token_ids: bool | None = None
+    """Each choice has the ids of its tokens, and of its prompt's; vLLM's."""
     skip_special_tokens: bool | None = None
     """False: special tokens are spelt out in the text, but for the one that ends it."""
     user: Text | None = None
@@ -375,4 +379,5 @@ def _refuse_unsupported(body: dict[Any, object], schema: type[_Schema]) -> None:
         if value is None or name in schema.model_fields:
             continue
         if not any(value == each and type(value) is type(each) for each in harmless):  # True is no 1
-            raise invalid(name, f"{name} is not supported", code="unsupported_parameter")
+            why = _WHY_UNSUPPORTED.get(name, "")
+            raise invalid(name, f"{name} is not supported{why}", code="unsupported_parameter")

@@ -7,8 +7,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from common.contract.errors import Cause
+from common.runtime.counting import TokenCounter, TokenHistogram
 from gateway.api_settings import Target
-from gateway.observability.counting import TokenCounter, TokenHistogram
 from gateway.observability.recent import Recent
 from gateway.observability.request_life import RequestLife
 from gateway.observability.size_metrics import SizeMetrics
@@ -177,6 +177,8 @@ class RequestStopwatch:
         self._first_s: dict[int, float] = {}
         self._last_s: dict[int, float] = {}
         self._num_tokens: dict[int, int] = {}
+        self.num_reasoning_tokens = 0
+        """Of those generated so far, the ones that are known to be reasoning."""
 
     @property
     def num_tokens(self) -> int:
@@ -187,6 +189,7 @@ class RequestStopwatch:
         """Take note of a piece that has just arrived."""
         if piece.num_tokens:
             self._observe_tokens(piece, now_s)
+        self.num_reasoning_tokens += piece.num_reasoning_tokens
         if piece.tally is not None:
             self._metrics.called(piece.tally)
         if self.life is not None and piece.finish_reason is not None:

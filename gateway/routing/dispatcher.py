@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,8 @@ class _Client:
     """Choice → since when it has waited for its next token because an attempt failed."""
     delivered_at: dict[int, float] = field(default_factory=dict)
     """Choice → when it got its last token."""
+    silence: asyncio.TimerHandle | None = None
+    """Goes off when it may have got none for too long."""
     expected: Expected | None = None
     """What it was let in for, until its first token."""
     retry_after_s: int | None = None
@@ -115,16 +118,19 @@ class Dispatcher(Collector):
         routing: Routing = "expected",
         admission: Admission | None = None,
         patience_s: float = 10.0,
+        silence_s: float = math.inf,
         keys: CurveKeys | None = None,
     ) -> None:
         """A prompt of which a decode worker has at most `local_prefill_tokens` to compute is computed there; 0 has no
         such prompt, since the last token is never cached. Without `admission`, nothing is refused for what is expected
-        of it. A request that was let in waits up to `patience_s` while no worker is there that may take it."""
+        of it. A request that was let in waits up to `patience_s` while no worker is there that may take it. One that
+        gets no token for `silence_s` fails."""
         self._me = me
         self._registry = registry
         self._clock = clock
         self._pulse = pulse
         self._patience_s = patience_s
+        self._silence_s = silence_s
         self._keys = keys
         self._placement = Placement(
             registry, Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing)
@@ -244,6 +250,7 @@ class Dispatcher(Collector):
         client = self._open(generation)
         flow = client.flow
         timer = asyncio.get_running_loop().call_later(generation.budget_s + _BUDGET_GRACE_S, self._time_out, client)
+        self._note_silence(client)
         try:
             while True:
                 match await client.mailbox.get():
@@ -256,6 +263,8 @@ class Dispatcher(Collector):
                         raise GenerationFailed(cause, message, retry_after_s=client.retry_after_s)
         finally:
             timer.cancel()
+            if client.silence is not None:
+                client.silence.cancel()
             self._do(client, flow.cancel())
             self._close(client)
 
@@ -377,6 +386,18 @@ class Dispatcher(Collector):
 
     def _time_out(self, client: _Client) -> None:
         message = f"the request's time ran out at the gateway; last: {client.flow.story[-1:]}"
+        self._do(client, client.flow.fail(Cause.DEADLINE, message))
+
+    def _note_silence(self, client: _Client) -> None:
+        """Fail a request that has got no token for too long; look again when that may be so. Tokens cost nothing."""
+        if self._silence_s == math.inf:
+            return
+        opened_at = client.deadline - client.flow.generation.budget_s
+        left_s = max(client.delivered_at.values(), default=opened_at) + self._silence_s - self._clock()
+        if left_s > 0:
+            client.silence = asyncio.get_running_loop().call_later(left_s, self._note_silence, client)
+            return
+        message = f"no token has come for {self._silence_s:g} s; last: {client.flow.story[-1:]}"
         self._do(client, client.flow.fail(Cause.DEADLINE, message))
 
     def _close(self, client: _Client) -> None:

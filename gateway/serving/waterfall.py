@@ -249,6 +249,12 @@ class Waterfall:
         told = [leg.decode for leg in self.legs if leg.decode is not None]
         return [each for each in told if each.pull_bytes > 0]
 
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens whose KV was not computed, as far as is told of the attempt that last computed the others."""
+        told = [leg.prompt.num_cached for leg in self.legs if leg.prompt is not None and leg.first_at is not None]
+        return told[-1] if told else 0
+
     # --- the steps between ---------------------------------------------------------------------------------------
 
     def _before(self, line: _Line, leg: Leg) -> None:

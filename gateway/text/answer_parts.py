@@ -6,6 +6,7 @@ can have such parts pass through it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
@@ -45,6 +46,8 @@ class AnswerParts:
         self._text: Final = text
         self._include_reasoning = plan.include_reasoning
         self._splitter = ReasoningSplitter(plan.opened) if plan.reasons else None
+        self._undecided: list[int] | None = [] if plan.reasons else None
+        """Where tokens begin of which it is not known whether they are reasoning; None once no more can be."""
         self._calls = plan.calls(plan.names, plan.most_calls) if plan.calls is not None else None
 
     def pieces(self, delta: Delta) -> Sequence[Piece]:
@@ -58,11 +61,18 @@ class AnswerParts:
                 fields += self._fields(self._splitter.finish())
             if self._calls is not None:
                 fields += map(_of_event, self._calls.finish())
+        num_reasoning_tokens = self._reasoning_tokens()
         finish_reason = self._end(whole.finish_reason)
         self.ended = finish_reason is not None
-        blank = replace(whole, text="", num_tokens=0, reports=(), finish_reason=None)
+        blank = replace(whole, text="", num_tokens=0, reports=(), finish_reason=None, token_ids=())
         pieces = [replace(blank, **field) for field in fields] or [blank]
-        pieces[0] = replace(pieces[0], num_tokens=whole.num_tokens, reports=whole.reports)
+        pieces[0] = replace(
+            pieces[0],
+            num_tokens=whole.num_tokens,
+            reports=whole.reports,
+            token_ids=whole.token_ids,
+            num_reasoning_tokens=num_reasoning_tokens,
+        )
         if self.ended:
             pieces[-1] = replace(pieces[-1], finish_reason=finish_reason, tally=self._tally(), more=False)
         return pieces
@@ -77,6 +87,15 @@ class AnswerParts:
             elif text:
                 fields.append({"text": text})
         return fields
+
+    def _reasoning_tokens(self) -> int:
+        """How many more tokens are known to be reasoning: all that begin before the end of the closing tag."""
+        if self._splitter is None or self._undecided is None:
+            return 0
+        starts = [*self._undecided, *self._text.offsets]
+        num_tokens = bisect_left(starts, self._splitter.num_reasoning_chars)
+        self._undecided = None if self._splitter.reasoning_over else starts[num_tokens:]
+        return num_tokens
 
     def _end(self, finish_reason: AnswerEnd | None) -> AnswerEnd | None:
         """A choice ends with its calls where that was its own end, or where there may be no more; none may be cut."""

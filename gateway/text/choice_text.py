@@ -57,12 +57,16 @@ class Piece:
     """On the choice's last piece, where calls were looked for."""
     more: bool = False
     """Whether the next one is there already, so that its chunk may travel with this one's."""
+    token_ids: tuple[int, ...] = ()
+    """Those that `num_tokens` counts, where they were asked for."""
+    num_reasoning_tokens: int = 0
+    """How many more tokens of the choice are known to be reasoning."""
 
     @property
     def plain(self) -> bool:
         """Whether there is text, and nothing to be told besides."""
-        told = self.reports or self.reasoning or self.call is not None or self.finish_reason is not None
-        return bool(self.text) and not told
+        told = self.token_ids or self.reports or self.reasoning or self.call is not None
+        return bool(self.text) and self.finish_reason is None and not told
 
 
 class ChoiceText:
@@ -76,17 +80,22 @@ class ChoiceText:
         min_tokens: int,
         echo: str = "",
         ends_unspelt: TokenDecoder | None = None,
+        *,
+        with_token_ids: bool = False,
     ) -> None:
         """The text begins with `echo`; no stop string is looked for there, or in that of the first `min_tokens`. The
         token that ends the choice is no text if it has none for `ends_unspelt`."""
         self.choice: Final = choice
         self.ended = False
         """The last piece is out; further deltas are to be ignored."""
+        self.offsets: Sequence[int] = ()
+        """Of each token of the last piece: characters of the text before it, but for `echo`."""
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._echo = echo
         self._ends_unspelt = ends_unspelt
+        self._with_token_ids = with_token_ids
         self._num_tokens = 0
         self._num_chars = 0
         """Characters of all settled text, held back or not."""
@@ -119,6 +128,7 @@ class ChoiceText:
         self._num_passed += len(text)
         finish_reason: FinishReason | None = "stop" if stopped else delta.finish_reason
         self.ended = finish_reason is not None
+        self.offsets = offsets
         if self.ended:
             offsets = [min(offset, self._num_passed) for offset in offsets]
         return Piece(
@@ -128,6 +138,7 @@ class ChoiceText:
             reports=_reports(delta, offsets) if delta.logprobs else (),
             finish_reason=finish_reason,
             more=delta.more and not self.ended,
+            token_ids=delta.token_ids[: len(offsets)] if self._with_token_ids else (),
         )
 
     def _is_unspelt(self, token_id: int) -> bool:

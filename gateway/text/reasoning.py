@@ -8,6 +8,7 @@ answer, and so is whatever looks like reasoning later on. The white space around
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Final
 
@@ -38,6 +39,11 @@ class ReasoningSplitter:
 
     def __init__(self, opened: bool) -> None:
         """`opened`: the prompt ends with the opening."""
+        self.num_reasoning_chars: float = 0
+        """Characters at the beginning of the text that are reasoning, both tags included, as far as that is known."""
+        self.reasoning_over = False
+        """Whether no more of the text is."""
+        self._num_chars = 0
         self._opened = opened
         self._state = _State.BEFORE
         self._space: list[str] = []
@@ -48,15 +54,19 @@ class ReasoningSplitter:
     def push(self, text: str) -> list[tuple[Part, str]]:
         """Take more text; what is settled with it, in order, none of it empty."""
         parts: list[tuple[Part, str]] = []
+        self._num_chars += len(text)
         text, self._tail = self._tail + text, ""
         if self._state is _State.BEFORE:
             text = self._before(text)
         if self._state is _State.LEADING:
             text = text.lstrip()
             self._state = _State.REASONING if text else self._state
+        if self._state in (_State.LEADING, _State.REASONING):
+            self.num_reasoning_chars = self._num_chars
         if self._state is _State.REASONING:
             reasoning, text = self._reasoning(text)
             parts.append((Part.REASONING, reasoning))
+        self.reasoning_over = self._state in (_State.TRAILING, _State.ANSWER)
         if self._state is _State.TRAILING:
             text = text.lstrip()
             self._state = _State.ANSWER if text else self._state
@@ -68,6 +78,9 @@ class ReasoningSplitter:
         """The text is over: what was held back is no tag after all."""
         held, self._tail = self._take_space() + self._tail, ""
         unopened = self._state is _State.BEFORE and not self._opened
+        if not (unopened or self.reasoning_over):
+            self.num_reasoning_chars = math.inf
+        self.reasoning_over = True
         return [(Part.ANSWER if unopened else Part.REASONING, held)] if held else []
 
     def _before(self, text: str) -> str:
@@ -93,6 +106,7 @@ class ReasoningSplitter:
         words = self._take_space() + settled if settled else ""
         self._space.append(thought[len(settled) :])
         if closing:
+            self.num_reasoning_chars = self._num_chars - len(rest)
             self._state = _State.TRAILING
             self._space.clear()
         return words, rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import socket
 import urllib.error
@@ -86,6 +87,16 @@ def test_the_documentation_lists_what_is_exported(role: str, families: dict[str,
     for name, family in families[role].items():
         assert family.kind == listed[name].kind, name
         assert family.labels in (None, listed[name].labels), name
+
+
+@pytest.mark.parametrize(("role", "num_tokens"), [("prefill", 2 * 40), ("decode", 2 * 7)])
+def test_the_tokens_of_every_step_are_counted(scraped: dict[str, str], role: str, num_tokens: int) -> None:
+    def value(name: str) -> float:
+        (found,) = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", scraped[role], re.M)
+        return float(found)
+
+    assert value("vllm:iteration_tokens_total_count") == value("baton_engine_steps_total") > 0
+    assert value("vllm:iteration_tokens_total_sum") == num_tokens
 
 
 def test_no_metric_has_a_label_of_its_target(families: dict[str, dict[str, Family]]) -> None:

@@ -55,6 +55,8 @@ class Turn:
     """Leading tokens of the prompt in the full blocks of the turn before: its last token was never computed."""
     num_computed: float
     """Prompt tokens that the workers computed, all together."""
+    num_cached: int
+    """Those that they did not compute, as the client is told."""
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +80,7 @@ async def converse(
         before = workers.metric(COMPUTED)
         with around(number):
             result = await answer(dispatcher, work)
-        turn = Turn(ids, result.tokens[0], num_known, workers.metric(COMPUTED) - before)
+        turn = Turn(ids, result.tokens[0], num_known, workers.metric(COMPUTED) - before, work.waterfall.num_cached)
         assert len(turn.answer) == ANSWERS[number] >= 40
         yield turn
         history = ids + turn.answer
@@ -94,6 +96,7 @@ def uncached(pool: Callable[..., Workers]) -> Callable[..., Any]:
         async with workers.dispatcher() as dispatcher:
             turns = [turn async for turn in converse(dispatcher, workers, seed, num_turns, sampling)]
         assert [turn.num_computed for turn in turns] == [len(turn.prompt) for turn in turns], "something was cached"
+        assert not any(turn.num_cached for turn in turns)
         return [turn.answer for turn in turns]
 
     return run
@@ -137,6 +140,7 @@ async def test_a_turn_computes_its_new_text_and_pulls_the_answer_before_from_whe
         async for turn in converse(dispatcher, workers, seed, sampling=sampling):
             answers.append(turn.answer)
             assert turn.num_computed == len(turn.prompt) - turn.num_known
+            assert turn.num_cached == turn.num_known
             pulled, gave_up, tokens_pulled, lent, bytes_read = (
                 now - then for now, then in zip(counts(), before, strict=True)
             )
@@ -166,6 +170,7 @@ async def test_prefill_workers_that_take_turns_pull_from_whoever_was_there_befor
         async for turn in converse(dispatcher, main_pool, 3000, around=elsewhere):
             answers.append(turn.answer)
             assert turn.num_computed == len(turn.prompt) - turn.num_known
+            assert turn.num_cached == turn.num_known
     pulls = [process.metric(PULLS, end="pulled") - n for process, n in zip(main_pool.prefill, pulls, strict=True)]
     assert sorted(pulls) == [3, 4]
     assert answers == await uncached(3000)
@@ -182,6 +187,7 @@ async def test_a_turn_with_little_new_text_is_computed_where_the_answer_was_born
     async with main_pool.dispatcher(local_prefill_tokens=80) as dispatcher:
         async for turn in converse(dispatcher, main_pool, 4000):
             assert turn.num_computed == len(turn.prompt) - turn.num_known
+            assert turn.num_cached == turn.num_known
             turns.append(turn)
         assert dispatcher.num_local_prefills[LocalPrefill.SHORT] == len(turns) - 1
     now = [process.metric(COMPUTED) for process in (*main_pool.prefill, *main_pool.decode)]

@@ -203,6 +203,26 @@ async def test_an_answer_tells_where_it_was_made(http: aiohttp.ClientSession) ->
             assert int(told["x-baton-cached-tokens"]) >= 0
 
 
+@pytest.mark.parametrize("length", [10, 100], ids=["short", "handoff"])
+async def test_an_answer_tells_what_was_cached_and_which_tokens_it_has(
+    http: aiohttp.ClientSession, length: int
+) -> None:
+    body = {"prompt": f"{length} is a number. " * length, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+    answers = []
+    for _ in range(2):
+        async with http.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+            answers.append(await response.json())
+    first, again = answers
+    assert first["choices"] == again["choices"]
+    (choice,) = again["choices"]
+    assert len(choice["token_ids"]) == 4
+    num_tokens = again["usage"]["prompt_tokens"]
+    assert len(choice["prompt_token_ids"]) == num_tokens
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
+    assert cached == [0, (num_tokens - 1) // 16 * 16]
+
+
 async def test_tokenize_and_detokenize_are_inverse(http: aiohttp.ClientSession) -> None:
     text = "Mira's code is 4817 — naïve 日本語 👩‍👩‍👧"
     tokens = (await (await http.post("/tokenize", json={"prompt": text})).json())["tokens"]

@@ -119,7 +119,9 @@ logprobs = st.builds(
     TokenLogprobs, logprob=reals, top=st.lists(st.tuples(counts, reals), max_size=MAX_LOGPROBS).map(tuple)
 )
 seconds = st.floats(0, 10**6)
-prompt_times = st.builds(PromptTimes, queue_s=seconds, prefix_pull_s=seconds, prefill_s=seconds)
+prompt_times = st.builds(
+    PromptTimes, queue_s=seconds, prefix_pull_s=seconds, prefill_s=seconds, num_cached=st.integers(0, 2**20)
+)
 decode_times = st.builds(
     DecodeTimes,
     wait_s=seconds,

@@ -457,6 +457,13 @@ PROMPT_TIMES: dict[str, Any] = {"queue_s": 0, "prefix_pull_s": 0.0, "prefill_s":
 TIMINGS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": None, "prompt": PROMPT_TIMES, "decode": None}
 
 
+@pytest.mark.parametrize("number", [-1, 2**63, 1.5, True, "1", None])
+def test_cached_tokens_are_a_number_of_tokens(number: object) -> None:
+    assert received("Timings", TIMINGS).prompt.num_cached == 0
+    assert received("Timings", {**TIMINGS, "prompt": {**PROMPT_TIMES, "num_cached": 16}}).prompt.num_cached == 16
+    assert "num_cached" in refused("Timings", {**TIMINGS, "prompt": {**PROMPT_TIMES, "num_cached": number}})
+
+
 @pytest.mark.parametrize("seconds", [-1e-9, 10.0**6 + 1, float("inf"), float("nan"), "1", None])
 def test_durations_are_bounded(seconds: object) -> None:
     assert received("Timings", TIMINGS).prompt.prefill_s == 1.5

@@ -147,6 +147,7 @@ BAD = [
     ("gateway", "max-body-bytes", "1023"),
     ("gateway", "request-budget-s", "0"),
     ("gateway", "request-budget-s", "86401"),
+    ("gateway", "silence-s", "0"),
     ("gateway", "shutdown-grace-s", "-1"),
     ("gateway", "tenant-header", "X Tenant"),
     ("gateway", "tenant-header", "X-Tenant\n"),

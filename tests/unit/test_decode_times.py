@@ -91,6 +91,16 @@ def test_a_prompt_that_is_computed_here() -> None:
     assert decoded(generation, bench.now) == times(queue=2.0, decode=1.0)
 
 
+def test_what_was_cached_of_a_prompt_that_is_computed_here() -> None:
+    bench = Bench(token_budget=8, prefill_tokens=8)
+    for name, num_cached in (("a", 0), ("b", 4)):
+        subject = request(name, range(6), local=True)
+        bench.reserve(subject)
+        step(bench)
+        assert prompt_times_of(subject, bench.now).num_cached == num_cached
+        bench.scheduler.forget(subject)
+
+
 def test_the_time_out_of_the_batch_is_told_apart() -> None:
     bench = Bench(num_blocks=9, memory_reserve=EAGER, preempt_by="recompute")
     old, new = request("old", 13), request("new", 13)

@@ -9,15 +9,18 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, heartbeat, text, welcome
+from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, heartbeat, settle, text, welcome
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.messages import Abort, Ack, Decode, HelloRefused, PrefixHint, Role, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
+from common.runtime.config import GatewaySettings, load
+from gateway.__main__ import admission_of
 from gateway.routing import dispatcher
 from gateway.routing.admission import Admission
-from gateway.serving.generation import Admittance, Generation, GenerationFailed
+from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed
+from gateway.serving.waterfall import Waterfall
 
 
 @pytest.fixture
@@ -351,6 +354,31 @@ async def test_in_turn_nothing_that_is_cached_counts() -> None:
 
 def limits() -> Admission:
     return Admission({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0})
+
+
+async def test_a_fresh_installation_refuses_nobody_but_those_who_ask_for_an_answer_at_once() -> None:
+    """A closed loop of 1,024 clients waits, before workers that need hours for what they have: no operator has said
+    that it should not. Whoever says `interactive` is told rather than kept waiting."""
+    bench = Bench(admission=admission_of(load(GatewaySettings, "baton gateway", [])))
+    bench.say(P, replace(heartbeat(), queued_tokens=(10**6, 10**6, 10**6), token_s=0.01))
+    bench.say(D, replace(heartbeat(), sequences=(0, 1000, 0), places=2, sequence_s=60.0))
+    sampling = SamplingParams(max_tokens=9)
+    generation = Generation(token_ids=PROMPT, num_choices=1, sampling=sampling, budget_s=1000.0)
+    tiers = [*[Tier.STANDARD] * 1024, *[Tier.BATCH] * 16]
+
+    async def ask(tier: Tier) -> list[Delta]:
+        asked = replace(generation, tier=tier, admittance=Admittance(), waterfall=Waterfall())
+        return [delta async for delta in bench.dispatcher.generate(asked)]
+
+    bench.tasks += [asyncio.create_task(ask(tier)) for tier in tiers]
+    async with asyncio.timeout(30):
+        while len(bench.sent(D, Decode)) < len(tiers):
+            await settle()
+    assert not any(task.done() for task in bench.tasks)
+    with pytest.raises(GenerationFailed, match="service tier interactive"):
+        await bench.request(tier=Tier.INTERACTIVE)
+    assert bench.counted("refused_total", role="prefill", tier="interactive") == 1
+    await bench.close()
 
 
 async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_back() -> None:

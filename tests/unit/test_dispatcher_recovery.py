@@ -25,7 +25,7 @@ from dispatcher_bench import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Cut, Decode, Phase, Prefill, Role, Suspicion
+from common.contract.messages import Abort, Cut, Decode, Phase, Prefill, Role, Suspicion
 from common.runtime.channel import RECONNECT_S
 from gateway.serving.flow import FIRST_DELAY_S
 from gateway.serving.generation import GenerationFailed
@@ -437,6 +437,49 @@ async def test_a_draining_worker_gets_no_new_work(make: Any) -> None:
     bench.say(D, heartbeat(Phase.DRAINED))
     key, _ = await bench.request()
     assert set(bench.work[key]) == {P2, D2}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 4])
+async def test_a_request_that_gets_no_token_for_too_long_fails(make: Any, time: Time, num_tokens: int) -> None:
+    """From its beginning, or its last token; however long it takes as a whole. It frees every worker."""
+    bench = make(silence_s=60.0)
+    key, task = await bench.request(budget_s=86400)
+    for number in range(num_tokens):
+        await time.advance(59)
+        bench.tokens(P if number == 0 else D, key, number, 10 + number)
+    await time.advance(59)
+    assert not task.done()
+    await time.advance(1.5)
+    with pytest.raises(GenerationFailed, match="no token has come for 60 s") as failed:
+        await task
+    assert failed.value.cause is Cause.DEADLINE
+    assert bench.in_flight(P, D) == (0, 0)
+    assert len(bench.sent(D, Abort)) == 1
+
+
+async def test_a_choice_that_goes_on_is_enough(make: Any, time: Time) -> None:
+    bench = make(silence_s=60.0)
+    key, task = await bench.request(n=2, budget_s=86400)
+    for choice in (0, 1):
+        bench.tokens(P, key, 0, 10, choice=choice)
+    for number in range(1, 4):
+        await time.advance(59)
+        bench.tokens(D, key, number, 10 + number, choice=0)
+    assert not task.done()
+    bench.tokens(D, key, 4, 14, choice=0, reason="stop")
+    await time.advance(61)
+    assert await failure(task) is Cause.DEADLINE, "the other one is as silent as before"
+
+
+async def test_a_request_that_waits_for_a_worker_is_silent_too(make: Any, time: Time) -> None:
+    bench = make(silence_s=60.0, patience_s=1000.0)
+    key, task = await bench.request(budget_s=86400)
+    decoded(bench, key, 10, 11)
+    bench.lose(D)
+    await time.advance(59)
+    assert not task.done()
+    await time.advance(2)
+    assert await failure(task) is Cause.DEADLINE
 
 
 async def test_running_sequences_leave_a_draining_worker(make: Any, time: Time) -> None:

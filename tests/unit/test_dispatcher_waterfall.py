@@ -42,8 +42,8 @@ async def ask(bench: Bench, time: Time, **options: Any) -> tuple[RequestKey, Wat
     return key, waterfall
 
 
-def computed(queue: float, prefill: float) -> PromptTimes:
-    return PromptTimes(queue_s=queue, prefix_pull_s=0.0, prefill_s=prefill)
+def computed(queue: float, prefill: float, num_cached: int = 0) -> PromptTimes:
+    return PromptTimes(queue_s=queue, prefix_pull_s=0.0, prefill_s=prefill, num_cached=num_cached)
 
 
 def decoded(**spent: float) -> DecodeTimes:
@@ -198,9 +198,9 @@ async def test_a_sequence_that_moves_is_decoded_until_it_is_cut(make: Any, time:
     key, waterfall = await ask(bench, time)
     leaving = next(address for address in (D, D2) if address in bench.work[key])
     time.now += 1.0
-    tell(bench, P, key, computed(0.0, 1.0))
+    tell(bench, P, key, computed(0.0, 1.0, num_cached=16))
     bench.tokens(P, key, 0, 1)
-    tell(bench, leaving, key, computed(0.0, 1.0), decoded(wait=1.0), choice=0)
+    tell(bench, leaving, key, computed(0.0, 1.0, num_cached=16), decoded(wait=1.0), choice=0)
     bench.tokens(leaving, key, 0, 1, 2)
     time.now += 2.0
     for address in (D, D2):
@@ -224,6 +224,32 @@ async def test_a_sequence_that_moves_is_decoded_until_it_is_cut(make: Any, time:
         "transit": 0.125,
     }
     assert [leg.decode_address for leg in waterfall.legs] == [leaving, other]
+    assert waterfall.num_cached == 16, "whoever pulls it computes nothing"
+
+
+async def test_what_was_cached_is_told_by_the_attempt_that_serves(make: Any, time: Time) -> None:
+    """Not by one that has brought nothing, nor by one whose worker is lost."""
+    bench = make(prefill=(P, P2), decode=(D, D2))
+    key, waterfall = await ask(bench, time)
+    assert waterfall.num_cached == 0
+    *_, prefill, decode = bench.work[key]
+    tell(bench, prefill, key, computed(0.0, 1.0, num_cached=32))
+    assert waterfall.num_cached == 0, "it has brought nothing yet"
+    bench.tokens(prefill, key, 0, 1)
+    assert waterfall.num_cached == 32
+    bench.tokens(decode, key, 0, 1, 2)
+    time.now += 1.0
+    bench.lose(decode)
+    await settle()
+    second, work = bench.newest(key)
+    *_, prefill, decode = work
+    assert waterfall.num_cached == 32, "nor has this one"
+    tell(bench, prefill, second, computed(0.0, 1.0, num_cached=48))
+    bench.tokens(prefill, second, 2, 3)
+    assert waterfall.num_cached == 48
+    bench.tokens(decode, second, 2, 3, 4, reason="stop")
+    await settle()
+    assert waterfall.num_cached == 48
 
 
 async def test_what_comes_too_late_changes_nothing(make: Any, time: Time) -> None:

@@ -57,6 +57,7 @@ async def test_completion() -> None:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert generator.generations[0].token_ids == (BOS, *encode("hello"))
 

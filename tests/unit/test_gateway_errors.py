@@ -394,7 +394,7 @@ async def test_unknown_fields_are_ignored() -> None:
     assert status == 200
     (generation,) = generator.generations
     assert generation.token_ids == (0, *encode("hello"))
-    assert generation.budget_s == 600.0
+    assert generation.budget_s == 86400.0
 
 
 async def test_null_and_values_that_ask_for_nothing_count_as_absent() -> None:

@@ -121,3 +121,26 @@ async def test_too_many_requests_in_flight() -> None:
                         if response.status == 200:
                             break
                     await asyncio.sleep(0.01)
+
+
+async def test_a_closed_loop_of_1024_clients_is_served() -> None:
+    """By default none is refused, nor are those who ask again before the end of their last request is counted."""
+    num_clients, generator = 1024, ScriptedGenerator(hang=True)
+    async with serve(generator) as server:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+
+            async def ask() -> int:
+                async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION) as response:
+                    await response.read()
+                    return response.status
+
+            async with asyncio.timeout(60):
+                first = [asyncio.create_task(ask()) for _ in range(num_clients)]
+                while generator.num_open < num_clients:
+                    await asyncio.sleep(0.01)
+                generator.hang = False
+                assert [await ask() for _ in range(8)] == [200] * 8
+                for task in first:
+                    task.cancel()
+                await asyncio.gather(*first, return_exceptions=True)

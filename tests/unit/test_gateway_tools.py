@@ -414,6 +414,39 @@ async def test_an_answer_that_never_closes_its_reasoning() -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 2, 7, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "num_reasoning_chars"),
+    [
+        pytest.param(THOUGHT, THOUGHT.index("\n\nGood"), id="up to the end of the closing tag"),
+        pytest.param("Good night. </think>", 0, id="none"),
+        pytest.param("<thin", 0, id="half of an opening"),
+        pytest.param(" <think>well", None, id="never closed, so all of it, with the token that ends it"),
+    ],
+)
+async def test_tokens_of_the_reasoning_are_counted(
+    text: str, num_reasoning_chars: int | None, stream: bool, tokens_per_delta: int
+) -> None:
+    """However many come at once, and whatever a stop string holds back."""
+    generator = scripted(text, tokens_per_delta=tokens_per_delta)
+    expected = len(tokens_of(text)) + 1 if num_reasoning_chars is None else len(tokens_of(text[:num_reasoning_chars]))
+    body: dict[str, Any] = {"n": 2, "stop": ["</think>\n\nNever", "hm"]}
+    if stream:
+        chunks = await chunks_of(generator, "hermes reasoning", **body, stream_options={"include_usage": True})
+        usage = chunks[-1].usage
+    else:
+        usage = (await ask(generator, "hermes reasoning", **body)).usage
+    assert usage is not None
+    assert usage.completion_tokens == 2 * (len(tokens_of(text)) + 1)
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * expected
+
+
+async def test_a_model_that_does_not_reason_has_no_count_of_it() -> None:
+    assert (await ask(scripted(THOUGHT))).usage.completion_tokens_details is None
+
+
 async def test_calls_after_reasoning_and_none_within() -> None:
     text = f"<think>I could {ONE_CALL}</think>\n\n{ONE_CALL}"
     answer = await ask(scripted(text), "hermes reasoning", tools=TOOLS)

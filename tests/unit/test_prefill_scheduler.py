@@ -403,6 +403,7 @@ def test_a_prompt_that_begins_alike_computes_only_its_rest() -> None:
     assert (again.num_cached, again.num_computed, again.num_uncomputed) == (12, 12, 10)
     assert bench.step() == [("b", 12, 20)]
     assert bench.step() == [("b", 20, 22)]
+    assert again.times(1.0).num_cached == 12
     assert (bench.scheduler.num_prefix_queried, bench.scheduler.num_prefix_hit) == (42, 12)
 
 
@@ -502,6 +503,7 @@ def test_a_request_on_hold_is_not_computed_until_more_of_it_is_there() -> None:
     assert (prompt.num_cached, prompt.num_computed, bench.scheduler.num_uncomputed) == (0, 16, 4)
     bench.lease(prompt)
     assert bench.step() == [("a", 16, 20)]
+    assert prompt.times(1.0).num_cached == 16, "what was pulled was not computed"
     again = request("c", 18, token_ids=range(18))
     bench.admit(again)
     assert again.num_cached == 16, "what came from elsewhere is cached too"

@@ -78,7 +78,6 @@ REFUSED: dict[str, list[Any]] = {
     "prompt_logprobs": [0, 1],
     "repetition_detection": [{"max_pattern_size": 1}],
     "return_prompt_text": [True],
-    "return_token_ids": [True],
     "return_token_offsets": [True],
     "return_tokens_as_token_ids": [True],
     "suffix": ["x"],
@@ -92,6 +91,7 @@ REFUSED: dict[str, list[Any]] = {
     "web_search_options": [{}],
 }
 """What would change the answer, and is not implemented."""
+FORBIDDING = ("allowed_token_ids", "bad_words")
 
 
 def kinds(name: str, schema: type[ChatRequest] | type[CompletionRequest]) -> list[str]:
@@ -146,7 +146,10 @@ def test_what_would_change_the_answer_is_refused(schema: Any, body: dict[str, An
         parse(schema, body | {name: value})
     error = refused.value
     assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
-    assert error.message == f"{name} is not supported"
+    message, _, why = error.message.partition("; ")
+    assert message == f"{name} is not supported"
+    assert why.startswith("ignoring it could put what it forbids into the answer" if name in FORBIDDING else "")
+    assert bool(why) == (name in FORBIDDING)
     parse(schema, body | {name: None})
 
 

@@ -1,7 +1,7 @@
 """Metrics that are observed with every token: plain numbers until somebody looks.
 
 `prometheus_client`'s own take a lock for each bucket and sum, and check their labels, at several times the cost.
-Here everything happens on the event loop, and only a look makes a metric of it.
+Here everything happens on the event loop, and only a look makes a metric of it. Engine steps are counted so, too.
 """
 
 from __future__ import annotations
@@ -33,11 +33,17 @@ class TokenHistogram(Collector):
     def collect(self) -> Iterable[Metric]:
         """The metric of this moment."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])
-        names = [*map(str, self._bounds), "+Inf"]
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         family.add_metric(
             [self._label[1]], list(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum
         )
         yield family
+
+
+def step_tokens(model: str) -> TokenHistogram:
+    """For the tokens of an engine's steps, prompts' and decodes'; with vLLM's name and buckets."""
+    bounds = (1, 8, *(2**power for power in range(4, 15)))
+    return TokenHistogram("vllm:iteration_tokens_total", "Tokens of a step.", ("model_name", model), bounds)
 
 
 class TokenCounter(Collector):
