@@ -521,6 +521,10 @@ class PlayedWorker:
     async def send(self, peer: Incarnation, *messages: Message) -> None:
         await self._socket.send_multipart([peer.encode(), encode(self.me, messages)])
 
+    def send_soon(self, peer: Incarnation, *messages: Message) -> None:
+        """Without a turn of the event loop."""
+        self._socket.send_multipart([peer.encode(), encode(self.me, messages)])
+
 
 @pytest.fixture
 async def played(net: Net) -> AsyncIterator[tuple[PlayedWorker, Client]]:
@@ -553,6 +557,24 @@ async def test_heartbeats_that_lay_unread_do_not_show_that_the_worker_is_deaf(
     net.now_s += 0.25
     await worker.send(client.me, heartbeat(8, echoed=7))
     await client.changes.until(lambda: client.beats == 8 or bool(client.losses))
+    assert client.losses == []
+
+
+async def test_who_is_behind_takes_nobody_for_deaf(net: Net, played: tuple[PlayedWorker, Client]) -> None:
+    """What this process reads is always 1.5 s old, for there is so much of it: the echoes are confirmed as late."""
+    worker, client = played
+    take, num, behind = client.on_message, 20, 6
+
+    def slowly(link: ControlClient, message: Message) -> None:
+        take(link, message)
+        if client.beats <= num - behind:  # what is left then is read at once
+            net.now_s += 0.25
+
+    client.on_message = slowly  # type: ignore[method-assign]
+    for number in range(1, num + 1):
+        worker.send_soon(client.me, heartbeat(number, echoed=max(0, number - behind)))
+    time.sleep(0.5)  # without a turn of the loop: all of them lie there
+    await client.changes.until(lambda: client.beats == num or bool(client.losses))
     assert client.losses == []
 
 

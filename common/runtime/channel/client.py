@@ -274,7 +274,7 @@ class ControlClient:
         elif isinstance(message, Goodbye):
             self._end(GOODBYE)
         elif isinstance(message, Heartbeat):
-            if self._is_deaf(message):
+            if self._is_deaf(message) and not self._is_behind:
                 self._lose("it does not hear what is sent to it")
                 return
             if message.sent != self._received:
@@ -318,6 +318,12 @@ class ControlClient:
         interval_s = self._pulse.interval_s
         missing_s = (heartbeat.number - heartbeat.echoed) * interval_s
         return min(missing_s, self._clock() - self._unheard[1] + interval_s) > _DEAF_SHARE * self._pulse.timeout_s
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether more lies unread: what is read now may be old, and echoes are confirmed late because heartbeats are
+        read late. What has come since will tell."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def _resync(self, sender: Incarnation | None) -> None:
         if sender != self.worker:
