@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from common.contract.errors import FingerprintMismatchError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Version of the wire protocol; two processes of different versions refuse each other.
 
 History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; prefixes that are pulled.
