@@ -122,6 +122,15 @@ class ChatChoice(_Answer):
     finish_reason: AnswerEnd
 
 
+class RankedToken(_Answer):
+    """A token that is in the prompt, or could have been there."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely one."""
+    decoded_token: str
+
+
 class ChatCompletion(_Answer):
     """A whole answer to a chat."""
 
@@ -134,6 +143,8 @@ class ChatCompletion(_Answer):
     """Another one says that the same seed may give another answer."""
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, RankedToken] | None] = []
+    """With the request's field of that name: by token id, for each token of the prompt; null for the first."""
 
 
 class CalledFunctionDelta(_Answer):
@@ -199,8 +210,9 @@ class CompletionLogprobs(_Answer):
     """Log probabilities, one entry of each list for each token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt, as in `top_logprobs`."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -213,6 +225,8 @@ class CompletionChoice(_Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     """Null in all but a choice's last chunk."""
+    prompt_logprobs: list[dict[str, RankedToken] | None] = []
+    """With the request's field of that name: by token id, for each token of the prompt; null for the first."""
 
 
 class Completion(_Answer):
