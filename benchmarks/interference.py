@@ -44,7 +44,7 @@ from common.runtime.checkpoint import DEMO_FOLDER, config_hash
 from common.runtime.clock import Pulse, monotonic
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.router import Routing
-from gateway.serving.generation import Generation, GenerationFailed
+from gateway.serving.generation import Delta, Generation, GenerationFailed
 from gateway.workers.registry import Registry
 
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
@@ -100,6 +100,7 @@ def tokens(draw: random.Random, num: int) -> list[int]:
 async def stream(dispatcher: Dispatcher, generation: Generation, times: list[float]) -> None:
     """Note when each token arrives."""
     async for delta in dispatcher.generate(generation):
+        assert isinstance(delta, Delta)
         times += [time.perf_counter()] * len(delta.token_ids)
 
 

@@ -28,7 +28,7 @@ from common.contract.sampling import SamplingParams
 from common.runtime.config import DecodeSettings, ServeSettings
 from common.runtime.local_stack import LocalStack
 from gateway.routing.dispatcher import Dispatcher
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Delta, Generation
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4  # layers, keys and values, heads, head size, float32
@@ -68,7 +68,8 @@ def counts(address: str) -> dict[str, float]:
 
 async def output(dispatcher: Dispatcher, generation: Generation) -> list[int]:
     """The tokens of one request."""
-    return [token async for delta in dispatcher.generate(generation) for token in delta.token_ids]
+    deltas = [delta async for delta in dispatcher.generate(generation)]
+    return [token for delta in deltas if isinstance(delta, Delta) for token in delta.token_ids]
 
 
 async def run(

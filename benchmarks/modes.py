@@ -38,7 +38,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Delta, Generation
 
 BATCH = 16
 WINDOW_S = 0.5
@@ -103,6 +103,7 @@ def over_the_wire(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outc
                     tokens: list[int] = []
                     times: list[float] = []
                     async for delta in dispatcher.generate(work):
+                        assert isinstance(delta, Delta)
                         tokens += delta.token_ids
                         times += [time.perf_counter() - began - arrival.time_s] * len(delta.token_ids)
                     return tokens, times

@@ -32,7 +32,7 @@ from common.contract.sampling import SamplingParams
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
 from gateway.routing.dispatcher import Dispatcher
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 
 BEFORE = 20
@@ -104,6 +104,7 @@ class Bench:
 
         async def run() -> None:
             async for delta in self.dispatcher.generate(work):
+                assert isinstance(delta, Delta)
                 arrivals.extend(time.perf_counter() for _ in delta.token_ids)
 
         task = asyncio.create_task(run())

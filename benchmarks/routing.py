@@ -31,7 +31,7 @@ from common.runtime.config import ServeSettings
 from common.runtime.local_stack import LocalStack
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.router import Routing
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Delta, Generation
 
 POLICIES: Final[tuple[Routing, ...]] = ("expected", "round_robin")
 COMPUTED = "baton_prompt_tokens_computed_total"
@@ -103,6 +103,7 @@ async def converse(dispatcher: Dispatcher, dialogue: Dialogue, salt: str, began:
         work = Generation(token_ids=tuple(history), num_choices=1, sampling=sampling, budget_s=3600, cache_salt=salt)
         first_s: float | None = None
         async for delta in dispatcher.generate(work):
+            assert isinstance(delta, Delta)
             first_s = time.perf_counter() - asked if first_s is None else first_s
             history += delta.token_ids
         assert first_s is not None

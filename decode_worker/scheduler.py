@@ -429,8 +429,11 @@ class DecodeScheduler:
     def _admit(self, request: DecodeRequest, now: float, granted: list[Reservation]) -> bool:
         work = request.work
         num_tokens, size = len(work.token_ids), self._block_size
-        # A prompt that is computed here needs the logits of its last token, hence computes that token.
+        # A prompt that is computed here needs the logits of its last token, hence computes that token, and every one
+        # where all are to be scored.
         usable = (num_tokens if request.pull is not None else num_tokens - 1) // size
+        if work.prompt_logprobs is not None:
+            usable = 0
         held = self._pool.match(request.chain.hashes[:usable])
         # A fork without a block of its own begins preempted, where not even an empty pool has one for each.
         num_spare = self._pool.num_blocks - self._blocks_for(num_tokens)

@@ -54,13 +54,14 @@ from common.contract.messages import (
     Welcome,
 )
 from common.contract.tiers import by_tier
-from common.engine.batch import InvalidLogitsError, Sampled
+from common.engine.batch import InvalidLogitsError, Sampled, Scored
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
+from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine, Started
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.masks import Masks
-from common.engine.prompt import first_tokens
+from common.engine.prompt import first_tokens, prompt_logprobs
 from common.engine.sequence import finish_reason
 from common.engine.trials import NOTICE_S, TRIAL_TOKENS, TrialFeed
 from common.runtime.channel import ControlServer
@@ -171,6 +172,7 @@ class DecodeWorker:
         self._generation_tokens = 0
         self._prompt_tokens = 0
         self._step_tokens = step_tokens(settings.model)
+        self._scored_tokens = 0
         self._recomputed_tokens = 0
         self._steps_ahead = 0
         """Steps that were planned while another one ran."""
@@ -237,7 +239,8 @@ class DecodeWorker:
         self._pool.step_finished(in_flight.number)
         step = in_flight.step
         self._step_tokens.observe(len(step.decodes) + sum(chunk.end - chunk.start for chunk in step.chunks))
-        self._after_step(step, outcomes)
+        asked = any(chunk.prompt.request.work.prompt_logprobs is not None for chunk in step.chunks)
+        self._after_step(step, outcomes, self._engine.scores(in_flight.submitted) if asked else ())
 
     async def _rest(self) -> None:
         """Nothing can be computed: wait for something, unless what had to be waited for is there now."""
@@ -546,18 +549,21 @@ class DecodeWorker:
         self._reserve()
         self._wake.set()
 
-    def _after_step(self, step: Step, outcomes: Sequence[tuple[Sampled, ...]]) -> None:
+    def _after_step(self, step: Step, outcomes: Sequence[tuple[Sampled, ...]], scores: Sequence[Scored] = ()) -> None:
+        """`scores` are missing where no chunk has asked for any."""
         for generation, (outcome,) in zip(step.decodes, outcomes, strict=False):
             if self._scheduler.is_running(generation):
                 self._advance(generation, outcome)
         sampled = dict(zip(map(id, step.chunks), outcomes[len(step.decodes) :], strict=True))
+        scored = dict(zip(map(id, step.chunks), scores[len(step.decodes) :], strict=False))
         for chunk in self._scheduler.chunks_done(step.chunks):
             num_tokens = chunk.end - chunk.start
             if chunk.prompt.generation is None:
                 self._prompt_tokens += num_tokens
             else:
                 self._recomputed_tokens += num_tokens
-            if chunk.last:
+            told = id(chunk) not in scored or self._tell_prompt(chunk, scored[id(chunk)])
+            if told and chunk.last:
                 self._computed(chunk.prompt, sampled[id(chunk)])
         if step.chunks and not step.decodes:
             num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
@@ -566,6 +572,18 @@ class DecodeWorker:
             self._departures.cut()
         self._reserve()
         self._feed.publish()
+
+    def _tell_prompt(self, chunk: Chunk[LocalPrompt], scored: Scored) -> bool:
+        """Send how likely the prompt's tokens were, if it was asked; whether the request goes on."""
+        request = chunk.prompt.request
+        try:
+            for message in prompt_logprobs(request.work, chunk.start, scored):
+                self._server.send(request.gateway, message)
+                self._scored_tokens += len(message.scores)
+        except InvalidLogitsError as error:
+            self._fail(request, error.cause, str(error))
+            return False
+        return True
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
         """Every token of a local prompt has its KV; what was sampled after the last one."""
@@ -796,6 +814,8 @@ class DecodeWorker:
         yield counter("baton_tokens_generated", "Tokens generated here.", self._generation_tokens)
         yield from self._step_tokens.collect()
         yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
+        scored = self._scored_tokens
+        yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", scored)
         yield counter("baton_tokens_recomputed", "Tokens computed again after a preemption.", self._recomputed_tokens)
         sequences = sum(len(request.work.choices) for request in self._requests.values())
         load = sequences / scheduler.num_places

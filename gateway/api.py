@@ -154,7 +154,14 @@ class _Api:
         caller = request[CALLER]
         caller.check_tier(form.service_tier)
         job = await self._intake.completion(form, caller.tenant, caller.expect_prompt)
-        answer = CompletionFormat(self._heading("cmpl"), self._tokenizer, job.with_logprobs, job.prompt_ids)
+        answer = CompletionFormat(
+            self._heading("cmpl"),
+            self._tokenizer,
+            job.with_logprobs,
+            prompt_ids=job.prompt_ids,
+            echoed=form.logprobs if form.echo else None,
+            prompted=form.prompt_logprobs,
+        )
         return await self._generate(request, job, answer, arrived_s)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -163,7 +170,13 @@ class _Api:
         caller = request[CALLER]
         caller.check_tier(form.service_tier)
         job = await self._intake.chat(form, caller.tenant, caller.expect_prompt)
-        answer = ChatFormat(self._heading("chatcmpl"), self._tokenizer, job.with_logprobs, job.prompt_ids)
+        answer = ChatFormat(
+            self._heading("chatcmpl"),
+            self._tokenizer,
+            job.with_logprobs,
+            prompt_ids=job.prompt_ids,
+            prompted=form.prompt_logprobs,
+        )
         return await self._generate(request, job, answer, arrived_s)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -234,7 +247,7 @@ class _Api:
                     stopwatch.observe(piece, self._clock())
                     caller.charge(piece.num_tokens)
                     yield piece
-                    num_reports += len(piece.reports)
+                    num_reports += len(piece.reports) + len(piece.prompt_reports)
                     if num_reports >= _TURN_REPORTS:
                         num_reports = 0
                         await asyncio.sleep(0)
@@ -347,7 +360,8 @@ async def _send_chunks(
         begun.add(piece.choice)
         num_tokens += piece.num_tokens
         worded = piece.text or piece.reasoning or piece.call is not None
-        if first or worded or piece.token_ids or piece.reports or piece.finish_reason is not None:
+        reported = piece.token_ids or piece.reports or piece.prompt_reports
+        if first or worded or reported or piece.finish_reason is not None:
             usage = None
             if job.continuous_usage:
                 usage = Usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens)

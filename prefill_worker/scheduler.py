@@ -427,10 +427,13 @@ class PrefillScheduler:
         return horizons
 
     def _cached(self, request: PrefillRequest) -> list[int]:
-        """Blocks of its beginning that the prefix cache has. The last token is computed in any case, for its logits.
+        """Blocks of its beginning that the prefix cache has. The last token is computed in any case, for its logits;
+        all are where they are to be scored.
 
         Only an eviction takes a name away: until the next one, what was matched is only added to.
         """
+        if request.work.prompt_logprobs is not None:
+            return []
         if request.matched_at != self._pool.num_evicted:
             request.matched, request.matched_at = [], self._pool.num_evicted
         unmatched = range(len(request.matched), (len(request.token_ids) - 1) // self._block_size)

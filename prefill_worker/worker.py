@@ -7,6 +7,7 @@ Life cycle of a request in the prefill worker:
        holds more of it, and pulling is cheaper than computing, that is pulled first (`prefix_pulls`).
     3. The blocks are pinned by a lease that is offered to the sink (Attach may come before or after).
     4. Each step computes a chunk; blocks that are full afterwards are announced (BlocksReady) and read meanwhile.
+       Where a request asks for its prompt's log probabilities, each step's go to the gateway (PromptLogprobs).
     5. The last chunk samples the first token of each choice: to the gateway (Tokens), and to the sink with the last
        blocks (PrefillDone).
     6. The sink settles; the lease ends, and the blocks are free, and cached. Any other end (abort, failure, expiry)
@@ -50,14 +51,14 @@ from common.contract.messages import (
     Welcome,
 )
 from common.contract.tiers import by_tier
-from common.engine.batch import InvalidLogitsError, Sampled
+from common.engine.batch import InvalidLogitsError, Sampled, Scored
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
 from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine, Started
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.masks import Masks
-from common.engine.prompt import first_tokens, prompt_slice
+from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
 from common.engine.trials import NOTICE_S, TrialFeed
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
@@ -157,6 +158,7 @@ class PrefillWorker:
         self._ended: dict[str, int] = {}
         self._prompt_tokens = 0
         self._step_tokens = step_tokens(settings.model)
+        self._scored_tokens = 0
         self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
         self._steps_ahead = 0
         """Steps that were planned while another one ran."""
@@ -212,7 +214,7 @@ class PrefillWorker:
         checksums = [()] * len(step.chunks) if step.checksums is None else await step.checksums
         self._pool.step_finished(step.number)
         self._step_tokens.observe(sum(chunk.end - chunk.start for chunk in step.chunks))
-        self._after_step(step.chunks, outcomes, checksums)
+        self._after_step(step.chunks, outcomes, checksums, self._engine.scores(step.submitted))
 
     async def _tell_whose_turn_it_is(self) -> None:
         """Before a step that may be this worker's last."""
@@ -442,25 +444,29 @@ class PrefillWorker:
         chunks: Sequence[Chunk[PrefillRequest]],
         outcomes: Sequence[tuple[Sampled, ...]],
         checksums: Sequence[tuple[int, ...]],
+        scores: Sequence[Scored],
     ) -> None:
         self._engine.costs.observe_prefill(sum(c.end - c.start for c in chunks), self._engine.last_step_s)
         live = {id(chunk) for chunk in self._scheduler.step_done(chunks)}
-        for chunk, sampled, sums in zip(chunks, outcomes, checksums, strict=True):
+        for chunk, sampled, sums, scored in zip(chunks, outcomes, checksums, scores, strict=True):
             if id(chunk) not in live:
                 continue
             self._prompt_tokens += chunk.end - chunk.start
             self._lender.blocks_ready(chunk.prompt.key.request, self._num_ready(chunk), sums)
-            if chunk.last:
-                self._finish(chunk.prompt, sampled)
+            try:
+                for message in prompt_logprobs(chunk.prompt.work, chunk.start, scored):
+                    self._server.send(chunk.prompt.gateway, message)
+                    self._scored_tokens += len(message.scores)
+                if chunk.last:
+                    self._finish(chunk.prompt, sampled)
+            except InvalidLogitsError as error:
+                self._fail(chunk.prompt.key, error.cause, str(error))
         self._feed.publish()
 
     def _finish(self, request: PrefillRequest, sampled: Sequence[Sampled]) -> None:
+        """Raises `InvalidLogitsError`."""
         config = self._engine.runner.config
-        try:
-            tokens = first_tokens(request.work, sampled, config.eos_token_ids, config.max_sequence_tokens)
-        except InvalidLogitsError as error:
-            self._fail(request.key, error.cause, str(error))
-            return
+        tokens = first_tokens(request.work, sampled, config.eos_token_ids, config.max_sequence_tokens)
         request_id, attempt = request.key
         times = request.times(self._clock())
         self._lender.complete(request_id, tokens, times)
@@ -621,6 +627,8 @@ class PrefillWorker:
         yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
         yield from self._step_tokens.collect()
         yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", self._prompt_tokens)
+        scored = self._scored_tokens
+        yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", scored)
         queued = self._scheduler.num_uncomputed
         yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)
         queued_s = queued * self._engine.costs.prefill_s_per_token

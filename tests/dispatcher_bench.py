@@ -35,7 +35,7 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.clock import Pulse, monotonic
 from gateway.routing.dispatcher import Dispatcher
-from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed
+from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed, PromptDelta
 from gateway.workers.registry import Registry
 
 P, P2, D, D2, D3 = "p:1", "p:2", "d:1", "d:2", "d:3"
@@ -134,6 +134,7 @@ class Bench:
         for address in self.links if opened else ():
             self.open(address)
         self.tasks: list[asyncio.Task[list[Delta]]] = []
+        self.told: list[PromptDelta] = []
 
     # --- workers -------------------------------------------------------------------------------------------------
 
@@ -203,11 +204,19 @@ class Bench:
         budget_s: float = 30.0,
         tier: Tier = Tier.STANDARD,
         admittance: Admittance | None = None,
+        prompt_logprobs: int | None = None,
     ) -> tuple[RequestKey, asyncio.Task[list[Delta]]]:
-        """A client asks; its key, and what it is given."""
+        """A client asks; its key, and what it is given. What it is told of the prompt comes into `told`."""
 
         async def collect() -> list[Delta]:
-            return [delta async for delta in self.dispatcher.generate(generation)]
+            deltas = []
+            async for delta in self.dispatcher.generate(generation):
+                if isinstance(delta, Delta):
+                    deltas.append(delta)
+                else:
+                    assert not deltas, "the prompt comes first"
+                    self.told.append(delta)
+            return deltas
 
         sampling = SamplingParams(max_tokens=99)
         generation = Generation(
@@ -218,6 +227,7 @@ class Bench:
             cache_salt=salt,
             tier=tier,
             admittance=admittance or Admittance(),
+            prompt_logprobs=prompt_logprobs,
         )
         known = set(self.work)
         task = asyncio.create_task(collect())

@@ -22,13 +22,15 @@ from common.contract.messages import (
     Moved,
     Prefill,
     PrefixHint,
+    PromptLogprobs,
     Resend,
     Role,
     Tokens,
+    TokenScores,
 )
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from gateway.serving.attempt import Attempt, Deliver, Part, Place, Send
+from gateway.serving.attempt import Attempt, Deliver, DeliverPrompt, Part, Place, Send
 from gateway.serving.flow import Action, Done, Fail, Flow, FlowState, Left, Want
 from gateway.serving.generation import Delta, Generation
 from gateway.serving.suspicion import Crash
@@ -47,6 +49,12 @@ CANCELLED = Cancelled(request=REQUEST, attempt=1)
 
 def tokens(position: int, *token_ids: int, choice: int = 0, end: FinishReason | None = None) -> Tokens:
     return Tokens(request=REQUEST, attempt=1, choice=choice, position=position, token_ids=token_ids, finish_reason=end)
+
+
+def of_prompt(*positions: int) -> PromptLogprobs:
+    """What tells of the prompt's tokens at these positions, which follow each other."""
+    scores = TokenScores(logprobs=tuple(-float(position) for position in positions), ranks=positions)
+    return PromptLogprobs(request=REQUEST, attempt=1, position=positions[0], scores=scores)
 
 
 def resend(position: int, choice: int = 0, attempt: int = 1) -> Resend:
@@ -79,6 +87,7 @@ _ANYTHING: tuple[Message, ...] = (
     cut(START),
     moved(),
     moved(9),
+    of_prompt(1, 2),
 )
 
 
@@ -90,14 +99,20 @@ class Sent:
     message: Message
 
 
-Seen = Sent | Deliver | Want | Done | Fail
+Seen = Sent | Deliver | DeliverPrompt | Want | Done | Fail
 
 
 class Run:
     """After every event the flow's invariants hold, and each part that was given is on the books until it has left."""
 
     def __init__(
-        self, num_choices: int = 1, *, local: bool = False, prefix: PrefixHint | None = None, begin: bool = True
+        self,
+        num_choices: int = 1,
+        *,
+        local: bool = False,
+        prefix: PrefixHint | None = None,
+        begin: bool = True,
+        prompt_logprobs: int | None = None,
     ) -> None:
         """`local`: the decode worker computes the prompt."""
         self.flow = Flow(
@@ -109,6 +124,7 @@ class Run:
                 tier=Tier.BATCH,
                 tenant="acme",
                 cache_salt="salt",
+                prompt_logprobs=prompt_logprobs,
             )
         )
         self.seen: list[Seen] = []
@@ -207,6 +223,13 @@ class Run:
 
     def text(self, choice: int = 0) -> list[int]:
         return [token for delta in self.deltas() if delta.choice == choice for token in delta.token_ids]
+
+    def told(self) -> list[int]:
+        """Positions of the prompt that the client has got log probabilities of, in the order in which they came."""
+        deltas = [each.delta for each in self.seen if isinstance(each, DeliverPrompt)]
+        for delta in deltas:
+            assert [-rank for rank in delta.scores.ranks] == list(delta.scores.logprobs)
+        return [rank for delta in deltas for rank in delta.scores.ranks]
 
     def deltas(self) -> list[Delta]:
         return [each.delta for each in self.seen if isinstance(each, Deliver)]

@@ -20,14 +20,14 @@ import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.contract.messages import FinishReason, TokenLogprobs
+from common.contract.messages import FinishReason, TokenLogprobs, TokenScores
 from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener
 from gateway.api import create_app, create_runner
 from gateway.api_settings import ApiSettings, Limits
 from gateway.observability.metrics import GatewayMetrics
 from gateway.observability.request_life import Traces
-from gateway.serving.generation import Delta, Generation, Readiness
+from gateway.serving.generation import Delta, Generation, PromptDelta, Readiness
 from gateway.text.tokenizer import ModelTokenizer
 
 MODEL = "owner/tiny"
@@ -120,6 +120,25 @@ def logprobs_of(generation: Generation, token_id: int) -> TokenLogprobs | None:
     return TokenLogprobs(logprob=-0.5, top=top)
 
 
+def prompt_deltas(generation: Generation, size: int) -> list[PromptDelta]:
+    """Made-up log probabilities of a prompt, if asked for: minus the position, and of a rank that is ten times it."""
+    num = generation.prompt_logprobs
+    if num is None:
+        return []
+    positions = range(1, len(generation.token_ids))
+    deltas = []
+    for start in range(0, len(positions), size):
+        part = positions[start : start + size]
+        scores = TokenScores(
+            logprobs=tuple(-float(p) for p in part),
+            ranks=tuple(10 * p for p in part),
+            top_token_ids=tuple(10 + i for _ in part for i in range(num)),
+            top_logprobs=tuple(-0.1 - i for _ in part for i in range(num)),
+        )
+        deltas.append(PromptDelta(scores=scores))
+    return deltas
+
+
 @dataclass
 class ScriptedGenerator:
     """Answers every choice with the same script and keeps a record of what was asked and closed."""
@@ -129,6 +148,8 @@ class ScriptedGenerator:
     """Instead of `text`."""
     finish_reason: FinishReason = "stop"
     tokens_per_delta: int = 1
+    prompt_tokens_per_delta: int = 2
+    """Of which log probabilities come at once, where they are asked for; see `prompt_deltas`."""
     failure: Exception | None = None
     """Raised once `num_before` deltas of each choice are out."""
     hang: bool = False
@@ -142,11 +163,13 @@ class ScriptedGenerator:
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     num_deltas: int = 0
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
         self.generations.append(generation)
         self.num_open += 1
         complete = False
         try:
+            for delta_of_prompt in prompt_deltas(generation, self.prompt_tokens_per_delta):
+                yield delta_of_prompt
             for number, deltas in enumerate(self._rounds(generation)):
                 if number == self.num_before:
                     await self._interrupt()

@@ -205,7 +205,7 @@ _FIELDS: Final[dict[str, tuple[object, ...]]] = {
     "tools": ([{"type": "function"}], 1),
     "best_of": (2, "x"),
     "suffix": ("x",),
-    "prompt_logprobs": (1,),
+    "prompt_logprobs": (-1, 21, 2**63, "x", 1.5, True),
     "logprobs": (-1, 21, 2**63, "x", 1.5),
     "echo": ("x", 1),
 }

@@ -4,6 +4,7 @@ Who sends what to whom is told in docs/protocol.md; in short, for one request:
 
     gateway → P   Prefill            P → gateway   Timings, Tokens (the first), Finished | Failed | Cancelled
     gateway → D   Decode             D → gateway   Timings, Tokens …, Finished | Failed | Cancelled
+                                     who computes the prompt → gateway   PromptLogprobs …, if asked, before any Tokens
     D → P         Attach, Settle, Detach
     P → D         BlocksReady …, PrefillDone, Settled | OfferWithdrawn
 
@@ -29,8 +30,8 @@ from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES, BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import ATTEMPT, HANDLE, Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint
-from common.contract.packed import packed_names, packed_numbers
-from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
+from common.contract.packed import packed_names, packed_numbers, packed_reals
+from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, NumLogprobs, SamplingParams
 from common.contract.tiers import Tier
 
 ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"
@@ -38,7 +39,9 @@ ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"
 MAX_TOKENS = 2**20
 """Most tokens of one sequence."""
 MAX_TOLD_TOKENS = 2**11
-"""Most generated tokens in one message: each may have log probabilities with it."""
+"""Most tokens that one message tells of: each may have log probabilities with it."""
+LEAST_LOGPROB = -9999.0
+"""What the log probability of a token is told as that cannot come, where it is told."""
 MAX_PREFIX_BLOCKS = 2**16
 """Most blocks that one `AttachPrefix` asks for."""
 MAX_CACHE_EVENTS = 2**14
@@ -263,8 +266,13 @@ class _Work(RequestMessage):
     """Whether it was let in before, here or elsewhere: it is not refused for those that wait already."""
     suspicion: Suspicion = Suspicion.NONE
     """Whether it may have crashed a worker: `Trial` says when its first steps are computed."""
+    prompt_logprobs: NumLogprobs | None = None
+    """Tell log probabilities of the prompt's tokens, with this many alternatives (`PromptLogprobs`): then every one of
+    them is computed, whatever caches hold. None tells none."""
 
     def __post_init__(self) -> None:
+        if self.prompt_logprobs is not None and self.prompt_len < len(self.token_ids):
+            raise ValueError("prompt_logprobs of a sequence that goes on: its prompt has been told")
         if self.prompt_len > len(self.token_ids):
             raise ValueError(f"prompt_len {self.prompt_len} of a sequence of {len(self.token_ids)} tokens")
         if len(set(self.choices)) != len(self.choices):
@@ -299,6 +307,11 @@ class Prefill(_Work):
     prefix: PrefixHint | None = None
     """A worker to pull the prompt's beginning from, should that be cheaper than computing it."""
 
+    def __post_init__(self) -> None:
+        _Work.__post_init__(self)
+        if self.prefix is not None and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs of a prompt that is not all computed")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode(_Work):
@@ -317,6 +330,8 @@ class Decode(_Work):
             raise ValueError("source and offered go together")
         if self.moving and (self.source is None or len(self.choices) != 1):
             raise ValueError("one choice moves, from a source")
+        if self.source is not None and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are told by who computes the prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,6 +382,71 @@ class Tokens(RequestMessage):
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise ValueError(f"{len(self.logprobs)} log probabilities for {len(self.token_ids)} tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """How likely tokens were that nobody has chosen, in columns: there may be many at once. What is less likely than
+    `LEAST_LOGPROB` is told as that."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    logprobs: Annotated[tuple[float, ...], packed_reals(0, MAX_TOLD_TOKENS)] = ()
+    ranks: Annotated[tuple[int, ...], packed_numbers(0, MAX_TOLD_TOKENS)] = ()
+    """How many tokens were at least as likely, each one itself included: 1 for the most likely one."""
+    top_token_ids: Annotated[tuple[int, ...], packed_numbers(0, MAX_TOLD_TOKENS * MAX_LOGPROBS)] = ()
+    """The most likely tokens, best first: as many for each, one after the other."""
+    top_logprobs: Annotated[tuple[float, ...], packed_reals(0, MAX_TOLD_TOKENS * MAX_LOGPROBS)] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != len(self):
+            raise ValueError(f"{len(self.ranks)} ranks for {len(self)} tokens")
+        num_top = len(self.top_token_ids)
+        if num_top != len(self.top_logprobs) or num_top != len(self) * self.num_alternatives:
+            raise ValueError(f"{num_top} alternatives with {len(self.top_logprobs)} values for {len(self)} tokens")
+        if self.num_alternatives > MAX_LOGPROBS:
+            raise ValueError(f"{self.num_alternatives} alternatives for each token")
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def num_alternatives(self) -> int:
+        """How many of the most likely tokens are told with each."""
+        return len(self.top_token_ids) // len(self.logprobs) if self.logprobs else 0
+
+    def part(self, start: int, stop: int | None = None) -> TokenScores:
+        """Of tokens `[start, stop)` of these."""
+        tokens = slice(*slice(start, stop).indices(len(self)))
+        top = slice(tokens.start * self.num_alternatives, tokens.stop * self.num_alternatives)
+        return TokenScores(
+            logprobs=self.logprobs[tokens],
+            ranks=self.ranks[tokens],
+            top_token_ids=self.top_token_ids[top],
+            top_logprobs=self.top_logprobs[top],
+        )
+
+    def each(self) -> list[TokenLogprobs]:
+        """One for each token."""
+        pairs = list(zip(self.top_token_ids, self.top_logprobs, strict=True))
+        num = self.num_alternatives
+        return [
+            TokenLogprobs(logprob=logprob, top=tuple(pairs[index * num : (index + 1) * num]))
+            for index, logprob in enumerate(self.logprobs)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs(RequestMessage):
+    """How likely the prompt's tokens `[position, position + len(scores))` were, each after those before it; the first
+    one comes after none. Told from position 1 on, chunk by chunk, and to its end before any `Tokens`."""
+
+    position: Annotated[Count, Field(ge=1)]
+    scores: TokenScores
+
+    def __post_init__(self) -> None:
+        if not len(self.scores):
+            raise ValueError("log probabilities of no token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -586,6 +666,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Resend,
     Ack,
     Timings,
+    PromptLogprobs,
     Tokens,
     Finished,
     Failed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 _NUMBER = struct.Struct("<I")
+_REAL_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,11 @@ def packed_numbers(least: int, most: int) -> Packed:
     return Packed(_pack_numbers, _unpack_numbers, least * _NUMBER.size, most * _NUMBER.size)
 
 
+def packed_reals(least: int, most: int) -> Packed:
+    """From `least` to `most` finite numbers of single precision, little-endian."""
+    return Packed(_pack_reals, _unpack_reals, least * _REAL_BYTES, most * _REAL_BYTES)
+
+
 def packed_names(size: int, least: int, most: int) -> Packed:
     """From `least` to `most` names of `size` bytes each, joined."""
     return Packed(b"".join, partial(_unpack_names, size), least * size, most * size)
@@ -52,6 +59,19 @@ def _unpack_numbers(data: bytes) -> tuple[int, ...]:
     if len(data) % _NUMBER.size:
         raise ValueError(f"{len(data)} bytes are not numbers of {_NUMBER.size} bytes each")
     return struct.unpack(f"<{len(data) // _NUMBER.size}I", data)
+
+
+def _pack_reals(numbers: tuple[float, ...]) -> bytes:
+    return struct.pack(f"<{len(numbers)}f", *numbers)
+
+
+def _unpack_reals(data: bytes) -> tuple[float, ...]:
+    if len(data) % _REAL_BYTES:
+        raise ValueError(f"{len(data)} bytes are not numbers of {_REAL_BYTES} bytes each")
+    numbers = struct.unpack(f"<{len(data) // _REAL_BYTES}f", data)
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("a number that is not finite")
+    return numbers
 
 
 def _unpack_names(size: int, data: bytes) -> tuple[bytes, ...]:

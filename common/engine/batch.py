@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.contract.errors import BatonError, Cause
-from common.contract.messages import TokenLogprobs
+from common.contract.messages import TokenLogprobs, TokenScores
 from common.contract.sampling import SamplingParams
 
 
@@ -41,6 +41,10 @@ class Slice:
     """Blocks that hold `[0, start + len(token_ids))`, in order; there may be more."""
     samples: tuple[Sample, ...] = ()
     """Choices to sample from the logits of the last token; empty in the middle of a prompt."""
+    scored: Sequence[int] = ()
+    """The tokens that follow the leading ones of this slice, in order, if it is asked how likely each of them was."""
+    num_alternatives: int = 0
+    """How many of the most likely tokens are told with each of these."""
     follows: int | None = None
     """Number, among the samples of the step before, of the one that chooses this slice's only token: a step that is
     planned while that one runs does not know it, and nothing reads `token_ids`."""
@@ -69,3 +73,7 @@ class InvalidLogitsError(BatonError):
 
 Sampled = SampledToken | InvalidLogitsError
 """One row's outcome."""
+
+
+Scored = TokenScores | InvalidLogitsError
+"""What came of one slice's `scored`."""

@@ -16,7 +16,7 @@ import torch
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
-from common.engine.batch import Sampled, Slice
+from common.engine.batch import Sampled, Scored, Slice
 from common.engine.costs import Costs
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.runtime.checkpoint import config_hash, weights_hash
@@ -186,6 +186,11 @@ class Engine:
         self._last_end = end
         self.num_steps += 1
         return outcomes
+
+    @staticmethod
+    def scores(step: asyncio.Future[Started]) -> list[Scored]:
+        """How likely the scored tokens of each slice of a step were, whose `outcomes` are known."""
+        return step.result().submitted.scores()
 
     async def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
         """Compute `slices`, and wait for the outcomes."""

@@ -14,6 +14,9 @@ from common.engine.ragged import RaggedBatch
 from common.engine.rope import Rope
 from common.engine.weights import Weights
 
+Hidden = tuple[torch.Tensor, torch.Tensor | None]
+"""What the layers make of the tokens, `[T, E]`, and what the last one adds to it."""
+
 
 class Decoder:
     """A model, ready to compute. Holds no state of any sequence."""
@@ -25,6 +28,10 @@ class Decoder:
 
     def forward(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> torch.Tensor:
         """Compute the batch's tokens, store their KV, and return the logits `[R, V]` of `batch.logit_rows_R`."""
+        return self.logits(self.hidden(batch, cache, backend), batch.logit_rows_R, backend)
+
+    def hidden(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> Hidden:
+        """Compute the batch's tokens, and store their KV."""
         config, eps = self.config, self.config.rms_norm_eps
         cache.clear(batch.begun_blocks)
         h_TE = backend.embed(batch.token_ids_T, self._weights.embedding)
@@ -39,8 +46,13 @@ class Decoder:
             attended_THD = backend.attend(q_THD, kv_layer, batch, config.windows[index], config.head_dim**-0.5)
             x_TE = backend.add_norm(h_TE, layer.output(attended_THD.flatten(1)), layer.mlp_norm, eps)
             delta_TE = layer.down(backend.silu_mul(layer.gate_up(x_TE)))
-        rows = batch.logit_rows_R
-        if rows.numel() == 0:
-            return h_TE.new_empty(0, config.vocab_size)
-        delta_RE = None if delta_TE is None else delta_TE[rows]
-        return self._weights.lm_head(backend.add_norm(h_TE[rows], delta_RE, self._weights.final_norm, eps))
+        return h_TE, delta_TE
+
+    def logits(self, hidden: Hidden, rows_R: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """The logits `[R, V]` of these of the batch's tokens."""
+        h_TE, delta_TE = hidden
+        if rows_R.numel() == 0:
+            return h_TE.new_empty(0, self.config.vocab_size)
+        delta_RE = None if delta_TE is None else delta_TE[rows_R]
+        x_RE = backend.add_norm(h_TE[rows_R], delta_RE, self._weights.final_norm, self.config.rms_norm_eps)
+        return self._weights.lm_head(x_RE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from common.contract.messages import Decode, Prefill, Tokens
-from common.engine.batch import InvalidLogitsError, Sample, Sampled, Slice
+from common.contract.messages import MAX_TOLD_TOKENS, Decode, Prefill, PromptLogprobs, Tokens
+from common.engine.batch import InvalidLogitsError, Sample, Sampled, Scored, Slice
 from common.engine.sequence import finish_reason
 
 
@@ -14,7 +14,7 @@ def prompt_slice(
     work: Prefill | Decode, start: int, end: int, block_table: Seq[int], allowed: bytes | None = None
 ) -> Slice:
     """Tokens `[start, end)` of `work`; with the last one, the first token of each choice is sampled, of those `allowed`
-    if there is a grammar."""
+    if there is a grammar. Tokens that follow these are scored if the request asks for it."""
     samples: tuple[Sample, ...] = ()
     if end == len(work.token_ids):
         samples = tuple(
@@ -28,7 +28,29 @@ def prompt_slice(
             )
             for choice in work.choices
         )
-    return Slice(token_ids=work.token_ids[start:end], start=start, block_table=block_table, samples=samples)
+    return Slice(
+        token_ids=work.token_ids[start:end],
+        start=start,
+        block_table=block_table,
+        samples=samples,
+        scored=() if work.prompt_logprobs is None else work.token_ids[start + 1 : end + 1],
+        num_alternatives=work.prompt_logprobs or 0,
+    )
+
+
+def prompt_logprobs(work: Prefill | Decode, start: int, scored: Scored) -> list[PromptLogprobs]:
+    """Of the tokens after `start`, as messages. Raises `InvalidLogitsError` if they could not be scored."""
+    if isinstance(scored, InvalidLogitsError):
+        raise scored
+    return [
+        PromptLogprobs(
+            request=work.request,
+            attempt=work.attempt,
+            position=start + 1 + index,
+            scores=scored.part(index, index + MAX_TOLD_TOKENS),
+        )
+        for index in range(0, len(scored), MAX_TOLD_TOKENS)
+    ]
 
 
 def first_tokens(

@@ -15,10 +15,11 @@ import torch
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import KVLayout
+from common.contract.messages import TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.backend import Backend
-from common.engine.batch import Sample, Sampled, Slice
+from common.engine.batch import Sample, Sampled, Scored, Slice
 from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
 from common.engine.cpu_attention import CpuAttention
 from common.engine.grammar import Grammars
@@ -27,7 +28,8 @@ from common.engine.host_copy import HostCopy
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
 from common.engine.linear import multiplies_natively
-from common.engine.model import Decoder
+from common.engine.logprobs import Scores
+from common.engine.model import Decoder, Hidden
 from common.engine.model_config import ModelConfig
 from common.engine.native.backend import NativeBackend
 from common.engine.ragged import RaggedBatch
@@ -48,9 +50,12 @@ _MEASURE_S = 1.0
 class Submitted:
     """A step that the device computes, or has computed."""
 
-    def __init__(self, slices: Sequence[Slice], choice: Choice | None, cache: KVCache) -> None:
+    def __init__(
+        self, slices: Sequence[Slice], choice: Choice | None, cache: KVCache, scores: Scores | None = None
+    ) -> None:
         self._num_samples = [len(one.samples) for one in slices]
         self._choice = choice
+        self._scores = scores
         self._cache = cache
         self._end = HostCopy(device=cache.device) if choice is None else None
 
@@ -70,6 +75,10 @@ class Submitted:
             return [() for _ in self._num_samples]
         outcomes = iter(self._choice.outcomes())
         return [tuple(next(outcomes) for _ in range(num)) for num in self._num_samples]
+
+    def scores(self) -> list[Scored]:
+        """How likely the scored tokens of each slice were; once the outcomes are known, this waits for nothing."""
+        return [TokenScores() for _ in self._num_samples] if self._scores is None else self._scores.outcomes()
 
 
 class ModelRunner:
@@ -148,7 +157,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, slices: Sequence[Slice]) -> Submitted:
-        """Compute `slices`, any mix of prompt chunks and decode tokens, or none, and sample what they ask for.
+        """Compute `slices`, any mix of prompt chunks and decode tokens, or none; sample, and score, what they ask for.
 
         Does not wait for a GPU. The slices may follow samples of the step that was submitted before.
         """
@@ -157,16 +166,29 @@ class ModelRunner:
         batch = RaggedBatch.of(slices, self.layout.block_size, self._cache.device)
         batch.follow(slices, self._chosen_N)
         samples: list[Sample] = [each for one in slices for each in one.samples]
+        scores = None
         logits_RV = None if self._graphs is None else self._graphs.logits(batch)
         if logits_RV is None:
-            logits_RV = self._decoder.forward(batch, self._cache, self._backend)
+            hidden = self._decoder.hidden(batch, self._cache, self._backend)
+            logits_RV = self._decoder.logits(hidden, batch.logit_rows_R, self._backend)
+            scores = self._score(slices, hidden)
         if not samples:
-            return Submitted(slices, None, self._cache)
+            return Submitted(slices, None, self._cache, scores)
         # Several choices may be sampled from one row; otherwise there is nothing to copy.
         logits_NV = logits_RV if len(samples) == logits_RV.shape[0] else logits_RV[batch.sample_rows_N]
         choice = choose(logits_NV, samples, self.config.eos_token_ids, self._backend)
         self._chosen_N = choice.tokens_N
-        return Submitted(slices, choice, self._cache)
+        return Submitted(slices, choice, self._cache, scores)
+
+    def _score(self, slices: Sequence[Slice], hidden: Hidden) -> Scores | None:
+        """A batch that graphs compute has nothing to score: the token after a sequence's last one is not known."""
+        if not any(each.scored for each in slices):
+            return None
+
+        def logits(rows_W: torch.Tensor) -> torch.Tensor:
+            return self._decoder.logits(hidden, rows_W, self._backend)
+
+        return Scores(slices, logits, self.config.vocab_size, self._cache.device)
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copy the KV of block `src` to block `dst`."""

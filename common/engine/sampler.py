@@ -19,6 +19,7 @@ from common.contract.messages import TokenLogprobs
 from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
 from common.engine.host_copy import HostCopy, to_device
+from common.engine.logprobs import log_softmax_of
 
 _HIDDEN = float("-inf")
 
@@ -185,10 +186,8 @@ def _report(logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Sequence[S
     if not wanted:
         return None
     rows = to_device(list(wanted), torch.int64, logits_NV.device)
-    logprobs_WV = logits_NV[rows].log_softmax(dim=-1)
-    taken_W = logprobs_WV.gather(1, tokens_N[rows, None])[:, 0]
-    top = logprobs_WV.topk(min(max(wanted.values()), logits_NV.shape[1]), dim=-1)
-    return _Reported(list(wanted), list(wanted.values()), taken_W, top.values, top.indices)
+    _, taken_W, values, tokens = log_softmax_of(logits_NV[rows], tokens_N[rows], max(wanted.values()))
+    return _Reported(list(wanted), list(wanted.values()), taken_W, values, tokens)
 
 
 def _invalid(best: float, each: Sample) -> InvalidLogitsError:

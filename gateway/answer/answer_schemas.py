@@ -142,6 +142,15 @@ class ChatChoice(_Answer):
     """With `return_token_ids`."""
 
 
+class RankedToken(_Answer):
+    """A token that is in the prompt, or could have been there."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely one."""
+    decoded_token: str
+
+
 class ChatCompletion(_Answer):
     """A whole answer to a chat."""
 
@@ -156,6 +165,8 @@ class ChatCompletion(_Answer):
     usage: Usage
     prompt_token_ids: list[int] = []
     """With `return_token_ids`."""
+    prompt_logprobs: list[dict[str, RankedToken] | None] = []
+    """With the request's field of that name: by token id, for each token of the prompt; null for the first."""
 
 
 class CalledFunctionDelta(_Answer):
@@ -225,8 +236,9 @@ class CompletionLogprobs(_Answer):
     """Log probabilities, one entry of each list for each token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt, as in `top_logprobs`."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -243,6 +255,8 @@ class CompletionChoice(_Answer):
     """With `return_token_ids`."""
     prompt_token_ids: list[int] = []
     """The same; in a stream, in the choice's first chunk."""
+    prompt_logprobs: list[dict[str, RankedToken] | None] = []
+    """With the request's field of that name: by token id, for each token of the prompt; null for the first."""
 
 
 class Completion(_Answer):

@@ -9,10 +9,11 @@ from typing import Protocol
 
 from common.contract.errors import Cause
 from gateway.intake.request_intake import Job
-from gateway.serving.generation import Delta, Generation, GenerationFailed, Generator
+from gateway.serving.generation import Delta, Generation, GenerationFailed, Generator, PromptDelta
 from gateway.text.answer_parts import AnswerParts
 from gateway.text.choice_text import ChoiceText, Piece
 from gateway.text.detokenizer import TokenDecoder
+from gateway.text.prompt_text import PromptText
 
 _QUEUED_PIECES = 64
 """Pieces of a request with several prompts that wait for the client; beyond, its generations are not read from."""
@@ -38,26 +39,32 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
     Raises `GenerationFailed` as soon as one generation fails. A generation is closed once its choices have ended, and
     all are closed when the stream is.
     """
-    if job.generates_nothing:
+    reported = job.generations[0].prompt_logprobs is not None
+    if job.generates_nothing and not reported:
         return _prompts_alone(job)
     streams: list[AsyncGenerator[Piece, None]] = []
     for generation, echo in zip(job.generations, job.echoes, strict=True):
         first = len(streams) * generation.num_choices
+        numbers = range(first, first + generation.num_choices)
+        prompt = PromptText(numbers, generation.token_ids, tokenizer, echo) if reported else None
         decoder = job.decoder or (tokenizer if job.plan is None else job.plan.decoder)
         texts = [
             ChoiceText(
-                first + index,
+                number,
                 decoder,
                 job.stops,
                 generation.sampling.min_tokens,
-                echo,
+                echo="" if reported else echo,
                 ends_unspelt=None if job.decoder is None else tokenizer,
                 with_token_ids=job.prompt_ids is not None,
+                num_before=len(echo) if reported else 0,
             )
-            for index in range(generation.num_choices)
+            for number in numbers
         ]
-        choices = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
-        streams.append(_one_generation(generator, generation, choices))
+        choices: Sequence[Choice] = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
+        if job.generates_nothing:
+            choices = [_NoText(number) for number in numbers]
+        streams.append(_one_generation(generator, generation, choices, prompt))
     return streams[0] if len(streams) == 1 else _merged(streams)
 
 
@@ -71,12 +78,30 @@ async def _prompts_alone(job: Job) -> AsyncGenerator[Piece, None]:
         yield Piece(choice=choice, text=text, num_tokens=0, reports=(), finish_reason="length")
 
 
+class _NoText:
+    """A choice of which only the prompt is wanted: workers generate the one token that they have to."""
+
+    def __init__(self, choice: int) -> None:
+        self._choice = choice
+        self.ended = False
+
+    def pieces(self, delta: Delta) -> Sequence[Piece]:
+        """The end, whatever was generated."""
+        self.ended = True
+        return (Piece(choice=self._choice, text="", num_tokens=0, reports=(), finish_reason="length"),)
+
+
 async def _one_generation(
-    generator: Generator, generation: Generation, choices: Sequence[Choice]
+    generator: Generator, generation: Generation, choices: Sequence[Choice], prompt: PromptText | None
 ) -> AsyncGenerator[Piece, None]:
     num_open = len(choices)
     async with aclosing(generator.generate(generation)) as deltas:
         async for delta in deltas:
+            if prompt is not None:
+                for piece in prompt.pieces(delta if isinstance(delta, PromptDelta) else None):
+                    yield piece
+            if isinstance(delta, PromptDelta):
+                continue
             choice = choices[delta.choice]
             if choice.ended:
                 continue

@@ -63,6 +63,7 @@ class WholeChoice:
     reports: list[TokenReport] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     """Where they were asked for."""
+    prompt_reports: list[TokenReport] = field(default_factory=list)
     finish_reason: AnswerEnd | None = None
     reasoning: list[str] = field(default_factory=list)
     calls: list[list[CallDelta]] = field(default_factory=list)
@@ -79,6 +80,7 @@ class WholeChoice:
             self.calls[piece.call.index].append(piece.call)
         self.reports.extend(piece.reports)
         self.token_ids.extend(piece.token_ids)
+        self.prompt_reports.extend(piece.prompt_reports)
         self.finish_reason = piece.finish_reason
 
 
@@ -139,12 +141,23 @@ class CompletionFormat:
     operation = "text_completion"
 
     def __init__(
-        self, heading: Heading, speller: TokenSpeller, with_logprobs: bool, prompt_ids: PromptIds = None
+        self,
+        heading: Heading,
+        speller: TokenSpeller,
+        with_logprobs: bool,
+        *,
+        prompt_ids: PromptIds = None,
+        echoed: int | None = None,
+        prompted: int | None = None,
     ) -> None:
+        """With so many alternatives the prompt's tokens are among the log probabilities (`echoed`), and in
+        `prompt_logprobs` (`prompted`)."""
         self._heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
         self._prompt_ids = prompt_ids
+        self._echoed = echoed
+        self._prompted = prompted
 
     @property
     def heading(self) -> Heading:
@@ -153,7 +166,7 @@ class CompletionFormat:
 
     def chunk(self, piece: Piece, first: bool) -> Json:
         """The piece's text; a choice's first chunk has the ids of its prompt, where they were asked for."""
-        choice = self._choice(piece.choice, piece.text, piece.reports, piece.finish_reason)
+        choice = self._choice(piece.choice, piece.text, piece.prompt_reports, piece.reports, piece.finish_reason)
         if self._prompt_ids is not None:
             choice["token_ids"] = piece.token_ids
             if first:
@@ -168,7 +181,9 @@ class CompletionFormat:
         """All choices, in order."""
         return self._heading.as_json("text_completion") | {
             "choices": (
-                self._choice(index, "".join(choice.texts), choice.reports, choice.finish_reason, iter)
+                self._choice(
+                    index, "".join(choice.texts), choice.prompt_reports, choice.reports, choice.finish_reason, iter
+                )
                 | self._ids(index, choice)
                 for index, choice in enumerate(choices)
             ),
@@ -184,24 +199,31 @@ class CompletionFormat:
         self,
         index: int,
         text: str,
+        prompt_reports: Sequence[TokenReport],
         reports: Sequence[TokenReport],
         finish_reason: AnswerEnd | None,
         array: _Array = list,
     ) -> Json:
-        logprobs = self._logprobs(reports, array) if self._with_logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        all_reports = reports if self._echoed is None else [*prompt_reports, *reports]
+        logprobs = self._logprobs(all_reports, array) if self._with_logprobs else None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._prompted is None:
+            return choice
+        return choice | _prompt_logprobs(prompt_reports, self._prompted, self._speller, array)
 
     def _logprobs(self, reports: Sequence[TokenReport], array: _Array) -> Json:
         return {
             "tokens": array(self._name(report.token_id) for report in reports),
-            "token_logprobs": array(report.logprobs.logprob for report in reports),
+            "token_logprobs": array(report.logprobs.logprob if report.logprobs else None for report in reports),
             "top_logprobs": array(self._alternatives(report) for report in reports),
             "text_offset": array(report.text_offset for report in reports),
         }
 
-    def _alternatives(self, report: TokenReport) -> Mapping[str, float]:
+    def _alternatives(self, report: TokenReport) -> Mapping[str, float] | None:
         """The most likely tokens, and the one taken whether it is among them or not."""
-        alternatives = {self._name(token_id): logprob for token_id, logprob in report.logprobs.top}
+        if report.logprobs is None:
+            return None
+        alternatives = {self._name(token_id): logprob for token_id, logprob in report.logprobs.top[: self._echoed]}
         return alternatives | {self._name(report.token_id): report.logprobs.logprob}
 
     def _name(self, token_id: int) -> str:
@@ -214,12 +236,20 @@ class ChatFormat:
     operation = "chat"
 
     def __init__(
-        self, heading: Heading, speller: TokenSpeller, with_logprobs: bool, prompt_ids: PromptIds = None
+        self,
+        heading: Heading,
+        speller: TokenSpeller,
+        with_logprobs: bool,
+        *,
+        prompt_ids: PromptIds = None,
+        prompted: int | None = None,
     ) -> None:
+        """`prompted` as in `CompletionFormat`."""
         self._heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
         self._prompt_ids = prompt_ids
+        self._prompted = prompted
 
     @property
     def heading(self) -> Heading:
@@ -271,7 +301,11 @@ class ChatFormat:
             ),
             "usage": usage.as_json(),
         }
-        return answer if self._prompt_ids is None else answer | {"prompt_token_ids": self._prompt_ids[0]}
+        if self._prompt_ids is not None:
+            answer["prompt_token_ids"] = self._prompt_ids[0]
+        if self._prompted is not None:
+            answer |= _prompt_logprobs(choices[0].prompt_reports, self._prompted, self._speller, iter)
+        return answer
 
     def _logprobs(self, reports: Iterable[TokenReport], array: _Array = list) -> Json | None:
         if not self._with_logprobs:
@@ -281,6 +315,7 @@ class ChatFormat:
                 self._entry(report.token_id, report.logprobs.logprob)
                 | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in report.logprobs.top]}
                 for report in reports
+                if report.logprobs is not None
             ),
             "refusal": None,
         }
@@ -288,6 +323,23 @@ class ChatFormat:
     def _entry(self, token_id: int, logprob: float) -> Json:
         name, content = self._speller.spelling(token_id)
         return {"token": name, "logprob": logprob, "bytes": list(content)}
+
+
+def _prompt_logprobs(reports: Iterable[TokenReport], num: int, speller: TokenSpeller, array: _Array) -> Json:
+    """As vLLM has them: of each token of the prompt but the first, itself and the most likely ones, by their ids."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> Json:
+        return {str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": speller.spelling(token_id)[0]}}
+
+    def entries(report: TokenReport) -> Json | None:
+        if report.logprobs is None:
+            return None
+        told = entry(report.token_id, report.logprobs.logprob, report.rank)
+        for rank, (token_id, logprob) in enumerate(report.logprobs.top[:num], 1):
+            told |= entry(token_id, logprob, rank)
+        return told
+
+    return {"prompt_logprobs": array(map(entries, reports))}
 
 
 def _message(choice: WholeChoice) -> Json:

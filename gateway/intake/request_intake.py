@@ -142,21 +142,25 @@ class Intake:
     async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
         """A job of one generation for each prompt."""
         self._check_form(form)
-        most = self._most_tokens(form, len(form.prompt), form.logprobs)
-        length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS, most=most)
+        num_prompts = len(form.prompt)
+        self._most_tokens(form, num_prompts, form.logprobs)  # refused before anything is tokenised
         grammar = await grammar_of(form, self._tokenizer)
         context = self._context()
         self._expect(form.prompt, "prompt", context, admit)
-        generations: list[Generation] = []
+        prompts: list[list[int]] = []
         for prompt in form.prompt:
             await asyncio.sleep(0)  # others have their turns: there may be many prompts
-            token_ids = await self._prompt_tokens(prompt, context)
-            generation = self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar)
+            prompts.append(await self._prompt_tokens(prompt, context))
+        echoed = form.logprobs if form.echo else None
+        most = self._most_tokens(form, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
+        length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS, most=most)
+        generations: list[Generation] = []
+        for token_ids in prompts:
+            await asyncio.sleep(0)
+            generation = self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar, echoed)
             generations.append(replace(generation, admittance=(generations or [generation])[0].admittance))
         if not form.echo:
             return self._job(form, generations)
-        if form.logprobs is not None:
-            raise invalid("echo", "echo with logprobs is not supported: the prompt has no log probabilities")
         echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
         return self._job(form, generations, echoes)
 
@@ -166,12 +170,7 @@ class Intake:
         if form.top_logprobs is not None and not form.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        most = self._most_tokens(form, 1, num_logprobs)
-        length = (
-            _LengthLimit(param="max_tokens", asked=form.max_tokens, default=None, most=most)
-            if form.max_completion_tokens is None
-            else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None, most=most)
-        )
+        self._most_tokens(form, 1, num_logprobs)  # refused before anything is tokenised
         tools = usable_tools(form)
         switches = form.switches()
         self._ignored.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
@@ -184,6 +183,12 @@ class Intake:
             [tool.function.name for tool in tools],
             one_call=form.parallel_tool_calls is False,
             include_reasoning=form.include_reasoning is not False,
+        )
+        most = self._most_tokens(form, 1, num_logprobs, len(token_ids))
+        length = (
+            _LengthLimit(param="max_tokens", asked=form.max_tokens, default=None, most=most)
+            if form.max_completion_tokens is None
+            else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None, most=most)
         )
         generation = self._generation(form, tenant, token_ids, "messages", length, num_logprobs, grammar)
         return self._job(form, [generation], plan=plan)
@@ -222,6 +227,8 @@ class Intake:
         self.check_model(form.model)
         if form.stream_options is not None and not form.stream:
             raise invalid("stream_options", "stream_options needs stream to be true")
+        if form.prompt_logprobs is not None and form.stream:
+            raise invalid("prompt_logprobs", "prompt_logprobs are not told in a stream")
         self._check_vocabulary(form.stop_token_ids or [], "stop_token_ids")
         self._check_vocabulary([token for token, _ in form.logit_bias], "logit_bias")
 
@@ -234,11 +241,26 @@ class Intake:
         """Tokens of prompt and answer together that every worker takes."""
         return min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
 
-    def _most_tokens(self, form: SamplingFields, num_prompts: int, num_logprobs: int | None) -> int:
-        """Tokens of each choice with which the answers to a request stay within their bound."""
-        token_bytes = _TOKEN_BYTES if num_logprobs is None else _TOKEN_BYTES + _LOGPROB_BYTES * (1 + num_logprobs)
-        token_bytes += _TOKEN_ID_BYTES if form.return_token_ids else 0
-        most = self._limits.max_answer_bytes // (num_prompts * (form.n or 1) * token_bytes)
+    def _most_tokens(
+        self,
+        form: SamplingFields,
+        num_prompts: int,
+        num_logprobs: int | None,
+        num_prompt_tokens: int = 0,
+        echoed: int | None = None,
+    ) -> int:
+        """Tokens of each choice with which the answers to a request stay within their bound; before them each choice
+        has log probabilities of the prompt's, with so many alternatives where they are `echoed` or asked for."""
+        n, prompted = form.n or 1, form.prompt_logprobs
+        prompt_bytes = n * num_prompt_tokens * (_report_bytes(echoed) + _report_bytes(prompted))
+        if prompt_bytes > self._limits.max_answer_bytes:
+            message = (
+                f"log probabilities of {num_prompt_tokens} tokens of prompt could make an answer of more than "
+                f"{self._limits.max_answer_bytes} bytes"
+            )
+            raise invalid("logprobs" if prompted is None else "prompt_logprobs", message)
+        token_bytes = _TOKEN_BYTES + _report_bytes(num_logprobs) + (_TOKEN_ID_BYTES if form.return_token_ids else 0)
+        most = (self._limits.max_answer_bytes - prompt_bytes) // (num_prompts * n * token_bytes)
         if not most:
             raise invalid("n", "so many prompts, choices and log probabilities are more than one answer may have")
         return most
@@ -310,8 +332,10 @@ class Intake:
         length: _LengthLimit,
         num_logprobs: int | None,
         grammar: str | None,
+        echoed: int | None = None,
     ) -> Generation:
-        """`param` is the field that the prompt came from."""
+        """`param` is the field that the prompt came from; log probabilities of it are `echoed` with so many
+        alternatives."""
         context = self._context()
         if not token_ids:
             raise invalid(param, f"{param} must not be empty")
@@ -342,6 +366,7 @@ class Intake:
             tier=form.service_tier,
             tenant=tenant,
             cache_salt=_cache_salt(tenant, form.cache_salt),
+            prompt_logprobs=max((num for num in (echoed, form.prompt_logprobs) if num is not None), default=None),
         )
 
     def _sampling(
@@ -400,6 +425,11 @@ class Intake:
             prompt_ids=prompt_ids,
             generates_nothing=form.max_tokens == 0,
         )
+
+
+def _report_bytes(num_logprobs: int | None) -> int:
+    """Of an answer, for the log probabilities of a token, with so many alternatives."""
+    return 0 if num_logprobs is None else _LOGPROB_BYTES * (1 + num_logprobs)
 
 
 def _ending(form: ChatRequest) -> PromptEnding:

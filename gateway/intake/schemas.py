@@ -224,6 +224,8 @@ class SamplingFields(_Body):
     """Say in the usage what the time was spent on."""
     return_token_ids: bool | None = None
     """Each choice has the ids of its tokens, and of its prompt's; vLLM's."""
+    prompt_logprobs: NumLogprobs | None = None
+    """Report log probabilities of the prompt's tokens, with this many alternatives; not in a stream."""
     skip_special_tokens: bool | None = None
     """False: special tokens are spelt out in the text, but for the one that ends it."""
     user: Text | None = None
@@ -237,10 +239,10 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    """0 generates nothing, and needs no worker."""
+    """0 generates nothing, and needs no worker but for log probabilities of the prompt."""
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
-    """Begin each text with its prompt."""
+    """Begin each text with its prompt; and the log probabilities, if they are asked for, with its tokens'."""
 
 
 class TextPart(_Schema):

@@ -52,9 +52,9 @@ from gateway.routing.placement import Placement, Rebind, Route
 from gateway.routing.recovery_metrics import RecoveryMetrics
 from gateway.routing.router import Cached, Expected, Handoff, Local, LocalPrefill, Router, Routing
 from gateway.routing.waiting import Waiting
-from gateway.serving.attempt import Attempt, Deliver, Part, Place, Send
+from gateway.serving.attempt import Attempt, Deliver, DeliverPrompt, Part, Place, Send
 from gateway.serving.flow import Action, Done, Fail, Flow, Left, Want
-from gateway.serving.generation import Delta, Generation, GenerationFailed, Readiness, Refusal
+from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness, Refusal
 from gateway.serving.suspicion import Crash
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
@@ -95,8 +95,8 @@ class _Client:
     """What it was let in for, until its first token."""
     retry_after_s: int | None = None
     """When it might be let in, should it not be."""
-    mailbox: Mailbox[Delta | Done | Fail] = field(default_factory=Mailbox)
-    """Bounded by the request: at most one delta for each token, and one end."""
+    mailbox: Mailbox[Delta | PromptDelta | Done | Fail] = field(default_factory=Mailbox)
+    """Bounded by the request: at most one delta for each token, of prompt and output, and one end."""
 
     def about(self, event: str, key: RequestKey, **fields: object) -> dict[str, Any]:
         """What a line of the log about an attempt says besides: `id` is what the client knows the request by."""
@@ -245,7 +245,7 @@ class Dispatcher(Collector):
 
     # --- the Generator -------------------------------------------------------------------------------------------
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
         """Run one generation; see `gateway.serving.generation.Generator`."""
         client = self._open(generation)
         flow = client.flow
@@ -257,6 +257,8 @@ class Dispatcher(Collector):
                     case Delta() as delta:
                         more = generation.num_choices == 1 and len(client.mailbox) > 0
                         yield replace(delta, more=True) if more else delta
+                    case PromptDelta() as delta_of_prompt:
+                        yield delta_of_prompt
                     case Done():
                         return
                     case Fail(cause, message):
@@ -427,6 +429,8 @@ class Dispatcher(Collector):
                         self.recovery.trials[message.suspicion] += 1
                 case Deliver():
                     self._deliver(client, action)
+                case DeliverPrompt(delta):
+                    client.mailbox.put(delta)
                 case Want():
                     self._want(client, action)
                 case Left(part):
@@ -551,7 +555,8 @@ class Dispatcher(Collector):
             timer.cancel()
 
     def _route(self, want: Want, client: _Client) -> None:
-        num_blocks = self._index.longest(client.block_hashes)
+        # A prompt whose log probabilities are wanted is computed from its first token, whoever holds some of it.
+        num_blocks = self._index.longest(client.block_hashes) if client.flow.report.complete else {}
         client.cached = {place: num * client.block_size for place, num in num_blocks.items()}
         generation = client.flow.generation
         beside = client.flow.beside(want)

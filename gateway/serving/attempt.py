@@ -7,6 +7,8 @@ Life cycle of an attempt:
        worker for an offer that another one has left: then the prefill worker's part goes on as it is.
     2. The first token of each choice comes from the prefill worker (Tokens), and goes to the client at once.
     3. The decode worker's first frame repeats it, and goes on. Duplicates are dropped, gaps asked for again (Resend).
+       Where the client wants log probabilities of the prompt, whoever computes it tells them first (PromptLogprobs).
+       Until the client has all of them, the attempt cannot do without that worker, and no token is taken.
     4. Every choice has its finish reason: the decode worker may forget (Ack). Or a part of it fails, or is lost: the
        flow (`gateway.serving.flow`) decides what follows. Each end frees every worker.
 
@@ -33,13 +35,14 @@ from common.contract.messages import (
     Moved,
     Prefill,
     PrefixHint,
+    PromptLogprobs,
     Resend,
     Role,
     Source,
     Suspicion,
     Tokens,
 )
-from gateway.serving.generation import Delta, Generation
+from gateway.serving.generation import Delta, Generation, PromptDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,21 @@ class Choice:
         return len(self.token_ids)
 
 
+@dataclass(slots=True, eq=False)
+class PromptReport:
+    """The prompt's log probabilities as the client has them. Attempts may bring them again; each is taken once."""
+
+    end: int
+    """Of the positions that it wants; 0 for none."""
+    next_position: int = 1
+    """Whose log probability it is to get next: the first token has none."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has all that it wants."""
+        return self.next_position >= self.end
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send to the worker of this part."""
@@ -115,6 +133,13 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
+class DeliverPrompt:
+    """Give the client more log probabilities of its prompt."""
+
+    delta: PromptDelta
+
+
+@dataclass(frozen=True, slots=True)
 class Broken:
     """The attempt cannot go on."""
 
@@ -126,7 +151,7 @@ class Broken:
     """Whose worker is better avoided."""
 
 
-Action = Send | Deliver | Broken
+Action = Send | Deliver | DeliverPrompt | Broken
 
 
 def abort(part: Part) -> Send:
@@ -142,6 +167,7 @@ class Attempt:
         key: RequestKey,
         generation: Generation,
         choices: Sequence[Choice],
+        report: PromptReport,
         decode: Place,
         *,
         prefill: Place | None = None,
@@ -155,6 +181,7 @@ class Attempt:
         self.key = key
         self.generation = generation
         self.choices = {choice.index: choice for choice in choices}
+        self.report = report
         self.token_ids = tuple(choices[0].token_ids)
         """What the decode worker gets the KV of."""
         if offer is not None:
@@ -205,22 +232,26 @@ class Attempt:
             "admitted": self.admitted,
             "suspicion": self.suspicion,
         }
+        report = None if self.report.complete else generation.prompt_logprobs
         source = self.moving or self.prefill
         if source is None:
-            return [Send(self.decode, Decode(**work, source=None))]
+            return [Send(self.decode, Decode(**work, source=None, prompt_logprobs=report))]
         decode = Decode(**work, source=source.place.source, offered=source.key, moving=self.moving is not None)
         if self.prefill is None or self.prefill.key != self.key:
             return [Send(self.decode, decode)]
-        return [Send(self.prefill, Prefill(**work, prefix=prefix)), Send(self.decode, decode)]
+        prefill = Prefill(**work, prefix=prefix, prompt_logprobs=report)
+        return [Send(self.prefill, prefill), Send(self.decode, decode)]
 
     def on_message(self, part: Part, message: Message) -> list[Action]:
         """A message from the worker of one of its parts."""
         match message:
             case Tokens():
                 return self._on_tokens(part, message)
+            case PromptLogprobs():
+                return self._on_prompt(part, message)
             case Failed(cause=cause, message=text):
                 return [Broken(part, cause, text, self._to_blame(part, cause))]
-            case Finished() if part is self.decode:
+            case Finished() if part is self.decode and self.report.complete:
                 return self._ask_for_missing(again=False)
             case Cancelled():
                 return [self._fault(part, "cancelled what was not aborted")]
@@ -232,6 +263,8 @@ class Attempt:
 
     def on_resync(self, part: Part, *, known: bool) -> list[Action]:
         """Messages to or from this worker were lost; whether it still knows its part."""
+        if known and not self.report.complete and part is self._computing:
+            return [self._without_prompt(part)]
         if known and part is self.decode:
             return self._ask_for_missing(again=True)
         if known or self._can_miss(part):
@@ -261,6 +294,8 @@ class Attempt:
             return [self._fault(part, "sent a choice that was not asked for")]
         if part is self.decode:
             self.decode_has_spoken = True
+        if not self.report.complete:  # the decode worker's are asked for again as soon as it is
+            return [self._without_prompt(part)] if part is self._computing else []
         if choice.ended:
             self.num_duplicates += 1
             return []
@@ -277,6 +312,34 @@ class Attempt:
         logprobs = None if message.logprobs is None else message.logprobs[skip:]
         delta = Delta(choice=choice.index, token_ids=token_ids, logprobs=logprobs, finish_reason=message.finish_reason)
         return [Deliver(delta, self.key, part.role)]
+
+    def _on_prompt(self, part: Part, message: PromptLogprobs) -> list[Action]:
+        report = self.report
+        end = message.position + len(message.scores)
+        if part is not self._computing or end > len(self.generation.token_ids):
+            return [self._fault(part, "sent log probabilities of a prompt that it was not asked for")]
+        if report.complete or end <= report.next_position:
+            self.num_duplicates += 1
+            return []
+        skip = report.next_position - message.position
+        if skip < 0:
+            return [self._without_prompt(part)]
+        report.next_position = end
+        delta = PromptDelta(scores=message.scores.part(skip))
+        actions: list[Action] = [DeliverPrompt(delta)]
+        if report.complete and self.decode_has_spoken:
+            actions += self._ask_for_missing(again=True)
+        return actions
+
+    def _without_prompt(self, part: Part) -> Broken:
+        """Nobody keeps log probabilities of a prompt in order to tell them again: it is computed again."""
+        message = f"log probabilities of the prompt were lost between the {part.role} worker and the gateway"
+        return Broken(part, Cause.WORKER_LOST, message, blame=None)
+
+    @property
+    def _computing(self) -> Part:
+        """Whose worker computes the prompt."""
+        return self.prefill or self.decode
 
     def _ask_again(self, choice: Choice) -> list[Action]:
         self.num_gaps += 1
@@ -304,7 +367,7 @@ class Attempt:
     def _can_miss(self, part: Part) -> bool:
         """Whether the attempt goes on without this worker. Without a prefill worker, once the first tokens are here, or
         sure to come: a decode worker speaks only after it has settled."""
-        if part is self.decode:
+        if part is self.decode or not self.report.complete:
             return False
         return self.decode_has_spoken or all(
             choice.next_position > len(self.token_ids) for choice in self.choices.values()

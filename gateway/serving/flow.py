@@ -28,9 +28,20 @@ from enum import StrEnum
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey, new_request_id
-from common.contract.messages import Cut, Message, Moved, PrefixHint, Role, Suspicion
+from common.contract.messages import Cut, Message, Moved, PrefixHint, PromptLogprobs, Role, Suspicion
 from gateway.serving.attempt import Action as AttemptAction
-from gateway.serving.attempt import Attempt, Broken, Choice, Deliver, Part, Place, Send, abort
+from gateway.serving.attempt import (
+    Attempt,
+    Broken,
+    Choice,
+    Deliver,
+    DeliverPrompt,
+    Part,
+    Place,
+    PromptReport,
+    Send,
+    abort,
+)
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash, Share, suspicion_after
 
@@ -101,7 +112,7 @@ class Fail:
     message: str
 
 
-Action = Send | Deliver | Want | Left | Done | Fail
+Action = Send | Deliver | DeliverPrompt | Want | Left | Done | Fail
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +131,8 @@ class Flow:
     wants: list[Want] = field(default_factory=list)
     """What waits for workers."""
     choices: tuple[Choice, ...] = ()
+    report: PromptReport = field(init=False)
+    """What the client has of the prompt's log probabilities."""
     admitted: bool = False
     """Whether a worker has let it in, or may have: then no other one refuses it for those that wait there."""
     refusal: Fail | None = None
@@ -130,6 +143,7 @@ class Flow:
     def __post_init__(self) -> None:
         prompt = self.generation.token_ids
         self.choices = tuple(Choice(index, list(prompt)) for index in range(self.generation.num_choices))
+        self.report = PromptReport(0 if self.generation.prompt_logprobs is None else len(prompt))
 
     @property
     def running(self) -> bool:
@@ -191,6 +205,7 @@ class Flow:
             want.key,
             self.generation,
             want.choices,
+            self.report,
             decode,
             prefill=prefill,
             offer=want.offer,
@@ -215,7 +230,9 @@ class Flow:
     def move(self, attempt: Attempt, choice: Choice, decode: Place, budget_s: float, *, now: float) -> list[Action]:
         """Let `decode` pull the running sequence of a choice from its draining worker, and go on with it."""
         key = self._next_key(attempt.key.request, alone=attempt.unfinished == [choice])
-        moving = Attempt(key, self.generation, [choice], decode, moving=attempt.decode, admitted=True, now=now)
+        moving = Attempt(
+            key, self.generation, [choice], self.report, decode, moving=attempt.decode, admitted=True, now=now
+        )
         where = f"choice {choice.index} moves from {attempt.decode.place.address} to {decode.address}"
         return self._begin(moving, where, budget_s, None)
 
@@ -238,8 +255,8 @@ class Flow:
         if not self.running:
             return []
         actions: list[Action] = []
-        if part.role is Role.PREFILL and not part.over:
-            part.over = True  # whatever it says, its prompt is computed, or never will be
+        if part.role is Role.PREFILL and not part.over and not isinstance(message, PromptLogprobs):
+            part.over = True  # whatever else it says, its prompt is computed, or never will be
             actions.append(Left(part))
         actions += self._do(attempt, attempt.on_message(part, message))
         if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
@@ -278,6 +295,9 @@ class Flow:
                     done.append(action)
                 case Deliver():
                     done += [action, *self._progress(attempt, self.choices[action.delta.choice])]
+                case DeliverPrompt():
+                    self.admitted = True
+                    done.append(action)
                 case Broken():
                     done += self._broken(attempt, action, share)
         return done
@@ -394,7 +414,10 @@ class Flow:
         return want
 
     def _standing_offer(self, attempt: Attempt, broken: Broken) -> Part | None:
-        """What the prefill worker has computed, or is computing, for a decode worker that has not begun."""
+        """What the prefill worker has computed, or is computing, for a decode worker that has not begun. Not while
+        it is to tell of the prompt: nobody would listen until another decode worker is there."""
+        if not self.report.complete:
+            return None
         if broken.part is not attempt.decode or attempt.decode_has_spoken or attempt.prefill is None:
             return None
         if broken.blame is attempt.prefill or broken.cause is Cause.LEASE_LOST:
@@ -478,6 +501,7 @@ class Flow:
         """Assert what must hold between any two events."""
         prompt = list(self.generation.token_ids)
         assert all(choice.token_ids[: len(prompt)] == prompt for choice in self.choices), self.story
+        assert self.report.complete or all(len(each.token_ids) == len(prompt) for each in self.choices), self.story
         if self.state is FlowState.DONE:
             assert all(choice.ended for choice in self.choices), self.story
         if not self.running:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.contract.errors import BatonError, Cause
-from common.contract.messages import FinishReason, TokenLogprobs
+from common.contract.messages import FinishReason, TokenLogprobs, TokenScores
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.waterfall import Waterfall
@@ -51,6 +51,8 @@ class Generation:
     """Whose it is: tenants of one tier share the workers evenly."""
     cache_salt: str = ""
     """Prefixes are shared only under the same salt; `request_intake` makes it of the tenant and the client's own."""
+    prompt_logprobs: int | None = None
+    """Tell log probabilities of the prompt's tokens, with this many alternatives; None tells none."""
     admittance: Admittance = field(default_factory=Admittance, compare=False, repr=False)
     """Shared with the request's other prompts."""
     waterfall: Waterfall = field(default_factory=Waterfall, compare=False, repr=False)
@@ -69,6 +71,14 @@ class Delta:
     """Set on the choice's last delta."""
     more: bool = False
     """Whether the next one is there already, of this very choice: whoever takes this one will not wait for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDelta:
+    """How likely more of the prompt's tokens were, from the second one on; all of them come before any `Delta`, in
+    order and without gaps."""
+
+    scores: TokenScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +109,8 @@ class GenerationFailed(BatonError):  # noqa: N818 (the protocol's word for this 
 class Generator(Protocol):
     """Serves generations with whatever workers there are."""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
-        """Yield deltas until each choice has had its `finish_reason`.
+    def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
+        """Yield deltas until each choice has had its `finish_reason`; before them what was asked of the prompt.
 
         Raises `GenerationFailed`. Closing the iterator early (`aclose`, or cancelling the task that awaits it) aborts
         the request on the workers.

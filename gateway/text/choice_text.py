@@ -18,12 +18,15 @@ AnswerEnd: TypeAlias = FinishReason | Literal["tool_calls"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReport:
-    """A generated token with its log probabilities."""
+    """A token with its log probabilities."""
 
     token_id: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    """None of a prompt's first token alone, which comes after nothing."""
     text_offset: int
     """Characters of the choice's text before the token's."""
+    rank: int = 0
+    """Of a prompt's token: how many were at least as likely, itself included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +64,13 @@ class Piece:
     """Those that `num_tokens` counts, where they were asked for."""
     num_reasoning_tokens: int = 0
     """How many more tokens of the choice are known to be reasoning."""
+    prompt_reports: tuple[TokenReport, ...] = ()
+    """Of more of the prompt's tokens, where their log probabilities were asked for: before all that is generated."""
 
     @property
     def plain(self) -> bool:
         """Whether there is text, and nothing to be told besides."""
-        told = self.token_ids or self.reports or self.reasoning or self.call is not None
+        told = self.token_ids or self.reports or self.prompt_reports or self.reasoning or self.call is not None
         return bool(self.text) and self.finish_reason is None and not told
 
 
@@ -80,11 +85,13 @@ class ChoiceText:
         min_tokens: int,
         echo: str = "",
         ends_unspelt: TokenDecoder | None = None,
+        num_before: int = 0,
         *,
         with_token_ids: bool = False,
     ) -> None:
         """The text begins with `echo`; no stop string is looked for there, or in that of the first `min_tokens`. The
-        token that ends the choice is no text if it has none for `ends_unspelt`."""
+        token that ends the choice is no text if it has none for `ends_unspelt`. Others have passed on `num_before`
+        characters before all that."""
         self.choice: Final = choice
         self.ended = False
         """The last piece is out; further deltas are to be ignored."""
@@ -97,9 +104,9 @@ class ChoiceText:
         self._ends_unspelt = ends_unspelt
         self._with_token_ids = with_token_ids
         self._num_tokens = 0
-        self._num_chars = 0
+        self._num_chars = num_before
         """Characters of all settled text, held back or not."""
-        self._num_passed = 0
+        self._num_passed = num_before
         """Characters passed on."""
 
     def pieces(self, delta: Delta) -> Sequence[Piece]:

@@ -46,6 +46,7 @@ from common.contract.messages import (
     Prefill,
     PrefillDone,
     PrefixHint,
+    PromptLogprobs,
     PromptTimes,
     Resend,
     Resume,
@@ -57,6 +58,7 @@ from common.contract.messages import (
     Timings,
     TokenLogprobs,
     Tokens,
+    TokenScores,
     Trial,
     Welcome,
 )
@@ -165,14 +167,37 @@ block_hashes = st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), min
 
 
 @st.composite
+def prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
+    """Of some tokens, with as many alternatives for each."""
+    num, num_top = draw(st.integers(1, 4)), draw(st.integers(0, MAX_LOGPROBS))
+    singles = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+    def of(each: st.SearchStrategy[Any], size: int) -> tuple[Any, ...]:
+        return tuple(draw(st.lists(each, min_size=size, max_size=size)))
+
+    scores = TokenScores(
+        logprobs=of(singles, num),
+        ranks=of(numbers, num),
+        top_token_ids=of(numbers, num * num_top),
+        top_logprobs=of(singles, num * num_top),
+    )
+    return PromptLogprobs(
+        request=draw(handles), attempt=draw(attempts), position=draw(st.integers(1, 2**62)), scores=scores
+    )
+
+
+@st.composite
 def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -> Message:
     """A `Prefill` or `Decode` that makes sense."""
     prompt = draw(prompts)
+    fields = {name: draw(strategy) for name, strategy in more.items()}
+    scored = fields.get("prefix") is None and draw(st.booleans())
     return cls(
         request=draw(handles),
         attempt=draw(attempts),
         token_ids=prompt,
-        prompt_len=draw(st.integers(1, len(prompt))),
+        prompt_len=len(prompt) if scored else draw(st.integers(1, len(prompt))),
+        prompt_logprobs=draw(st.integers(0, MAX_LOGPROBS)) if scored else None,
         choices=tuple(draw(st.lists(choices, min_size=1, max_size=MAX_CHOICES, unique=True))),
         sampling=draw(samplings),
         budget_s=draw(st.floats(0, 10**6, exclude_min=True)),
@@ -181,7 +206,7 @@ def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -
         cache_salt=draw(names),
         admitted=draw(st.booleans()),
         suspicion=draw(st.sampled_from(Suspicion)),
-        **{name: draw(strategy) for name, strategy in more.items()},
+        **fields,
     )
 
 
@@ -192,7 +217,7 @@ def decodes(draw: st.DrawFn) -> Message:
     assert isinstance(work, Decode)
     if draw(st.booleans()):
         return work
-    work = dataclasses.replace(work, source=draw(sources), offered=draw(keys))
+    work = dataclasses.replace(work, source=draw(sources), offered=draw(keys), prompt_logprobs=None)
     return dataclasses.replace(work, choices=work.choices[:1], moving=True) if draw(st.booleans()) else work
 
 
@@ -247,6 +272,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Timings: st.builds(
         Timings, **about, choice=st.none() | choices, prompt=st.none() | prompt_times, decode=st.none() | decode_times
     ),
+    PromptLogprobs: prompt_logprobs(),
     Tokens: all_tokens(),
     Finished: st.builds(Finished, **about),
     Failed: st.builds(Failed, **about, cause=causes, message=texts),

@@ -79,6 +79,13 @@ WORK: dict[str, Any] = {
     "budget_s": 30.0,
 }
 TOKENS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": 0, "position": 3, "token_ids": u32(9)}
+SCORES: dict[str, Any] = {
+    "logprobs": struct.pack("<2f", -0.5, -1.5),
+    "ranks": u32(1, 9),
+    "top_token_ids": u32(7, 8, 7, 8),
+    "top_logprobs": struct.pack("<4f", -0.5, -2.0, -0.25, -4.0),
+}
+SCORED: dict[str, Any] = {"request": "r1", "attempt": 1, "position": 1, "scores": SCORES}
 SETTLE: dict[str, Any] = {"request": "r1", "attempt": 1, "lease": "l1", "epoch": 1}
 DONE: dict[str, Any] = {**SETTLE, "first_tokens": [TOKENS]}
 SOURCE: dict[str, Any] = {"address": "h:1", "incarnation": "i"}
@@ -171,6 +178,20 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
 
 def test_a_frame_may_be_empty_and_a_view() -> None:
     assert decode(memoryview(encode(ME, []))) == (ME, [])
+
+
+def test_log_probabilities_of_a_prompt_travel_in_columns() -> None:
+    message = received("PromptLogprobs", SCORED)
+    assert (message.position, len(message.scores), message.scores.num_alternatives) == (1, 2, 2)
+    first, second = message.scores.each()
+    assert first == TokenLogprobs(logprob=-0.5, top=((7, -0.5), (8, -2.0)))
+    assert second == TokenLogprobs(logprob=-1.5, top=((7, -0.25), (8, -4.0)))
+    assert message.scores.part(1).each() == [second]
+    assert message.scores.part(0, 1).ranks == (1,)
+    assert message.scores.part(0, 9) == message.scores
+    assert received("Prefill", {**WORK, "prompt_logprobs": 20}).prompt_logprobs == 20
+    assert received("Decode", {**WORK, "source": None, "prompt_logprobs": 0}).prompt_logprobs == 0
+    assert received("Prefill", WORK).prompt_logprobs is None
 
 
 def test_absent_fields_take_their_defaults() -> None:
@@ -411,6 +432,52 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
             "address",
             id="a hint at a host without a port",
         ),
+        pytest.param("Prefill", {**WORK, "prompt_logprobs": 21}, "prompt_logprobs", id="many alternatives"),
+        pytest.param("Prefill", {**WORK, "prompt_logprobs": True}, "prompt_logprobs", id="a flag for alternatives"),
+        pytest.param(
+            "Prefill", {**WORK, "prompt_len": 2, "prompt_logprobs": 0}, "prompt_logprobs", id="a prompt that was told"
+        ),
+        pytest.param(
+            "Prefill",
+            {**WORK, "prompt_logprobs": 0, "prefix": {"source": SOURCE, "num_tokens": 16}},
+            "prompt_logprobs",
+            id="a prompt of which a part is pulled",
+        ),
+        pytest.param(
+            "Decode", {**WORK, **OFFERED, "prompt_logprobs": 0}, "prompt_logprobs", id="a prompt that is pulled"
+        ),
+        pytest.param("PromptLogprobs", {**SCORED, "position": 0}, "position", id="the first token's"),
+        pytest.param(
+            "PromptLogprobs",
+            {**SCORED, "scores": dict.fromkeys(SCORES, b"")},
+            "of no token",
+            id="log probabilities of nothing",
+        ),
+        *[
+            pytest.param("PromptLogprobs", {**SCORED, "scores": {**SCORES, name: value}}, names, id=what)
+            for name, value, names, what in (
+                ("logprobs", struct.pack("<2f", -1.0, float("nan")), "finite", "a log probability that is no number"),
+                ("top_logprobs", struct.pack("<4f", 0, 0, 0, -float("inf")), "finite", "one that is infinite"),
+                ("logprobs", [-1.0, -1.0], "logprobs", "a list of them"),
+                ("logprobs", b"12345", "5 bytes", "one and a quarter"),
+                ("ranks", u32(1), "1 ranks for 2", "a rank too few"),
+                ("ranks", u32(1, 2, 3), "3 ranks for 2", "a rank too many"),
+                ("top_token_ids", u32(7, 8, 7), "3 alternatives with 4", "an alternative without a value"),
+                ("logprobs", bytes(4 * (MAX_TOLD_TOKENS + 1)), "logprobs", "more tokens than a message tells of"),
+            )
+        ],
+        pytest.param(
+            "PromptLogprobs",
+            {**SCORED, "scores": {**SCORES, "top_token_ids": u32(7, 8, 7), "top_logprobs": bytes(12)}},
+            "3 alternatives",
+            id="alternatives that do not come out even",
+        ),
+        pytest.param(
+            "PromptLogprobs",
+            {**SCORED, "scores": {**SCORES, "top_token_ids": bytes(4 * 42), "top_logprobs": bytes(4 * 42)}},
+            "21 alternatives",
+            id="21 alternatives of a prompt's token",
+        ),
         pytest.param("AttachPrefix", {"request": "r1", "attempt": 1}, "block_hashes", id="no names"),
         pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": b""}, "block_hashes", id="names of no block"),
         pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": [NAME]}, "block_hashes", id="a list of names"),
@@ -484,6 +551,7 @@ REQUEST_MESSAGES: dict[str, dict[str, Any]] = {
     "Cut": {"request": "r1", "attempt": 1, "choice": 0, "position": 0},
     "Moved": {"request": "r1", "attempt": 1, "choice": 0},
     "Timings": TIMINGS,
+    "PromptLogprobs": SCORED,
     "Tokens": TOKENS,
     "Settle": SETTLE,
     "Settled": {**SETTLE, "valid": True},
@@ -573,6 +641,12 @@ LONG_SAMPLING = {
     "grammar": "\U0001f600" * MAX_GRAMMAR_CHARS,
 }
 LONG_WORK = {**WORK, "token_ids": bytes(4 * MAX_TOKENS), "sampling": LONG_SAMPLING, "tenant": "\U0001f600" * 256}
+LONG_SCORES = {
+    "logprobs": bytes(4 * MAX_TOLD_TOKENS),
+    "ranks": bytes(4 * MAX_TOLD_TOKENS),
+    "top_token_ids": bytes(4 * MAX_TOLD_TOKENS * MAX_LOGPROBS),
+    "top_logprobs": bytes(4 * MAX_TOLD_TOKENS * MAX_LOGPROBS),
+}
 LONG_TOKENS = {**TOKENS, "token_ids": bytes(4 * MAX_TOLD_TOKENS), "logprobs": [LONG_LOGPROBS] * MAX_TOLD_TOKENS}
 LARGEST: dict[str, dict[str, Any]] = {
     "Hello": {**HELLO, "open_requests": [LONG_KEY] * MAX_OPEN_REQUESTS},
@@ -587,6 +661,7 @@ LARGEST: dict[str, dict[str, Any]] = {
     "CacheEvents": {"begins": True, "stored": bytes(8 * MAX_CACHE_EVENTS), "removed": bytes(8 * MAX_CACHE_EVENTS)},
     "Prefill": LONG_WORK,
     "Decode": {**LONG_WORK, **OFFERED},
+    "PromptLogprobs": {**SCORED, "scores": LONG_SCORES},
     "Tokens": LONG_TOKENS,
     "AttachPrefix": {**ATTACH_PREFIX, "block_hashes": bytes(HASH_BYTES * MAX_PREFIX_BLOCKS)},
     "BlocksReady": {**OFFER, "block_ids": bytes(4 * MAX_TOKENS), "checksums": bytes(4 * MAX_TOKENS)},

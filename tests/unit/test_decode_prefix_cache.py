@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from decode_bench import EAGER, Bench, request, tokens
 
@@ -55,6 +57,20 @@ def test_a_prompt_that_is_computed_here_begins_after_what_is_cached(num_tokens: 
     [chunk] = step.chunks
     assert chunk.prompt.block_table[:num_shared] == table[:num_shared]
     assert not set(chunk.prompt.block_table[num_shared:]) & set(table), "what is computed again is written elsewhere"
+    bench.end_step(step)
+
+
+def test_a_prompt_whose_tokens_are_scored_is_computed_whatever_is_cached() -> None:
+    bench = Bench(memory_reserve=EAGER)
+    table = list(bench.run(request("first", 8)).sequence.block_table)
+    scored = request("second", tokens("first", 10), local=True)
+    scored.work = replace(scored.work, prompt_logprobs=1)
+    bench.reserve(scored)
+    step = bench.begin_step()
+    assert chunks(step) == [("second", 0, 10)]
+    assert not set(step.chunks[0].prompt.block_table) & set(table)
+    (decode, chunk) = step.slices()
+    assert (decode.scored, chunk.scored, chunk.num_alternatives) == ((), tuple(tokens("first", 10)[1:]), 1)
     bench.end_step(step)
 
 

@@ -12,7 +12,19 @@ import pytest
 from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, heartbeat, settle, text, welcome
 
 from common.contract.errors import Cause, FingerprintMismatchError
-from common.contract.messages import Abort, Ack, Decode, HelloRefused, PrefixHint, Role, Source, Tokens
+from common.contract.messages import (
+    Abort,
+    Ack,
+    Decode,
+    HelloRefused,
+    Prefill,
+    PrefixHint,
+    PromptLogprobs,
+    Role,
+    Source,
+    Tokens,
+    TokenScores,
+)
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.config import GatewaySettings, load
@@ -286,6 +298,34 @@ OUTPUT_1 = tuple(range(140, 160))
 PROMPT_2 = (*PROMPT_1, *OUTPUT_1, *range(160, 180))
 """A conversation's next turn: 80 tokens, of which 59, in 3 full blocks of 16, are in the decode worker's cache."""
 HELD = (*PROMPT_1, *OUTPUT_1)[:-1]
+
+
+async def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whoever_holds_it() -> None:
+    """Until its client has them: what is computed again after that may be pulled."""
+    bench = Bench((P, P2), (D, D2))
+    for address in (P, D, D2):
+        bench.holds(address, PROMPT_1)
+    key, task = await bench.request(PROMPT_1, prompt_logprobs=0)
+    prefill, _ = bench.work[key]
+    work = bench.work[key][prefill]
+    assert isinstance(work, Prefill)
+    assert (work.prefix, work.prompt_logprobs) == (None, 0)
+    num = len(PROMPT_1) - 1
+    for position, length in ((1, 16), (17, num - 16)):
+        scores = TokenScores(logprobs=(-1.0,) * length, ranks=(1,) * length)
+        bench.say(prefill, PromptLogprobs(request=key.request, attempt=1, position=position, scores=scores))
+    await settle()
+    assert [len(delta.scores) for delta in bench.told] == [16, num - 16], "as it comes"
+    bench.lose(prefill)
+    await settle()
+    again, others = bench.newest(key)
+    assert again != key
+    assert all(each.prompt_logprobs is None for each in others.values())
+    for address in others:
+        bench.tokens(address, again, 0, 1, reason="stop")
+    assert await text(task) == [1]
+    assert sum(len(delta.scores) for delta in bench.told) == num
+    await bench.close()
 
 
 async def test_the_next_turn_is_told_where_the_last_one_was_decoded() -> None:

@@ -152,7 +152,7 @@ COMPLETION_CASES = [
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"echo": 1}, "echo"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"echo": True, "logprobs": 21}, "logprobs"),
 ]
 CHAT_CASES = [
     ({"messages": []}, "messages"),

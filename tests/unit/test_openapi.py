@@ -64,7 +64,7 @@ SAID_NOWHERE = [
     {"messages": [{"role": "user", "content": None}]},
     {"stream_options": {"include_usage": True}},
     {"top_logprobs": 3},
-    {"echo": True, "logprobs": 1},
+    {"prompt_logprobs": 1, "stream": True},
     {"response_format": {"type": "json_schema"}},
     {"guided_regex": "a", "guided_choice": ["a"]},
     {"guided_regex": "a", "min_tokens": 2},

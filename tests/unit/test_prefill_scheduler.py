@@ -416,6 +416,20 @@ def test_the_last_token_is_computed_whatever_is_cached() -> None:
     assert bench.step() == [("b", 12, 16)]
 
 
+def test_a_prompt_whose_tokens_are_scored_is_computed_whatever_is_cached() -> None:
+    bench = Bench()
+    bench.compute(request("a", 16, token_ids=range(16)))
+    scored = request("b", 16, token_ids=range(16))
+    scored.work = replace(scored.work, prompt_logprobs=0)
+    bench.admit(scored)
+    assert (scored.num_cached, bench.scheduler.num_uncomputed) == (0, 16)
+    assert [*bench.step(), *bench.step()] == [("b", 0, 8), ("b", 8, 16)]
+    assert bench.pool.num_used == 0
+    again = request("c", 16, token_ids=range(16))
+    bench.admit(again)
+    assert again.num_cached == 12, "others find it"
+
+
 def test_prompts_under_different_salts_share_nothing() -> None:
     bench = Bench()
     bench.compute(request("a", 16, token_ids=range(16), salt="x"))

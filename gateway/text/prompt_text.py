@@ -1,0 +1,55 @@
+"""A prompt on its way to the client with log probabilities: its text, if that is wanted, and a report of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from common.contract.messages import TokenLogprobs
+from gateway.serving.generation import PromptDelta
+from gateway.text.choice_text import Piece, TokenReport
+from gateway.text.detokenizer import Detokenizer, TokenDecoder
+
+_PIECE_TOKENS: Final = 256
+"""Most of the prompt's tokens in one piece: others have a turn between two of them."""
+
+
+class PromptText:
+    """The prompt of some choices, which all begin with it."""
+
+    def __init__(self, choices: Sequence[int], token_ids: Sequence[int], tokenizer: TokenDecoder, echo: str) -> None:
+        """`echo` is its text, or empty where that is not wanted."""
+        self._choices = choices
+        self._token_ids = token_ids
+        self._echo = echo
+        self._detokenizer = Detokenizer(tokenizer)
+        self._num_told = 0
+        """Leading tokens that are reported."""
+        self._num_chars = 0
+        """Characters of their text."""
+        self._num_passed = 0
+        """Characters passed on."""
+
+    def pieces(self, delta: PromptDelta | None) -> Iterator[Piece]:
+        """Take more of it, or None for its end: pieces of each choice. The first token comes with whatever is first."""
+        if self._num_told == 0:
+            yield from self._tell([None], [0])
+        if delta is not None:
+            for start in range(0, len(delta.scores), _PIECE_TOKENS):
+                part = delta.scores.part(start, start + _PIECE_TOKENS)
+                yield from self._tell(part.each(), part.ranks)
+
+    def _tell(self, logprobs: Sequence[TokenLogprobs | None], ranks: Sequence[int]) -> Iterator[Piece]:
+        end = self._num_told + len(logprobs)
+        reports = []
+        for token_id, each, rank in zip(self._token_ids[self._num_told : end], logprobs, ranks, strict=True):
+            offset = min(self._num_chars, len(self._echo))
+            reports.append(TokenReport(token_id=token_id, logprobs=each, text_offset=offset, rank=rank))
+            if self._echo:
+                self._num_chars += len(self._detokenizer.push(token_id))
+        self._num_told = end
+        num_passed = self._num_chars if end < len(self._token_ids) else len(self._echo)
+        text, told = self._echo[self._num_passed : num_passed], tuple(reports)
+        self._num_passed = num_passed
+        for choice in self._choices:
+            yield Piece(choice=choice, text=text, num_tokens=0, reports=(), finish_reason=None, prompt_reports=told)
