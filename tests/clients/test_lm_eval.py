@@ -54,3 +54,10 @@ def test_generate_until(tasks: TaskManager, base_url: str, model: str, model_fol
     """With prompts as token ids, and as text; every answer is right."""
     results = evaluated("look_up", tasks, base_url, model, model_folder, tokenized_requests=tokenized)
     assert results["exact_match,code"] == 1.0
+
+
+@pytest.mark.parametrize("tokenized", [True, False])
+def test_multiple_choice(tasks: TaskManager, base_url: str, model: str, model_folder: Path, tokenized: bool) -> None:
+    """By log probabilities of the prompt; the right answer is the most likely one."""
+    results = evaluated("choose", tasks, base_url, model, model_folder, tokenized_requests=tokenized)
+    assert results["acc,none"] == 1.0
