@@ -7,8 +7,10 @@ PORT ?= 8000
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+CLIENTS := .venv-clients/.installed
+NODE_CLIENTS := tests/clients/node_modules/.installed
 
-.PHONY: serve test chaos gpu model check format screenshots clean
+.PHONY: serve test chaos clients gpu model check format screenshots clean
 
 serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
@@ -24,6 +26,11 @@ test: $(STAMP)
 
 chaos: $(STAMP)
 	SOAK_REQUESTS=500 SOAK_RECORD=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
+
+# The gateway with the clients that people use, which have environments of their own; vLLM's takes gigabytes.
+clients: $(STAMP) $(CLIENTS) $(NODE_CLIENTS)
+	$(BIN)/python -m benchmarks.peers.install_vllm
+	.venv-clients/bin/python -m pytest tests/clients
 
 # On a machine with a GPU: the kernels there, and what needs one.
 gpu: $(STAMP)
@@ -55,5 +62,17 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $(STAMP)
 
+# Not compiled: most of what is installed is never imported.
+$(CLIENTS): tests/clients/requirements.txt
+	$(PYTHON) -m venv --clear .venv-clients
+	@echo "installing the clients written in Python into .venv-clients (a minute)"
+	@.venv-clients/bin/python -m pip install --quiet --no-deps --no-compile --requirement $<
+	@touch $@
+
+$(NODE_CLIENTS): tests/clients/package.json tests/clients/package-lock.json
+	@echo "installing the clients for Node into tests/clients/node_modules"
+	@npm ci --silent --no-audit --no-fund --ignore-scripts --prefix tests/clients
+	@touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients tests/clients/node_modules build *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,9 @@ import pytest
 from checkpoints import make_checkpoint
 from skips import pytest_make_collect_report, pytest_runtest_makereport
 
+collect_ignore = ["clients"]
+"""They run in an environment of their own: `make clients`."""
+
 __all__ = ["checkpoint", "pytest_make_collect_report", "pytest_runtest_makereport"]
 
 

@@ -347,7 +347,7 @@ class Intake:
         if max_tokens is None:
             max_tokens = min(rest if length.default is None else length.default, rest, length.most)
         if max_tokens > rest:
-            message = f"{len(token_ids)} tokens of prompt and {length.param} {max_tokens} exceed the context, {context}"
+            message = f"{_longest(context)}: {len(token_ids)} of prompt and {length.param} {max_tokens} are more"
             raise invalid(length.param, message, code="context_length_exceeded")
         if max_tokens > length.most:
             message = (
@@ -445,8 +445,13 @@ def _ending(form: ChatRequest) -> PromptEnding:
 def _too_long(param: str, num_tokens: int | None, context: int) -> ApiError:
     """`num_tokens`: as far as they were counted; None for more than the context."""
     counted = f"more than {context}" if num_tokens is None else str(num_tokens)
-    message = f"{param} has {counted} tokens; with at least one to generate, the context takes {context}"
+    message = f"{_longest(context)}, of which at least one is to be generated: {param} has {counted}"
     return invalid(param, message, code="context_length_exceeded")
+
+
+def _longest(context: int) -> str:
+    """In OpenAI's words, by which clients (LiteLLM, for one) know what is wrong: they do not all read the code."""
+    return f"This model's maximum context length is {context} tokens"
 
 
 def _cache_salt(tenant: str, cache_salt: str | None) -> str:

@@ -278,6 +278,13 @@ async def test_the_code_tells_refusals_apart(change: dict[str, object], code: st
     assert answer["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("change", [{"prompt": [2] * CONTEXT}, {"prompt": "9" * CONTEXT}, {"max_tokens": CONTEXT}])
+async def test_a_context_that_is_exceeded_is_told_in_the_words_of_openai(change: dict[str, object]) -> None:
+    """Clients look for them in the message, not for the code."""
+    _, answer, _ = await post(COMPLETIONS_PATH, COMPLETION | change)
+    assert answer["error"]["message"].startswith(f"This model's maximum context length is {CONTEXT} tokens")
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS_PATH, CHAT_PATH, "/tokenize", "/detokenize"])
 async def test_an_unknown_model_is_not_found(path: str) -> None:
     body = COMPLETION | CHAT | {"tokens": [5], "model": "other"}
