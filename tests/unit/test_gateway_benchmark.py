@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import results_page
+from benchmarks import record
 from benchmarks.event_client import EventClient, post
 from benchmarks.gateway import journeys_ms, stream_figures, summary, tokens_with_text
 from benchmarks.results_page import part
@@ -134,7 +134,7 @@ def test_rounds_are_summed_up_by_configuration() -> None:
 
 
 def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
     streams = {
         "added_p50_ms": 0.5,
         "added_p99_ms": 2.0,
@@ -147,7 +147,13 @@ def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     asked = {"requests_per_s": 900.0, "cpu_us_per_request": 1100.0, "gateway_share": 0.99, "load_share": 0.2}
     rounds = [{"100": streams | {"paces": []}, "requests": asked}]
     machine = {"cpu": "Abacus", "cores": 2}
-    run = {"command": "c", "commit": "c", "machine": machine, "figures": summary(rounds) | {"rounds": rounds}}
+    run = {
+        "command": "c",
+        "commit": "c",
+        "product": "p",
+        "machine": machine,
+        "figures": summary(rounds) | {"rounds": rounds},
+    }
     (tmp_path / "gateway.json").write_text(json.dumps(run))
     assert "| 100 | 0.50 | 2.0 | 20,500 | 40 | 30 | 99 % |" in part("gateway")
     assert "| 900 | 1100 | 99 % |" in part("gateway requests")
