@@ -19,6 +19,8 @@ serve: $(STAMP)
 DEALT := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: export OMP_NUM_THREADS := 1
+# Some images forbid Python to keep what it has compiled: each of the hundreds of processes would compile all of Baton.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	$(BIN)/python -m pytest $(DEALT) -m "not gpu" tests/kernels tests/parity tests/model tests/property tests/unit
 	$(BIN)/python -m pytest $(DEALT) --durations 15 -m "not gpu and not chaos" tests/chaos tests/e2e

@@ -25,6 +25,7 @@ from common.runtime.config import GatewaySettings, load
 from common.runtime.curve import CurveKeys
 from common.runtime.lifecycle import (
     Announcer,
+    collector_paused,
     end_with_parent,
     exit_on_operator_error,
     freeze_startup_objects,
@@ -218,9 +219,11 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         process = None if share is None else (share.index + 1, share.number)
         dashboard = Dashboard(dispatcher, api_settings, metrics, process=process)
     keyring, tls = _secrets(settings, metrics)
+    with collector_paused():
+        tokenizer = ModelTokenizer.load(folder)
     app = create_app(
         dispatcher,
-        ModelTokenizer.load(folder),
+        tokenizer,
         api_settings,
         metrics,
         keyring=keyring,

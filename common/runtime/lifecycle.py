@@ -11,7 +11,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from common.contract.errors import OperatorError
@@ -75,6 +76,19 @@ class Announcer:
             os.write(self._fd, json.dumps(facts).encode() + b"\n")
         except OSError:
             self._fd = None
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """The garbage collector rests while large libraries are imported.
+
+    Next to nothing of what they make is garbage: to look through it again and again takes a worker 200 ms.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def freeze_startup_objects() -> None:

@@ -23,6 +23,7 @@ from common.runtime.curve import CurveKeys
 from common.runtime.daemon_threads import DaemonThreads
 from common.runtime.lifecycle import (
     Announcer,
+    collector_paused,
     end_with_parent,
     exit_on_operator_error,
     freeze_startup_objects,
@@ -123,7 +124,9 @@ def run_worker(
     async def make(settings: _Settings, host: WorkerHost) -> Worker:
         # A download may take for ever, and whoever stops the process does not want to wait for it.
         finding = DaemonThreads(1, "find-model").submit(lambda: resolve_model(settings.model, weights=True))
-        return await make_worker(settings, host, await asyncio.wrap_future(finding))
+        folder = await asyncio.wrap_future(finding)
+        with collector_paused():
+            return await make_worker(settings, host, folder)
 
     async def serve(settings: _Settings, stop: asyncio.Event) -> None:
         host = WorkerHost(settings)

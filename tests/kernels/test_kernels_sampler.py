@@ -98,40 +98,47 @@ def test_of_nothing_the_best_is_minus_infinity(device: torch.device) -> None:
     assert 0 <= int(tokens) < 20
 
 
-@settings(max_examples=60, deadline=None)
+ROW = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([1e-20, 0.3, 1.0, 4.0]),
+        "top_k": st.sampled_from([0, 1, 2, 5, 50, 10**6]),
+        "top_p": st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+        "min_p": st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    }
+)
+"""What a row asks for; each for something else, so that few batches show many combinations."""
+
+
+@pytest.mark.parametrize("sizes", [(2, 60), (1023, 1025), (8191, 8192), (10000, 16384)], ids=str)
+@settings(max_examples=10, deadline=None)
 @given(
-    size=SIZES,
+    data=st.data(),
     seed=st.integers(0, 2**31),
-    temperature=st.sampled_from([1e-20, 0.3, 1.0, 4.0]),
-    top_k=st.sampled_from([0, 1, 2, 5, 50, 10**6]),
-    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
-    min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    rows=st.tuples(ROW, ROW, ROW),
     spread=st.sampled_from([0.01, 1.0, 8.0]),
     ties=st.booleans(),
     hidden=st.booleans(),
 )
 def test_draw_as_the_sampler_in_torch_does(
     device: torch.device,
-    size: int,
+    sizes: tuple[int, int],
+    data: st.DataObject,
     seed: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    rows: tuple[dict[str, float], ...],
     spread: float,
     ties: bool,
     hidden: bool,
 ) -> None:
+    """Within a tile, at its border, at that of a chunk, and beyond."""
     torch.manual_seed(seed)
-    logits = torch.randn(4, size) * spread
+    logits = torch.randn(4, data.draw(st.integers(*sizes))) * spread
     if ties:
         logits = logits.round()
     if hidden:
         logits[:, 1::3] = -math.inf
     logits = logits.to(device)
-    plain = sample_of(seed + 1, temperature=temperature)
-    wanted = [sample_of(seed + row, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p) for row in range(3)]
-    samples = [*wanted, plain]
+    plain = sample_of(seed + 1, temperature=rows[0]["temperature"])
+    samples = [*(sample_of(seed + row, **parameters) for row, parameters in enumerate(rows)), plain]
     best = logits.max(-1).values
     ours, theirs = drawn(logits, best, samples).tolist(), draw(logits, best, samples).tolist()
     for row, (one, other) in enumerate(zip(ours, theirs, strict=True)):
