@@ -15,15 +15,16 @@ NODE_CLIENTS := tests/clients/node_modules/.installed
 serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
 
-# Files are dealt out, in this order, to two processes, which have one core each: what takes longest comes first.
-DEALT := -n 2 --dist loadfile --no-loadscope-reorder
+# Files are dealt out, in this order, to processes with one core each: what takes longest comes first. Tests of real
+# processes wait for half of their time, for heartbeats and restarts: a third one has what the others leave of two cores.
+DEALT := --dist loadfile --no-loadscope-reorder
 
 test: export OMP_NUM_THREADS := 1
 # Some images forbid Python to keep what it has compiled: each of the hundreds of processes would compile all of Baton.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
-	$(BIN)/python -m pytest $(DEALT) -m "not gpu" tests/kernels tests/parity tests/model tests/property tests/unit
-	$(BIN)/python -m pytest $(DEALT) --durations 15 -m "not gpu and not chaos" tests/chaos tests/e2e
+	$(BIN)/python -m pytest -n 2 $(DEALT) -m "not gpu" tests/kernels tests/parity tests/model tests/property tests/unit
+	$(BIN)/python -m pytest -n 3 $(DEALT) --durations 15 -m "not gpu and not chaos" tests/chaos tests/e2e
 	@$(BIN)/python tests/needs.py
 
 chaos: $(STAMP)
