@@ -400,7 +400,7 @@ def overload(run: Run) -> str:
             ]
         )
     head = [
-        "of the capacity",
+        "of the closed loop's rate",
         "requests/s",
         "good requests/s",
         "accepted",

@@ -36,6 +36,9 @@ LOOK_AHEAD = 16
 """Waiting requests that are tried when the first of them does not fit."""
 MAX_PASSED = 16
 """Times that a waiting request that does not fit may see a later one come in; then nobody passes it."""
+SHARED_STEP_S = 0.1
+"""What a step that several prompts share may take, as expected: each of them waits for its end, and so is delayed by
+those that came after it. Longer ones compute no faster."""
 STEPS_AHEAD = 2
 """Steps for which prompts are let in: the one that comes next, and one so that leases, and pulls, begin early."""
 
@@ -264,11 +267,19 @@ class PrefillScheduler:
 
     def schedule(self, now: float) -> list[Chunk[PrefillRequest]]:
         """The next step: chunks of running prompts, in order, within the budget."""
-        chunks = self._chunks.schedule(self._token_budget, self._chunk_size, now, self._permitted(now))
+        chunks = self._chunks.schedule(self._step_tokens(), self._chunk_size, now, self._permitted(now))
         for chunk in chunks:
             if chunk.prompt.started_at is None:
                 chunk.prompt.started_at = now
         return chunks
+
+    def _step_tokens(self) -> int:
+        """Most tokens of the next step: the first prompt's chunk, and others' only as far as the step stays short."""
+        if not self.seconds_per_token:
+            return self._token_budget
+        num_first = next((num for prompt in self._chunks if (num := self._chunks.num_unscheduled(prompt))), 0)
+        shared = int(SHARED_STEP_S / self.seconds_per_token)
+        return min(self._token_budget, max(shared, min(num_first, self._chunk_size)))
 
     def _permitted(self, now: float) -> Callable[[PrefillRequest], bool] | None:
         """Whom the step may have; None where there are no suspects."""

@@ -102,6 +102,10 @@ class ChunkQueue(Generic[P]):
         """Tokens still to be computed, of all prompts."""
         return self._num_uncomputed
 
+    def num_unscheduled(self, prompt: P) -> int:
+        """Its tokens that are neither computed nor in steps in flight."""
+        return len(prompt.token_ids) - self._num_scheduled(prompt)
+
     def add(self, prompt: P, now: float) -> None:
         """Compute `prompt`, which is not here and has uncomputed tokens; it ages from `now` on."""
         assert prompt.num_uncomputed > 0, prompt
@@ -192,7 +196,7 @@ class ChunkQueue(Generic[P]):
             if budget == 0:
                 break
             size = sizes.get(prompt, 0)
-            more = min(len(prompt.token_ids) - self._num_scheduled(prompt) - size, most - size, budget)
+            more = min(self.num_unscheduled(prompt) - size, most - size, budget)
             if more:
                 sizes[prompt] = size + more
                 budget -= more

@@ -22,9 +22,10 @@ _LEAST_SHARE: Final = 0.5
 """Of its tier's limit: so long any prompt may wait, however long it takes by itself."""
 _LEAST_MARGIN: Final = 0.3
 """Less leaves workers without work between two prompts, and would help nobody."""
-_MOST_MARGIN: Final = 0.8
+_MOST_MARGIN: Final = 1.0
+"""What is expected is believed until somebody is late."""
 _STEP: Final = 0.1
-_STEPS_PER_S: Final = 0.1
+_STEPS_PER_S: Final = 0.07
 """So fast the margin comes back."""
 
 

@@ -43,4 +43,6 @@ def _take(outcome: Outcome, chunk: dict[str, Any]) -> None:
     for choice in chunk["choices"]:
         outcome.tokens += choice["logprobs"]["tokens"] if choice["logprobs"] else []
         outcome.reason = choice["finish_reason"] or outcome.reason
-    outcome.usage = chunk.get("usage") or outcome.usage
+    for name, number in (chunk.get("usage") or {}).items():
+        if isinstance(number, int):  # what was cached depends on where it was computed
+            outcome.usage[name] = number

@@ -21,7 +21,7 @@ from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from common.engine.chunked_prefill import Chunk
 from prefill_worker.room import MOST_OF_POOL
-from prefill_worker.scheduler import MAX_PASSED, PrefillRequest, PrefillScheduler
+from prefill_worker.scheduler import MAX_PASSED, SHARED_STEP_S, PrefillRequest, PrefillScheduler
 
 BLOCK_SIZE = 3
 NUM_BLOCKS = 16
@@ -47,7 +47,7 @@ class Traffic:
             max_waiting=MAX_WAITING,
             ageing_s=AGEING_S,
             ttft_target_s=lambda tier: 1.0 + tier.rank,
-            seconds_per_token=data.draw(st.sampled_from([0.0, 0.1]), label="seconds per token"),
+            seconds_per_token=data.draw(st.sampled_from([0.0, 0.01, 0.1]), label="seconds per token"),
         )
         self.now = 0.0
         self.memory: list[list[tuple[int, ...]]] = [[GARBAGE] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
@@ -213,7 +213,11 @@ class Traffic:
         chunks = self.scheduler.schedule(self.now)
         sizes = [chunk.end - chunk.start for chunk in chunks]
         most = sum(min(self.chunk_size, len(request.token_ids) - starts[request]) for request in runnable)
-        assert sum(sizes) == min(self.token_budget, most), "over the budget, or idle while there is work"
+        first = min(runnable, key=lambda request: request.urgency, default=None)
+        alone = 0 if first is None else min(self.chunk_size, len(first.token_ids) - starts[first])
+        token_s = self.scheduler.seconds_per_token
+        budget = min(self.token_budget, max(alone, int(SHARED_STEP_S / token_s))) if token_s else self.token_budget
+        assert sum(sizes) == min(budget, most), "over the budget, or idle while there is work"
         assert all(1 <= size <= self.chunk_size for size in sizes)
         assert len({chunk.prompt for chunk in chunks}) == len(chunks)
         assert [c.prompt.urgency for c in chunks] == sorted(c.prompt.urgency for c in chunks)

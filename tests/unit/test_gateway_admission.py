@@ -150,16 +150,16 @@ def expected(*, queue: float = 0.0, prompt: float = 0.0, room: float = 0.0) -> E
     ("tier", "what", "retry_after_s"),
     [
         (INTERACTIVE, expected(), None),
-        (INTERACTIVE, expected(queue=0.79), None),
-        (INTERACTIVE, expected(queue=0.81), 1),
-        (INTERACTIVE, expected(room=0.81), 1),
-        (INTERACTIVE, expected(queue=3.0), 3),
+        (INTERACTIVE, expected(queue=0.99), None),
+        (INTERACTIVE, expected(queue=1.01), 1),
+        (INTERACTIVE, expected(room=1.01), 1),
+        (INTERACTIVE, expected(queue=3.0), 2),
         (INTERACTIVE, expected(queue=0.5, prompt=0.3), None),
-        (INTERACTIVE, expected(queue=0.6, prompt=0.3), 1),
-        (INTERACTIVE, expected(queue=0.39, prompt=60.0), None),
-        (INTERACTIVE, expected(queue=0.41, prompt=60.0), 1),
-        (STANDARD, expected(queue=0.81), None),
-        (STANDARD, expected(queue=20.0, room=30.5), 23),
+        (INTERACTIVE, expected(queue=0.75, prompt=0.3), 1),
+        (INTERACTIVE, expected(queue=0.49, prompt=60.0), None),
+        (INTERACTIVE, expected(queue=0.51, prompt=60.0), 1),
+        (STANDARD, expected(queue=1.01), None),
+        (STANDARD, expected(queue=20.0, room=30.5), 21),
         (BATCH, expected(queue=1e6, room=1e6), None),
     ],
     ids=str,
@@ -174,7 +174,7 @@ def test_a_refusal_says_what_there_is_to_wait_for_and_how_long() -> None:
     for what, what_for in ((expected(queue=3.0), "a prompt's turn"), (expected(room=3.0), "room in a batch")):
         refusal = admission.refusal(INTERACTIVE, what, 0.0)
         assert refusal is not None
-        for said in (f"3.0 s to wait for {what_for}", "0.8 s", "interactive"):
+        for said in (f"3.0 s to wait for {what_for}", "1.0 s", "interactive"):
             assert said in refusal.message
 
 
@@ -183,16 +183,16 @@ WAITED = expected(queue=0.3)
 
 def test_who_was_late_makes_others_wait_less_for_a_time() -> None:
     admission = Admission(LIMITS)
-    assert admission.refusal(INTERACTIVE, expected(queue=0.75), 100.0) is None
+    assert admission.refusal(INTERACTIVE, expected(queue=0.95), 100.0) is None
     admission.observe(INTERACTIVE, WAITED, 0.99, 100.0)
-    assert admission.margin(INTERACTIVE, 100.0) == pytest.approx(0.8), "that was in time"
+    assert admission.margin(INTERACTIVE, 100.0) == pytest.approx(1.0), "that was in time"
     admission.observe(INTERACTIVE, WAITED, 1.01, 100.0)
-    assert admission.margin(INTERACTIVE, 100.0) == pytest.approx(0.7)
-    assert admission.refusal(INTERACTIVE, expected(queue=0.75), 100.0) is not None
-    assert admission.margin(STANDARD, 100.0) == pytest.approx(0.8), "each tier by itself"
-    assert admission.margin(INTERACTIVE, 105.0) == pytest.approx(0.75)
-    assert admission.margin(INTERACTIVE, 500.0) == pytest.approx(0.8)
-    assert admission.refusal(INTERACTIVE, expected(queue=0.75), 500.0) is None
+    assert admission.margin(INTERACTIVE, 100.0) == pytest.approx(0.9)
+    assert admission.refusal(INTERACTIVE, expected(queue=0.95), 100.0) is not None
+    assert admission.margin(STANDARD, 100.0) == pytest.approx(1.0), "each tier by itself"
+    assert admission.margin(INTERACTIVE, 105.0) == pytest.approx(0.935)
+    assert admission.margin(INTERACTIVE, 500.0) == pytest.approx(1.0)
+    assert admission.refusal(INTERACTIVE, expected(queue=0.95), 500.0) is None
 
 
 def test_one_hiccup_counts_once() -> None:
@@ -200,9 +200,9 @@ def test_one_hiccup_counts_once() -> None:
     admission = Admission(LIMITS)
     for number in range(20):
         admission.observe(INTERACTIVE, WAITED, 1.5 + 0.01 * number, 100.0 + 0.02 * number)
-    assert admission.margin(INTERACTIVE, 100.4) == pytest.approx(0.7, abs=0.01)
+    assert admission.margin(INTERACTIVE, 100.4) == pytest.approx(0.9, abs=0.01)
     admission.observe(INTERACTIVE, WAITED, 1.1, 102.0)
-    assert admission.margin(INTERACTIVE, 102.0) == pytest.approx(0.6, abs=0.03)
+    assert admission.margin(INTERACTIVE, 102.0) == pytest.approx(0.81, abs=0.03)
 
 
 def test_the_margin_has_bounds() -> None:
@@ -226,7 +226,7 @@ def test_the_margin_has_bounds() -> None:
 def test_who_was_late_for_another_reason_says_nothing_of_waiting(tier: Tier, what: Expected) -> None:
     admission = Admission(LIMITS)
     admission.observe(tier, what, 5.0, 100.0)
-    assert admission.margin(tier, 100.0) == pytest.approx(0.8)
+    assert admission.margin(tier, 100.0) == pytest.approx(1.0)
 
 
 @each_of(bias=st.floats(0.5, 2.2), seed=st.integers(0, 2**32))

@@ -315,6 +315,25 @@ def test_what_is_let_in_fills_every_step() -> None:
         left = bench.scheduler.num_uncomputed
 
 
+@pytest.mark.parametrize(
+    ("seconds_per_token", "steps"),
+    [
+        (0.0, [[("a", 0, 8), ("b", 0, 8)], [("a", 8, 10), ("b", 8, 10)]]),
+        (0.005, [[("a", 0, 8), ("b", 0, 8)], [("a", 8, 10), ("b", 8, 10)]]),
+        (0.01, [[("a", 0, 8), ("b", 0, 2)], [("a", 8, 10), ("b", 2, 10)]]),
+        (1.0, [[("a", 0, 8)], [("a", 8, 10)], [("b", 0, 8)], [("b", 8, 10)]]),
+    ],
+)
+def test_others_share_a_prompt_s_step_only_while_it_stays_short(
+    seconds_per_token: float, steps: list[list[tuple[str, int, int]]]
+) -> None:
+    """All that share a step wait for its end: 0.1 s is what a prompt is delayed for those behind it."""
+    bench = Bench(token_budget=16, seconds_per_token=seconds_per_token)
+    bench.admit(request("a", 10), request("b", 10))
+    assert [bench.step() for _ in steps] == steps
+    assert bench.step() == []
+
+
 def test_a_more_urgent_prompt_is_let_in_at_once() -> None:
     bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, seconds_per_token=0.01)
     bench.admit(*(request(f"p{number}", 100) for number in range(5)))
