@@ -13,8 +13,8 @@ from common.contract.errors import Cause
 from gateway.routing.dispatcher import Dispatcher
 
 NUM_SEQS, NUM_WAITING = 2, 1
-NUM_STREAMS = 2 * (NUM_SEQS + NUM_WAITING)
-"""As many as both decode workers let in."""
+NUM_LET_IN = NUM_SEQS + NUM_WAITING
+"""By each decode worker; one that the other one refuses while a heartbeat is on its way may come beyond that."""
 NUM_MORE = 20
 """Tokens that show that a stream goes on."""
 
@@ -76,15 +76,15 @@ async def test_every_stream_of_a_dead_worker_goes_on_where_there_is_no_room(long
     try:
         async with workers.dispatcher() as dispatcher:
             streams: list[Stream] = []
-            for number in range(NUM_STREAMS):
-                streams.append(Stream(dispatcher, number))
+            while min(held(dying), held(left)) < NUM_LET_IN:
+                assert len(streams) < 4 * NUM_LET_IN, "all of them go to one worker"
+                streams.append(Stream(dispatcher, len(streams)))
                 await until(lambda: held(dying) + held(left) == len(streams), "it is not let in")
-            assert held(dying) == held(left) == NUM_SEQS + NUM_WAITING
             at_dying = are_at(dispatcher, dying)
             orphans = [stream for stream in streams if tuple(stream.prompt) in at_dying]
-            assert len(orphans) == NUM_SEQS + NUM_WAITING
+            assert len(orphans) >= NUM_LET_IN
             dying.kill()
-            await until(lambda: held(left) == NUM_STREAMS, "they do not come where it is full")
+            await until(lambda: held(left) == len(streams), "they do not come where it is full")
             before = {stream: len(stream.tokens) for stream in orphans}
             for stream in streams:
                 if stream not in orphans:
