@@ -426,7 +426,7 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_
     bench.say(P, replace(heartbeat(), queued_tokens=(0, 15_500, 99_000), token_s=0.001))
     with pytest.raises(GenerationFailed, match="to wait for a prompt's turn") as refusal:
         await bench.whole(PROMPT, (1, 2))
-    assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 8)
+    assert (refusal.value.cause, refusal.value.retry_after_s) == (Cause.CAPACITY, 6)
     assert bench.work == {}, "no worker has heard of it"
     assert bench.counted("refused_total", role="prefill", tier="standard") == 1
     await bench.whole(PROMPT, (1, 2), tier=Tier.INTERACTIVE)
@@ -475,7 +475,7 @@ async def test_who_gives_up_waiting_for_the_first_token_is_learnt_from(monkeypat
 async def test_before_anybody_is_refused_the_worker_where_least_is_waited_for_counts() -> None:
     """The one from which the first token is expected first is not the one that is free."""
     bench = Bench(prefill=(P, P2), admission=limits())
-    bench.say(P, replace(heartbeat(), queued_tokens=(0, 9_000, 0), token_s=0.001))
+    bench.say(P, replace(heartbeat(), queued_tokens=(0, 11_000, 0), token_s=0.001))
     bench.say(P2, replace(heartbeat(), token_s=10.0))
     key, task = await bench.request(PROMPT)
     assert bench.newest(key)[1].keys() == {P2, D}
@@ -489,12 +489,12 @@ async def test_a_burst_is_refused_by_what_it_brings_itself() -> None:
     """No heartbeat comes between these: what was given counts at once."""
     bench = Bench(admission=limits())
     bench.say(P, replace(heartbeat(), token_s=0.01))
-    for _ in range(2):
+    for _ in range(3):
         await bench.request(range(300))
     with pytest.raises(GenerationFailed) as refusal:
         await bench.whole(range(300), (1, 2))
     assert refusal.value.cause is Cause.CAPACITY
-    bench.say(P, replace(heartbeat(), token_s=0.01, queued_tokens=(0, 100, 0), received=2))
+    bench.say(P, replace(heartbeat(), token_s=0.01, queued_tokens=(0, 100, 0), received=3))
     await bench.whole(range(300), (1, 2))
     await bench.close()
 
