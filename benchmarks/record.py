@@ -71,6 +71,7 @@ def record(
     if not is_clean():
         folder = Path(tempfile.gettempdir())
         print(f"not recorded, for there are changes since {commit[:7]}", file=sys.stderr)
+    folder.mkdir(exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(run, indent=2) + "\n")
     return path

@@ -134,7 +134,7 @@ class Bench:
     async def move(self, length: int) -> tuple[float, float]:
         """Seconds of the pause, and the median gap between tokens of that stream."""
         moved = self.dispatcher.recovery.moves["moved"]
-        task, arrivals, leaving = await self.stream(length, 250)
+        task, arrivals, leaving = await self.stream(length, 1000)
         self.dispatcher.tell(leaving.address, drain=True)
         await task
         assert self.dispatcher.recovery.moves["moved"] == moved + 1, "the stream did not move"
