@@ -214,11 +214,11 @@ async def test_an_answer_tells_what_was_cached_and_which_tokens_it_has(
             assert response.status == 200
             answers.append(await response.json())
     first, again = answers
-    assert first["choices"] == again["choices"]
-    (choice,) = again["choices"]
-    assert len(choice["token_ids"]) == 4
     num_tokens = again["usage"]["prompt_tokens"]
-    assert len(choice["prompt_token_ids"]) == num_tokens
+    for (choice,) in (first["choices"], again["choices"]):
+        assert len(choice["token_ids"]) == 4
+        assert len(choice["prompt_token_ids"]) == num_tokens
+    assert first["choices"][0]["prompt_token_ids"] == again["choices"][0]["prompt_token_ids"]
     cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
     assert cached == [0, (num_tokens - 1) // 16 * 16]
 
