@@ -65,7 +65,9 @@ def are_at(dispatcher: Dispatcher, process: Process) -> set[tuple[int, ...]]:
     return {flow.generation.token_ids for flow in flows}
 
 
-async def test_every_stream_of_a_dead_worker_goes_on_where_there_is_no_room(long_context: Path) -> None:
+async def test_every_stream_of_a_dead_worker_goes_on_where_there_is_no_room(
+    long_context: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     workers = Workers.start(
         long_context,
         decode=2,
@@ -83,8 +85,7 @@ async def test_every_stream_of_a_dead_worker_goes_on_where_there_is_no_room(long
             at_dying = are_at(dispatcher, dying)
             orphans = [stream for stream in streams if tuple(stream.prompt) in at_dying]
             assert len(orphans) >= NUM_LET_IN
-            failovers = dispatcher.recovery.failovers
-            refused = failovers[Cause.CAPACITY]
+            caplog.clear()
             dying.kill()
             await until(lambda: held(left) == len(streams), "they do not come where it is full")
             before = {stream: len(stream.tokens) for stream in orphans}
@@ -99,8 +100,8 @@ async def test_every_stream_of_a_dead_worker_goes_on_where_there_is_no_room(long
                     going_on.remove(stream)
             for stream in orphans:
                 assert stream.tokens == await stream.expected()
-            assert failovers[Cause.WORKER_LOST] >= len(orphans)
-            assert failovers[Cause.CAPACITY] == refused, "none of them is refused"
+            assert dispatcher.recovery.failovers[Cause.WORKER_LOST] >= len(orphans)
+            assert f"elsewhere: {Cause.CAPACITY}" not in caplog.text, "they are not refused"
     finally:
         workers.signal()
         workers.wait()
