@@ -238,9 +238,8 @@ class PrefillWorker:
             if self._intake.num_quarantined or self._intake.num_reads:
                 wait_s = min(wait_s, _QUARANTINE_LOOK_S)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._deadlines_changed.wait(), None if wait_s == math.inf else max(wait_s, 0.01)
-                )
+                async with asyncio.timeout(None if wait_s == math.inf else max(wait_s, 0.01)):
+                    await self._deadlines_changed.wait()
 
     # --- events from clients -------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from common.contract.messages import (
     Heartbeat,
     Message,
     Prefill,
+    Resume,
     Role,
     Source,
     Suspicion,
@@ -187,6 +188,26 @@ async def test_an_engine_that_hangs_in_a_prompt_shows(checkpoint: Callable[[str]
         assert (await gateway.until(Heartbeat, 2)).running == 1
         held.release()
         await gateway.until(Finished)
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_worker_ends_though_a_message_comes_just_then(turns: int, checkpoint: Callable[[str], Path]) -> None:
+    """What waits for messages until a lease expires has been woken, and has not run yet, when it is cancelled."""
+    async with AsyncExitStack() as stack:
+        tested, _, at, me = await stack.enter_async_context(worker(Role.PREFILL, checkpoint("llama")))
+        gateway, link = await stack.enter_async_context(gateway_of(at))
+        link.send(Prefill(**work(20, 5)))
+        await gateway.until(Tokens)
+        assert tested.ready()[1]["leases"] == 1
+        for _ in range(20):
+            await asyncio.sleep(0.001)  # then its loops are at rest
+        (running,) = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "PrefillWorker.run"]
+        tested.on_message(Incarnation(me), Resume())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=5)
+        assert done, "it goes on"
 
 
 async def test_blocks_cross_while_the_prompt_is_still_computed(checkpoint: Callable[[str], Path]) -> None:

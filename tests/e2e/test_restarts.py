@@ -77,6 +77,30 @@ async def busy(session: aiohttp.ClientSession, url: str, role: str, number: int 
                     return str(of_role[0]["id"])  # every prompt has been computed already
 
 
+async def stopped(session: aiohttp.ClientSession, stack: Stack, role: str, number: int = NUM_REQUESTS) -> str:
+    """Stop a busy worker by SIGSTOP; its address. A decode worker still has answers to generate then."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            address = await busy(session, stack.url, role, number)
+            pid = pid_at(stack, address)
+            os.kill(pid, signal.SIGSTOP)
+            if role == "prefill" or await decoding_at(session, stack.url, address):
+                return address
+            os.kill(pid, signal.SIGCONT)
+
+
+async def decoding_at(session: aiohttp.ClientSession, url: str, address: str) -> bool:
+    """Whether a decode worker that was stopped owes tokens, once the gateway has read what it had sent."""
+    seen = None
+    while True:
+        view = await pools(session, url)
+        now = sorted((each["id"], each["tokens"]) for each in view["requests"] if each["decode"] == address)
+        if now == seen:
+            return bool(now)
+        seen = now
+        await asyncio.sleep(0.05)
+
+
 async def becomes(condition: Callable[[], Any]) -> None:
     """Wait until an awaitable condition holds."""
     async with asyncio.timeout(START_TIMEOUT_S):
@@ -107,17 +131,15 @@ async def killed(session: aiohttp.ClientSession, stack: Stack, address: str) -> 
 
 
 async def frozen(session: aiohttp.ClientSession, stack: Stack, address: str) -> None:
-    """Until the gateway has lost it; then it wakes up."""
+    """It stays stopped until the gateway has lost it; then it wakes up."""
 
     async def lost() -> bool:
         return not (await worker(session, stack.url, address))["usable"]
 
-    pid = pid_at(stack, address)
-    os.kill(pid, signal.SIGSTOP)
     try:
         await becomes(lost)
     finally:
-        os.kill(pid, signal.SIGCONT)
+        os.kill(pid_at(stack, address), signal.SIGCONT)
 
 
 async def failovers(session: aiohttp.ClientSession, url: str) -> float:
@@ -167,7 +189,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(answers: Answers, befalls: C
     async with new_session() as session:
         before = await failovers(session, stack.url)
         asking = [asyncio.create_task(ask(session, stack.url, body)) for body in bodies()]
-        address = await busy(session, stack.url, role)
+        address = await stopped(session, stack, role)
         await befalls(session, stack, address)
         found = list(await asyncio.gather(*asking))
         assert not answers.wrong(found)
@@ -207,7 +229,7 @@ async def test_streams_wait_for_the_only_worker_of_a_role(checkpoint: Callable[[
             expected = [await ask(session, stack.url, request) for request in requests]
             for role in ("decode", "prefill"):
                 asking = [asyncio.create_task(ask(session, stack.url, request)) for request in requests]
-                address = await busy(session, stack.url, role, len(requests))
+                address = await stopped(session, stack, role, len(requests))
                 await killed(session, stack, address)
                 for request, one, other in zip(requests, expected, await asyncio.gather(*asking), strict=True):
                     assert one == other or is_near_tie(folder, request, one, other)

@@ -98,7 +98,7 @@ async def sleep(seconds: float, pulse: Pulse, until: asyncio.Event | None = None
         await asyncio.sleep(seconds)
     else:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):  # `wait_for` may swallow a cancellation that comes with the event
+            async with asyncio.timeout(seconds):
                 await until.wait()
     return _stall_s(loop.time() - due, pulse)
 
