@@ -37,15 +37,29 @@ def counted(cases: Iterable[tuple[str, bool]]) -> dict[str, dict[str, dict[str, 
     return {outcome: {transport: dict(each) for transport, each in by.items()} for outcome, by in found.items()}
 
 
+def aborts(cases: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """How often UCX ended a worker (docs/log.md), by transport, of tests' names and what they printed."""
+    found: Counter[str] = Counter()
+    for name, printed in cases:
+        cell = _CELL.match(name)
+        assert cell is not None, name
+        found[cell["transport"] or _ANY_TRANSPORT] += printed.count("was aborted by UCX")
+    return dict(found)
+
+
 def main() -> None:
     """Run, count, record."""
     with TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", f"--junitxml={report}", "tests/chaos"]
-        done = subprocess.run([*command, "--ignore=tests/chaos/test_soak.py"], cwd=ROOT, check=False)
-        cases = ElementTree.parse(report).getroot().iter("testcase")
-        figures = counted((each.attrib["name"], len(each) == 0) for each in cases)
-    workload = {"cells": sum(sum(each.values()) for by in figures.values() for each in by.values())}
+        command += ["--ignore=tests/chaos/test_soak.py", "-o", "junit_logging=system-out"]
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+        passed = {"failure", "error", "skipped"}.isdisjoint
+        outcomes = counted((each.attrib["name"], passed(part.tag for part in each)) for each in cases)
+        aborted = aborts((each.attrib["name"], each.findtext("system-out", "")) for each in cases)
+    workload = {"cells": sum(sum(each.values()) for by in outcomes.values() for each in by.values())}
+    figures = {**outcomes, "aborted_by_ucx": aborted}
     print(record("chaos", workload=workload | {"model": "llama, random"}, figures=figures, seed=0))
     raise SystemExit(done.returncode)
 

@@ -470,6 +470,8 @@ def matrix(run: Run) -> str:
 
     rows = [[fault, *(told(transport, [fault]) for transport in transports)] for fault in faults]
     rows.append(["all", *(told(transport, faults) for transport in transports)])
+    aborted = run["figures"]["aborted_by_ucx"]
+    rows.append(["workers that UCX aborted meanwhile", *(str(aborted[transport]) for transport in transports)])
     return table(["fault", *transports], rows)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,7 +72,5 @@ async def test_a_source_that_wakes_up_late_changes_no_block(stage: Theatre) -> N
         assert most > 0 or stage.transport != "nixl-tcp", "nothing was in quarantine"
         again = await answer(dispatcher, generation(prompt(1, 5 * CHUNK), **sampling))
         assert again.reasons == ["length"]
-    # UCX may abort a process that finds its reader gone in the middle of a send over TCP (docs/log.md).
-    assert popen.returncode in (None, -signal.SIGABRT)
-    stage.revive()
+    stage.revive()  # asserts that the source lives, or was aborted by UCX
     stage.workers().wait_for_baseline()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.chaos import counted
+from benchmarks.chaos import aborts, counted
 
 
 def test_cells_are_counted_by_transport_and_fault() -> None:
@@ -24,3 +24,13 @@ def test_cells_are_counted_by_transport_and_fault() -> None:
         },
         "failed": {"zmq": {"cut": 1}},
     }
+
+
+def test_aborts_are_counted_by_transport() -> None:
+    told = "decode at 10.154.99.3:39695 was aborted by UCX\n"
+    cases = [
+        ("test_the_stream_goes_on[nixl-kill-mid-chunk-decode]", ""),
+        ("test_the_stream_goes_on[nixl-tcp-reset-running-decode]", f"something\n{told}{told}"),
+        ("test_a_reset_while_tokens_flow_restarts_nobody[nixl-tcp]", told),
+    ]
+    assert aborts(cases) == {"nixl": 0, "nixl-tcp": 3}

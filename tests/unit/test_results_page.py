@@ -302,13 +302,15 @@ def test_faults_are_counted_over_the_transports() -> None:
         "| nixl | 500 | freeze 3, kill 3 | 1 | 0 | 2 |",
     ]
     cells = {"zmq": {"kill": 4, "cut": 3}, "nixl": {"kill": 5}}
-    run = {"figures": {"passed": cells, "failed": {"nixl": {"cut": 2}}}}
+    aborted = {"zmq": 0, "nixl": 1}
+    run = {"figures": {"passed": cells, "failed": {"nixl": {"cut": 2}}, "aborted_by_ucx": aborted}}
     assert matrix(run).splitlines() == [
         "| fault | zmq | nixl |",
         "| --- | --- | --- |",
         "| cut | 3 | 0, and 2 failed |",
         "| kill | 4 | 5 |",
         "| all | 7 | 5, and 2 failed |",
+        "| workers that UCX aborted meanwhile | 0 | 1 |",
     ]
 
 
