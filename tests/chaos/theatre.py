@@ -23,10 +23,15 @@ from common.contract.messages import Role
 from gateway.routing.dispatcher import Dispatcher
 from gateway.workers.registry import Registry
 
-_UCX_ASSERTION = re.compile(r"^\[\S+:\d+:\d+(:\d+)?\]\s+\w+\.c:\d+\s+Assertion ")
+_UCX_ABORT = re.compile(r"^\[\S+:\d+:\d+(:\d+)?\]\s+\w+\.(c|inl):\d+\s+(Assertion |Fatal: )")
 
 PULSE = ("--heartbeat-interval-s", "0.25", "--heartbeat-timeout-s", "1.5")
 CHUNK = 64
+
+
+def says_that_ucx_aborts(line: str) -> bool:
+    """True for what UCX prints before it ends its process."""
+    return _UCX_ABORT.search(line) is not None
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Actor:
         if self.process.popen.poll() != -signal.SIGABRT:
             return False
         self.process.wait()  # until what it has written is read
-        return any(_UCX_ASSERTION.search(line) for line in self.process.log)
+        return any(map(says_that_ucx_aborts, self.process.log))
 
     def ready(self) -> None:
         """Wait until it is."""

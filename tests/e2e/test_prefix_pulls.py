@@ -336,9 +336,10 @@ async def test_a_holder_that_fails_in_the_middle_of_a_read_costs_time_but_no_req
         assert not finished.done()
         if fault == "killed":
             source.kill()
+        else:  # asked for at once: on a busy machine the request may take longer than they are kept for
+            await until(lambda: p.get("/ready")["blocks_quarantined"] == 12, "the blocks are not kept")
         await finished
         if fault == "frozen":
-            assert p.get("/ready")["blocks_quarantined"] == 12
             source.thaw()
         await until(lambda: p.get("/ready")["blocks_quarantined"] == 0, "the read never ended")
     received = {message.position: message.token_ids for message in d_gateway.heard if isinstance(message, Tokens)}

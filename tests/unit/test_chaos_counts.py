@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from chaos.theatre import says_that_ucx_aborts
+
 from benchmarks.chaos import aborts, counted
 
 
@@ -34,3 +37,18 @@ def test_aborts_are_counted_by_transport() -> None:
         ("test_a_reset_while_tokens_flow_restarts_nobody[nixl-tcp]", told),
     ]
     assert aborts(cases) == {"nixl": 0, "nixl-tcp": 3}
+
+
+@pytest.mark.parametrize(
+    ("line", "aborts_there"),
+    [
+        ("[vm:31487:0:31635] ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout", True),
+        ("[vm:211:0:240]     arbiter.c:36   Assertion `ucs_arbiter_group_is_empty(group)' failed", True),
+        ("[vm:211:0:240]       stubs.c:21   Assertion `0' failed", True),
+        ("[1795478367.865903] [vm:31502:0] ucp_worker.c:3071 UCX  WARN  worker 0x7f8e: 1 pending operations", False),
+        ("[vm:31487:0:31635] Caught signal 11 (Segmentation fault: address not mapped to object)", False),
+        ("2026-11-23 23:59:25,898 INFO baton prefill ready", False),
+    ],
+)
+def test_an_abort_by_ucx_is_told_by_what_ucx_prints(line: str, aborts_there: bool) -> None:
+    assert says_that_ucx_aborts(line) is aborts_there
