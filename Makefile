@@ -17,7 +17,8 @@ serve: $(STAMP)
 
 # Files are dealt out, in this order, to processes with one core each: what takes longest comes first. Tests of real
 # processes wait for half of their time, for heartbeats and restarts: a third one has what the others leave of two cores.
-DEALT := --dist loadfile --no-loadscope-reorder
+# When one of them crashes, the run goes on without it and names the test: with another in its place it may never end.
+DEALT := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: export OMP_NUM_THREADS := 1
 # Some images forbid Python to keep what it has compiled: each of the hundreds of processes would compile all of Baton.

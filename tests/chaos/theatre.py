@@ -23,7 +23,7 @@ from common.contract.messages import Role
 from gateway.routing.dispatcher import Dispatcher
 from gateway.workers.registry import Registry
 
-_UCX_ABORT = re.compile(r"^\[\S+:\d+:\d+(:\d+)?\]\s+\w+\.(c|inl):\d+\s+(Assertion |Fatal: )")
+_UCX_ABORT = re.compile(r"^\[[^\]]+:\d+ *:\d+(:\d+)?\]\s+\w+\.(c|inl):\d+\s+(Assertion |Fatal: )")
 
 PULSE = ("--heartbeat-interval-s", "0.25", "--heartbeat-timeout-s", "1.5")
 CHUNK = 64
