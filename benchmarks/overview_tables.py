@@ -101,7 +101,7 @@ def scheduler_cost(run: Run) -> list[list[str]]:
     step = figures["running"]["1024"]["p50_us"] / 1e3
     queue = (figures["queued"]["100000"]["p50_us"] - figures["queued"]["0"]["p50_us"]) / 1e3
     name = "scheduling a step of 1,024 sequences (the aim: 1 ms); what 100,000 queued requests add to a step"
-    return [[name, f"{step:.2f} ms; {queue:.1f} ms"]]
+    return [[name, f"{step:.2f} ms; {round(queue, 1) + 0.0:.1f} ms"]]  # + 0.0: no "-0.0"
 
 
 AT_A_GLANCE: dict[str, Callable[[Run], list[list[str]]]] = {

@@ -138,7 +138,7 @@ class _Api:
         self._tokenizer = tokenizer
         self._settings = settings
         self._limits = settings.limits
-        self._bodies = BodyReader(settings.limits)
+        self._bodies = BodyReader(settings.limits, client_of)
         self._metrics = metrics
         self._clock = clock
         self._traces = traces

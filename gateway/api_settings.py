@@ -32,7 +32,7 @@ class Limits:
     """Prompt and output together: the model's context, or what the workers take if that is less."""
     max_body_bytes: int = 8 * 2**20
     max_bodies_bytes: int = 256 * 2**20
-    """Of all bodies that are being read at a time; beyond, 429."""
+    """Of all bodies that are being read at a time, as they come; beyond, the client that has most of it gets a 429."""
     max_answer_bytes: int = 64 * 2**20
     """Of all answers to one request, at their longest; what would come to more is refused with 400."""
     max_in_flight: int = 2048

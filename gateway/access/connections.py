@@ -2,7 +2,8 @@
 
 aiohttp parses HTTP, bounds lines, fields and pipelined requests, and ends connections that idle. What it leaves open is
 closed here: a request's head must be complete in time, and within a size; an answer must be read; and there are only so
-many connections, those in the middle of a TLS handshake included.
+many connections, those in the middle of a TLS handshake included. When there are as many as may be, the address that
+has most of them loses one on which no request is being served, so that nobody can keep others out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import resource
 import socket
 import ssl
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -144,6 +146,11 @@ class _Connection(web.RequestHandler):
         super().resume_writing()
 
     @property
+    def idle(self) -> bool:
+        """Whether it is between requests, or in the middle of a head."""
+        return not self._busy
+
+    @property
     def _busy(self) -> bool:
         """Whether what comes now is, or may be, the body of a request, or waits behind one."""
         return self._request_count != self._num_answered or not (self._body is None or self._body.is_eof())
@@ -201,8 +208,9 @@ class Listener:
         self._tls = tls
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        self._handshakes: set[asyncio.Task[None]] = set()
-        self._connections: set[_Connection] = set()
+        self._handshakes: dict[asyncio.Task[None], str] = {}
+        self._connections: dict[_Connection, str] = {}
+        """Each with the address of its client, the oldest first."""
 
     @property
     def port(self) -> int:
@@ -235,12 +243,13 @@ class Listener:
 
     def opened(self, connection: _Connection) -> None:
         """A connection has been made."""
-        self._connections.add(connection)
+        assert connection.transport is not None
+        self._connections[connection] = _host(connection.transport.get_extra_info("peername"))
         self._count()
 
     def closed(self, connection: _Connection) -> None:
         """A connection is no more."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self._count()
 
     def refused(self, reason: str) -> None:
@@ -256,16 +265,17 @@ class Listener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection, address = await loop.sock_accept(listener)
             except OSError as error:
                 _LOG.error("cannot accept connections: %s", error.strerror)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if self._num_connections >= self._bounds.max_connections:
+            client = _host(address)
+            if self._num_connections >= self._bounds.max_connections and not self._make_room(client):
                 self._turn_away(connection)
                 continue
             task = asyncio.create_task(self._connect(connection))
-            self._handshakes.add(task)
+            self._handshakes[task] = client
             self._count()
             task.add_done_callback(self._connected)
 
@@ -282,11 +292,31 @@ class Listener:
             self.refused("handshake")
 
     def _connected(self, task: asyncio.Task[None]) -> None:
-        self._handshakes.discard(task)
+        self._handshakes.pop(task, None)
         self._count()
 
     def _protocol(self) -> _Connection:
         return _Connection(self._server, self._bounds, self)
+
+    def _make_room(self, client: str) -> bool:
+        """End a connection of the address that has most, if that has more than `client` would have; False if none."""
+        held = Counter(self._connections.values()) + Counter(self._handshakes.values())
+        ((most, num),) = held.most_common(1)
+        if num <= held[client] + 1:
+            return False
+        for task, address in self._handshakes.items():
+            if address == most:
+                del self._handshakes[task]
+                task.cancel()
+                self.refused("crowded_out")
+                return True
+        for connection, address in self._connections.items():
+            if address == most and connection.idle:
+                del self._connections[connection]
+                connection.force_close()
+                self.refused("crowded_out")
+                return True
+        return False
 
     def _turn_away(self, connection: socket.socket) -> None:
         self.refused("full")
@@ -298,6 +328,11 @@ class Listener:
     def _count(self) -> None:
         if self._metrics is not None:
             self._metrics.connections.set(self._num_connections)
+
+
+def _host(address: Any) -> str:
+    """Of a socket's peer; that of a UNIX socket has none."""
+    return str(address[0]) if address else ""
 
 
 def allow_descriptors(max_connections: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
+from collections import Counter
+from collections.abc import Callable
 from typing import Final, NoReturn
 
 from aiohttp import web
@@ -20,35 +22,44 @@ _EXACT: Final = 2**53
 
 
 class BodyReader:
-    """Reads the bodies of all requests; those under way together hold at most `max_bodies_bytes`."""
+    """Reads the bodies of all requests; those under way together hold at most `max_bodies_bytes`.
 
-    def __init__(self, limits: Limits) -> None:
+    What is packed is held as it comes, and inflated when all of it is there: who sends little holds little. At the
+    bound the client that holds most loses its largest body, so that nobody can keep others out.
+    """
+
+    def __init__(self, limits: Limits, client_of: Callable[[web.Request], str]) -> None:
+        """`client_of` tells clients from each other."""
         self._limits = limits
+        self._client_of = client_of
+        self._reading: set[_Body] = set()
         self._num_bytes = 0
-        """Of the bodies that are being read."""
+        """Of all that are being read."""
 
     async def read_json(self, request: web.Request) -> object:
         """The body as JSON, and nothing but JSON; an integer may be written with a point. Raises `ApiError`."""
         limits = self._limits
-        body = _Body(request.headers.get("Content-Encoding", "identity"), limits.max_body_bytes)
+        encoding = request.headers.get("Content-Encoding", "identity")
+        body = _Body(self._client_of(request), encoding, limits.max_body_bytes)
         if request.content_length is not None and request.content_length > limits.max_body_bytes:
             raise body.too_large()
-        held = num_received = 0
         began_s = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout_at(began_s + min(limits.body_grace_s, limits.body_timeout_s)) as deadline:
+            async with asyncio.timeout_at(began_s + min(limits.body_grace_s, limits.body_timeout_s)) as body.deadline:
+                self._reading.add(body)
                 # Not `request.read()`, which keeps the bytes for as long as the request is served.
                 while chunk := await request.content.readany():
-                    num_received += len(chunk)
-                    paid_s = limits.body_grace_s + num_received / limits.min_body_bytes_per_s
-                    deadline.reschedule(began_s + min(paid_s, limits.body_timeout_s))
+                    self._num_bytes += len(chunk)
                     body.feed(chunk)
-                    self._num_bytes += len(body) - held
-                    held = len(body)
-                    if self._num_bytes > limits.max_bodies_bytes:
-                        raise ApiError(429, "too much is being sent at once", code=Cause.CAPACITY)
+                    self._make_room()
+                    if body.given_up:
+                        raise _too_much()
+                    paid_s = limits.body_grace_s + len(body) / limits.min_body_bytes_per_s
+                    body.deadline.reschedule(began_s + min(paid_s, limits.body_timeout_s))
             return _decode(body.whole(), limits.max_body_values)
         except TimeoutError:
+            if body.given_up:
+                raise _too_much() from None
             message = (
                 f"a body must arrive within {limits.body_timeout_s:g} s, and after {limits.body_grace_s:g} s have come "
                 f"with {limits.min_body_bytes_per_s} bytes a second"
@@ -57,13 +68,31 @@ class BodyReader:
         except web.RequestPayloadError as error:
             raise invalid(None, "the body could not be read", code="invalid_body") from error
         finally:
-            self._num_bytes -= held
+            self._reading.discard(body)
+            self._num_bytes -= len(body)
+
+    def _make_room(self) -> None:
+        """Give up what is too much."""
+        if self._num_bytes <= self._limits.max_bodies_bytes:
+            return
+        held: Counter[str] = Counter()
+        going_on = [body for body in self._reading if not body.given_up]
+        for body in going_on:
+            held[body.client] += len(body)
+        if held.total() > self._limits.max_bodies_bytes:
+            ((most, _),) = held.most_common(1)
+            max((body for body in going_on if body.client == most), key=len).give_up()
 
 
 class _Body:
-    """A body as it arrives. What inflates to more than is allowed is given up as soon as that shows."""
+    """A body as it arrives."""
 
-    def __init__(self, encoding: str, max_bytes: int) -> None:
+    deadline: asyncio.Timeout
+    """Of its arrival."""
+
+    def __init__(self, client: str, encoding: str, max_bytes: int) -> None:
+        self.client = client
+        self.given_up = False
         self._max_bytes = max_bytes
         self._content = bytearray()
         self._inflater = None
@@ -74,14 +103,13 @@ class _Body:
                 raise ApiError(415, message, code="unsupported_encoding")
             self._inflater = zlib.decompressobj(window)
 
+    def give_up(self) -> None:
+        """Wake its reader, who then finds it given up."""
+        self.given_up = True
+        self.deadline.reschedule(asyncio.get_running_loop().time())
+
     def feed(self, chunk: bytes) -> None:
-        if self._inflater is None:
-            self._content += chunk
-        else:
-            try:
-                self._content += self._inflater.decompress(chunk, self._max_bytes + 1 - len(self._content))
-            except zlib.error as error:
-                raise _not_packed_so() from error
+        self._content += chunk
         if len(self._content) > self._max_bytes:
             raise self.too_large()
 
@@ -89,12 +117,25 @@ class _Body:
         return len(self._content)
 
     def whole(self) -> bytes:
-        if self._inflater is not None and (not self._inflater.eof or self._inflater.unused_data):
+        """All of it, inflated, of which no more is made than is allowed."""
+        if self._inflater is None:
+            return bytes(self._content)
+        try:
+            content = self._inflater.decompress(self._content, self._max_bytes + 1)
+        except zlib.error as error:
+            raise _not_packed_so() from error
+        if len(content) > self._max_bytes:
+            raise self.too_large()
+        if not self._inflater.eof or self._inflater.unused_data:
             raise _not_packed_so()
-        return bytes(self._content)
+        return content
 
     def too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
+
+
+def _too_much() -> ApiError:
+    return ApiError(429, "too much is being sent at once", code=Cause.CAPACITY)
 
 
 def _not_packed_so() -> ApiError:

@@ -719,6 +719,24 @@ async def test_a_silent_worker_is_lost_after_the_timeout_and_not_before(net: Net
     assert (client.link.traffic.sessions_lost, client.crashes) == (1, [False])
 
 
+async def test_an_open_link_looks_for_silence_when_there_may_be_some_and_no_sooner(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats alone wake an idle process: an idle gateway has a link to each worker."""
+    client = await net.client(net.worker().address).opened()
+    await client.beats(2)
+    slept: list[float] = []
+
+    async def noted(seconds: float, pulse: Pulse, until: asyncio.Event | None = None) -> float:
+        slept.append(seconds)
+        return await ends.sleep(seconds, pulse, until)
+
+    monkeypatch.setattr(client_end, "sleep", noted)
+    client.link._greets.set()  # it looks, and sleeps again
+    await client.beats(10)
+    assert slept == [pytest.approx(PATIENT.timeout_s, abs=1e-9)]
+
+
 async def test_a_silent_client_is_lost_after_the_timeout_and_a_talking_one_is_not(net: Net) -> None:
     worker = net.worker()
     talking = await net.client(worker.address).opened()

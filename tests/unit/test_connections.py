@@ -53,8 +53,9 @@ def _head(content_length: int) -> bytes:
     return f"POST {COMPLETIONS_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {content_length}\r\n\r\n".encode()
 
 
-async def _open(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+async def _open(server: Server, client: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    port = int(server.url.rpartition(":")[2])
+    return await asyncio.open_connection("127.0.0.1", port, local_addr=(client, 0))
 
 
 async def _answer(reader: asyncio.StreamReader, timeout_s: float = TIMEOUT_S) -> tuple[int, dict[str, str], Any]:
@@ -103,6 +104,35 @@ async def test_connections_beyond_the_bound_are_turned_away() -> None:
         writer.close()
         held[0][1].close()
         await _until_open(server, 0)
+
+
+async def test_who_has_most_connections_loses_idle_ones_to_those_who_come() -> None:
+    """Down to what the others have, and none on which a request is being served."""
+    one, other = "127.0.0.1", "127.0.0.2"
+    generator = ScriptedGenerator()
+    async with serve(generator, bounds=ConnectionBounds(max_connections=4)) as server:
+        body = json.dumps(LARGE).encode()
+        answer, serving = await _open(server, one)
+        serving.write(_head(len(body)) + body[:-1])  # the rest of the body is to come
+        idle = [await _open(server, one) for _ in range(2)]
+        for reader, writer in idle:
+            writer.write(HEALTH)
+            assert (await _answer(reader))[0] == 200
+        newest = await _open(server, one)
+        await _until_open(server, 4)
+        others = []
+        for reader, _ in idle:  # the oldest first
+            others.append(await _open(server, other))
+            assert await _end(reader) == b""
+            others[-1][1].write(HEALTH)
+            assert (await _answer(others[-1][0]))[0] == 200
+            await _until_open(server, 4)
+        assert (_refused(server, "crowded_out"), _refused(server, "full")) == (2, 0)
+        reader, _ = await _open(server, other)  # both have as many
+        assert (await _answer(reader))[0] == 503
+        assert not newest[0].at_eof()
+        serving.write(body[-1:])
+        assert (await _answer(answer))[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.contract.errors import OperatorError
-from common.runtime.config import GatewaySettings, load
+from common.runtime.config import DecodeSettings, GatewaySettings, PrefillSettings, load
 from gateway.__main__ import api_settings_of
 from gateway.api_settings import ApiSettings
 
@@ -24,6 +24,17 @@ def folder(tmp_path: Path) -> Path:
 
 def told(folder: Path, *options: str) -> ApiSettings:
     return api_settings_of(load(GatewaySettings, "baton gateway", ["--model", str(folder), *options]), folder)
+
+
+def test_what_an_operator_gets_by_default_punishes_nobody(folder: Path) -> None:
+    """A day for an answer, and a closed loop of a thousand clients in flight."""
+    limits = told(folder).limits
+    assert limits.default_budget_s == 86400
+    assert limits.max_in_flight >= 1024
+    settings = load(GatewaySettings, "baton gateway", ["--model", str(folder)])
+    assert (settings.standard_limit_s, settings.batch_limit_s, settings.silence_s) == (0, 0, 1800)
+    assert load(DecodeSettings, "baton decode", ["--model", str(folder)]).max_waiting >= 1024
+    assert load(PrefillSettings, "baton prefill", ["--model", str(folder)]).max_waiting >= 1024
 
 
 def test_the_model_has_its_own_name_or_those_that_it_is_given(folder: Path) -> None:

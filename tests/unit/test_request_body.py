@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -80,33 +83,70 @@ async def test_a_conversation_is_put_into_its_template_in_a_thread(
     assert [thread is not threading.main_thread() for thread in threads] == [True]
 
 
-async def test_bodies_on_their_way_hold_so_much_together() -> None:
-    """One that stalls does not let others in when they would be too much; when it has gone, they are."""
-    limits = settings(max_bodies_bytes=1000)
-    async with serve(ScriptedGenerator(), limits) as server, aiohttp.ClientSession() as session:
-        held = asyncio.Event()
+class Sender:
+    """A client with an address of its own, whose bodies may stand still."""
 
-        async def stalls() -> Any:
-            yield b" " * 950
-            await held.wait()
-            yield json.dumps(COMPLETION).encode()
+    def __init__(self, url: str, address: str) -> None:
+        self._url = url + COMPLETIONS_PATH
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=(address, 0), limit=0))
+        self.goes_on = asyncio.Event()
 
-        async def send() -> int:
-            async with session.post(server.url + COMPLETIONS_PATH, data=stalls()) as response:
-                await response.read()
-                return response.status
+    def begin(self, first: bytes, rest: bytes, **headers: str) -> asyncio.Task[tuple[int, Any]]:
+        """Send `first`, and the rest when it goes on; status and answer."""
 
-        async def ask() -> tuple[int, Any]:
-            async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION | {"user": "u" * 60}) as response:
-                return response.status, await response.json()
+        async def body() -> Any:
+            yield first
+            await self.goes_on.wait()
+            yield rest
 
-        first = asyncio.create_task(send())
-        status = 200
+        return asyncio.create_task(self.post(body(), **headers))
+
+    async def post(self, body: Any, **headers: str) -> tuple[int, Any]:
+        async with self.session.post(self._url, data=body, headers=headers) as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def senders(url: str) -> AsyncIterator[tuple[Sender, Sender]]:
+    one, other = Sender(url, "127.0.0.1"), Sender(url, "127.0.0.2")
+    async with one.session, other.session:
+        yield one, other
+
+
+PLAIN = json.dumps(COMPLETION).encode()
+
+
+async def test_beyond_the_bound_who_holds_most_loses_the_largest_of_its_bodies() -> None:
+    """Nobody who sends without an end keeps others out."""
+    async with (
+        serve(ScriptedGenerator(), settings(max_bodies_bytes=4000)) as server,
+        senders(server.url) as (one, other),
+    ):
+        large = one.begin(b" " * 2000, PLAIN)
+        small = one.begin(b" " * 1000, PLAIN)
+        await asyncio.sleep(0)
+        others = other.begin(b" " * 900, PLAIN)
         async with asyncio.timeout(30):
-            while status == 200:  # until that much has arrived
-                status, answer = await ask()
+            while not large.done():  # until all of that has arrived
+                assert (await other.post(PLAIN + b" " * 200))[0] == 200
+        status, answer = await large
         assert status == 429
         assert_error(answer, None, "capacity")
-        held.set()
-        assert await first == 200
-        assert (await ask())[0] == 200
+        one.goes_on.set()
+        other.goes_on.set()
+        assert ((await small)[0], (await others)[0]) == (200, 200)
+
+
+async def test_what_is_packed_counts_as_much_as_has_come() -> None:
+    """A few kilobytes may inflate to megabytes: unfinished ones of those must not fill the bound for everybody."""
+    packed = gzip.compress(PLAIN + b" " * 8_000_000)
+    assert len(packed) < 10_000
+    limits = settings(max_bodies_bytes=1_000_000, max_body_bytes=2**23)
+    async with serve(ScriptedGenerator(), limits) as server, senders(server.url) as (one, other):
+        stalled = [one.begin(packed[:-10], packed[-10:], **{"Content-Encoding": "gzip"}) for _ in range(32)]
+        for _ in range(20):
+            assert (await other.post(PLAIN))[0] == 200
+            await asyncio.sleep(0.01)
+        assert not any(task.done() for task in stalled)
+        one.goes_on.set()
+        assert [status for status, _ in await asyncio.gather(*stalled)] == [200] * 32
