@@ -475,7 +475,19 @@ def matrix(run: Run) -> str:
     return table(["fault", *transports], rows)
 
 
+def restarts(run: Run) -> str:
+    """What became of requests in flight while a process of `baton serve` died, or stood still."""
+    cases = run["figures"]["cases"]
+    rows = [
+        [f"{case['role']} worker {case['befalls']}", str(run["workload"]["requests"])]
+        + [f"{case[name]:.0f}" for name in ("failovers", "lost", "wrong", "near_ties")]
+        for case in sorted(cases, key=lambda case: (case["role"], case["befalls"]))
+    ]
+    return table(["", "requests", "went on elsewhere", "lost", "wrong", "near ties"], rows)
+
+
 TABLES: dict[str, Callable[[Run], str]] = {
+    "restarts": restarts,
     "autoscale": autoscale,
     "recovery": recovery,
     "chaos": matrix,

@@ -1,4 +1,8 @@
-"""`baton serve` goes on when one of its processes dies: nothing is lost but what only a dead gateway knew."""
+"""`baton serve` goes on when one of its processes dies: nothing is lost but what only a dead gateway knew.
+
+With `RESTART_RECORD` what became of the requests while workers were killed and frozen is recorded in
+`benchmarks/results`, if all is well.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from near_ties import is_near_tie
 from served import Stack
 from stack import START_TIMEOUT_S, prompt, until, wait_until
 
+from benchmarks.record import record
 from common.runtime.restarts import MAX_RESTARTS
 
 NUM_REQUESTS = int(os.environ.get("RESTART_REQUESTS", 24))
@@ -62,31 +67,43 @@ async def worker(session: aiohttp.ClientSession, url: str, address: str) -> dict
         return next(each for each in (await response.json())["workers"] if each["id"] == address)
 
 
-async def busy(session: aiohttp.ClientSession, url: str, role: str, number: int = NUM_REQUESTS) -> str:
-    """Wait until half of so many requests are in flight, and a worker has its part of some; its address."""
+async def busy(session: aiohttp.ClientSession, url: str, number: int = NUM_REQUESTS) -> str:
+    """Wait until half of so many requests are in flight, and a decode worker generates; its address."""
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             view = await pools(session, url)
-            if view["in_flight"] >= number / 2:
-                decoding = {each["decode"] for each in view["requests"] if each["tokens"] >= SEEN_TOKENS}
-                of_role = [each for each in view["workers"] if each["role"] == role]
-                for each in sorted(of_role, key=lambda each: -each["in_flight"]):
-                    if (each["in_flight"] and role == "prefill") or each["id"] in decoding:
-                        return str(each["id"])
-                if decoding and role == "prefill":
-                    return str(of_role[0]["id"])  # every prompt has been computed already
+            decoding = [each["decode"] for each in view["requests"] if each["tokens"] >= SEEN_TOKENS]
+            if view["in_flight"] >= number / 2 and decoding:
+                return str(max(set(decoding), key=decoding.count))
 
 
-async def stopped(session: aiohttp.ClientSession, stack: Stack, role: str, number: int = NUM_REQUESTS) -> str:
-    """Stop a busy worker by SIGSTOP; its address. A decode worker still has answers to generate then."""
+async def stopped(session: aiohttp.ClientSession, stack: Stack, number: int = NUM_REQUESTS) -> str:
+    """Stop a decode worker that has answers to generate by SIGSTOP; its address."""
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
-            address = await busy(session, stack.url, role, number)
+            address = await busy(session, stack.url, number)
             pid = pid_at(stack, address)
             os.kill(pid, signal.SIGSTOP)
-            if role == "prefill" or await decoding_at(session, stack.url, address):
+            if await decoding_at(session, stack.url, address):
                 return address
             os.kill(pid, signal.SIGCONT)
+
+
+async def prefill_stopped(session: aiohttp.ClientSession, stack: Stack) -> str:
+    """Stop a prefill worker by SIGSTOP, before it has a prompt; its address."""
+    of_role = [each for each in (await pools(session, stack.url))["workers"] if each["role"] == "prefill"]
+    os.kill(pid_at(stack, of_role[0]["id"]), signal.SIGSTOP)
+    return str(of_role[0]["id"])
+
+
+async def asked(session: aiohttp.ClientSession, url: str, address: str) -> None:
+    """Wait until a worker has its part of some request."""
+
+    async def condition() -> bool:
+        view = await pools(session, url)
+        return any(each["in_flight"] for each in view["workers"] if each["id"] == address)
+
+    await becomes(condition)
 
 
 async def decoding_at(session: aiohttp.ClientSession, url: str, address: str) -> bool:
@@ -156,17 +173,24 @@ class Answers:
         self.folder = folder
         self.expected = asyncio.run(self._undisturbed())
         assert {outcome.error for outcome in self.expected} == {""}
+        self.cases: list[dict[str, Any]] = []
+        """What became of them when something happened."""
 
     async def _undisturbed(self) -> list[Outcome]:
         async with new_session() as session:
             return list(await asyncio.gather(*(ask(session, self.stack.url, body) for body in bodies())))
 
+    def differing(self, found: list[Outcome]) -> list[tuple[dict[str, Any], Outcome, Outcome]]:
+        """Request, expected and found answer where those are not equal."""
+        answers = zip(bodies(), self.expected, found, strict=True)
+        return [(body, expected, outcome) for body, expected, outcome in answers if outcome != expected]
+
     def wrong(self, found: list[Outcome]) -> list[tuple[str, Outcome, Outcome]]:
         """Answers that are not what they would have been, near ties excepted."""
         return [
             (outcome.error, outcome, expected)
-            for body, expected, outcome in zip(bodies(), self.expected, found, strict=True)
-            if outcome != expected and not is_near_tie(self.folder, body, expected, outcome)
+            for body, expected, outcome in self.differing(found)
+            if not is_near_tie(self.folder, body, expected, outcome)
         ]
 
 
@@ -175,10 +199,15 @@ def answers(checkpoint: Callable[[str], Path]) -> Iterator[Answers]:
     folder = checkpoint("llama")
     with Stack("--model", str(folder), "--prefill", "2", "--decode", "2", *PATIENT) as stack:
         assert stack.ready.startswith("ready"), stack.wait()
-        yield Answers(stack, folder)
+        made = Answers(stack, folder)
+        yield made
         code, log = stack.end(signal.SIGTERM)
     assert code == 0, log
     assert "Traceback" not in log, log
+    if "RESTART_RECORD" in os.environ:
+        command = f"RESTART_REQUESTS={NUM_REQUESTS} RESTART_RECORD=1 python -m pytest tests/e2e/test_restarts.py"
+        workload = {"requests": NUM_REQUESTS, "stack": "2 prefill workers, 2 decode workers", "model": "llama, random"}
+        record("restarts", workload=workload, figures={"cases": made.cases}, seed=1000, command=command)
 
 
 @pytest.mark.timeout(300)
@@ -188,12 +217,21 @@ async def test_nothing_is_lost_and_nothing_is_wrong(answers: Answers, befalls: C
     stack = answers.stack
     async with new_session() as session:
         before = await failovers(session, stack.url)
-        asking = [asyncio.create_task(ask(session, stack.url, body)) for body in bodies()]
-        address = await stopped(session, stack, role)
+        address = await prefill_stopped(session, stack) if role == "prefill" else None
+        salt = {"cache_salt": f"{befalls.__name__} {role}"}  # else who has the prompts from before is asked alone
+        asking = [asyncio.create_task(ask(session, stack.url, body | salt)) for body in bodies()]
+        if address is None:
+            address = await stopped(session, stack)
+        else:
+            await asked(session, stack.url, address)
         await befalls(session, stack, address)
         found = list(await asyncio.gather(*asking))
-        assert not answers.wrong(found)
-        assert role == "prefill" or await failovers(session, stack.url) > before, "nobody was there"
+        wrong, num_failovers = answers.wrong(found), await failovers(session, stack.url) - before
+        assert not wrong
+        assert num_failovers > 0, "nobody was there"
+        case = {"role": role, "befalls": befalls.__name__, "failovers": num_failovers}
+        case |= {"lost": sum(bool(outcome.error) for outcome in found), "wrong": len(wrong)}
+        answers.cases.append(case | {"near_ties": len(answers.differing(found)) - len(wrong)})
         await until(lambda: not stack.leftovers(), "something is left")
     if befalls is killed:
         (line,) = stack.logged(rf"{role}-\d ended with signal SIGKILL")
@@ -205,7 +243,7 @@ async def test_a_gateway_that_dies_is_back_at_its_ports(answers: Answers) -> Non
     stack, url = answers.stack, answers.stack.url
     async with new_session() as session:
         asking = [asyncio.create_task(ask(session, url, body)) for body in bodies()]
-        await busy(session, url, "decode")
+        await busy(session, url)
         admin_port = (await pools(session, url))["admin_port"]
         pid = stack.pid_of("-m gateway")
         assert pid is not None
@@ -228,8 +266,13 @@ async def test_streams_wait_for_the_only_worker_of_a_role(checkpoint: Callable[[
         async with new_session() as session:
             expected = [await ask(session, stack.url, request) for request in requests]
             for role in ("decode", "prefill"):
-                asking = [asyncio.create_task(ask(session, stack.url, request)) for request in requests]
-                address = await stopped(session, stack, role, len(requests))
+                address = await prefill_stopped(session, stack) if role == "prefill" else None
+                salt = {"cache_salt": role}
+                asking = [asyncio.create_task(ask(session, stack.url, request | salt)) for request in requests]
+                if address is None:
+                    address = await stopped(session, stack, len(requests))
+                else:
+                    await asked(session, stack.url, address)
                 await killed(session, stack, address)
                 for request, one, other in zip(requests, expected, await asyncio.gather(*asking), strict=True):
                     assert one == other or is_near_tie(folder, request, one, other)

@@ -16,6 +16,15 @@ from benchmarks.result_tables import PARTS, TABLES, grammars, matrix
 from benchmarks.results_page import MARKED, PAGE, PAGES, part, rendered
 
 
+def test_restarts_name_each_case() -> None:
+    case = {"role": "prefill", "befalls": "killed", "failovers": 150.0, "lost": 0, "wrong": 0, "near_ties": 2}
+    run = {"workload": {"requests": 300}, "figures": {"cases": [case, case | {"role": "decode", "befalls": "frozen"}]}}
+    assert result_tables.restarts(run).splitlines()[2:] == [
+        "| decode worker frozen | 300 | 150 | 0 | 0 | 2 |",
+        "| prefill worker killed | 300 | 150 | 0 | 0 | 2 |",
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_show_the_records(page: Path) -> None:
     text = page.read_text()
