@@ -406,6 +406,7 @@ class DecodeWorker:
         request = self._finished.get(message.request)
         if request is not None and request.gateway == gateway and request.work.attempt == message.attempt:
             del self._finished[message.request]
+            request.generations.clear()  # each names its request: only the garbage collector would free them
 
     def _on_resend(self, gateway: Incarnation, message: Resend) -> None:
         request = self._find(message.request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,28 @@ def first(world: World) -> Site:
 
 def second(world: World) -> Site:
     return list(world.sites.values())[1]
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_requests_that_have_ended_are_not_left_to_the_garbage_collector(num_choices: int) -> None:
+    """It would come once in thousands of them. What is left are stale entries of heaps, of which there may be a few."""
+    world = World(["d0"])
+    site = first(world)
+    gc.collect()  # what other tests have left
+    gc.disable()
+    try:
+        names = []
+        for _ in range(300):
+            world.gateway.ask(site, PROMPT, 3, num_choices)
+            world.deliver()
+            names += site.worker._requests
+            world.run()
+        assert len(set(names)) == 300
+        requests = [each for each in gc.get_objects() if type(each) is request_module.DecodeRequest]
+        assert sum(each.work.request in names for each in requests) < 100
+    finally:
+        gc.enable()
+
 
 
 def end_step(world: World, site: Site, *, reads: bool = True) -> None:
