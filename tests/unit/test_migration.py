@@ -84,7 +84,6 @@ def test_requests_that_have_ended_are_not_left_to_the_garbage_collector(num_choi
         gc.enable()
 
 
-
 def end_step(world: World, site: Site, *, reads: bool = True) -> None:
     """The step in flight is done; what it leads to."""
     site.end_step()
