@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages import Role
+from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
 from gateway.serving.attempt import Choice, Place
@@ -72,12 +72,16 @@ class Placement:
         decode = caution.decode(self._registry.usable(Role.DECODE), ask)
         return Rebind(least_loaded_decode(decode, ask, cached)) if decode else None
 
-    def any_refuge(self, address: str) -> bool:
-        """Whether another decode worker might have room for a sequence of the one at `address`."""
-        leaving = self._registry.workers[address].welcome
-        fits = None if leaving is None else leaving.fingerprint
-        others = Caution(fits=fits).able(self._registry.usable(Role.DECODE), _NOTHING)
-        return any(worker.address != address and worker.has_room(_NOTHING.num_tokens) for worker in others)
+    def may_leave(self, address: str) -> bool:
+        """Whether the worker at `address` is a decode worker that drains, and another one might have room for what runs
+        there."""
+        leaving = self._registry.workers.get(address)
+        if leaving is None or leaving.role is not Role.DECODE:
+            return False
+        if leaving.welcome is None or leaving.load is None or leaving.load.phase is Phase.SERVING:
+            return False
+        others = Caution(fits=leaving.welcome.fingerprint).able(self._registry.usable(Role.DECODE), _NOTHING)
+        return any(worker.has_room(_NOTHING.num_tokens) for worker in others)
 
     def refuge(
         self, address: str, choice: Choice, most_tokens: int, fits: Fingerprint | None = None

@@ -239,16 +239,17 @@ class Flow:
     def movable(self, address: str) -> list[tuple[Attempt, Choice]]:
         """Running sequences of the decode worker at `address`, of which the client has something, and that nobody pulls
         yet."""
-        prompt_len = len(self.generation.token_ids)
         return [
             (attempt, choice)
             for attempt, part in self.parts_at(address)
             if part is attempt.decode and attempt.decode_has_spoken
             for choice in attempt.unfinished
-            if choice.next_position > prompt_len
-            and self._source(attempt, choice) is None
-            and not self._is_moving(choice, attempt)
+            if self._may_move(attempt, choice)
         ]
+
+    def can_move(self, attempt: Attempt, choice: Choice) -> bool:
+        """Whether what was `movable` still is."""
+        return attempt in self.attempts and choice in attempt.unfinished and self._may_move(attempt, choice)
 
     def on_message(self, attempt: Attempt, part: Part, message: Message) -> list[Action]:
         """A message about the part of an attempt under way."""
@@ -433,6 +434,11 @@ class Flow:
         return next(
             (each for each in self.attempts if each.decode is moving.moving and choice in each.unfinished), None
         )
+
+    def _may_move(self, attempt: Attempt, choice: Choice) -> bool:
+        """Whether the client has something of a running sequence, and nobody pulls it yet."""
+        begun = choice.next_position > len(self.generation.token_ids)
+        return begun and self._source(attempt, choice) is None and not self._is_moving(choice, attempt)
 
     def _is_missing(self, choice: Choice, broken: Attempt) -> bool:
         """Whether nobody generates the choice any more without this attempt."""
