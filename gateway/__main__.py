@@ -312,6 +312,8 @@ def main() -> None:
         twice = set(settings.prefill_workers) & set(settings.decode_workers)
         if twice:
             raise OperatorError(f"baton gateway: {', '.join(sorted(twice))} is named as prefill and as decode worker")
+        if settings.explain_routing:
+            log.info("--explain-routing: x-baton-* headers tell every client the workers' addresses")
         keep_torch_out()
         folder = resolve_model(settings.model, weights=False)
         if settings.processes == 1:

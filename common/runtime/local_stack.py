@@ -89,7 +89,8 @@ class LocalStack:
         options += ["--prefill-workers", ",".join(addresses["prefill"])]
         options += ["--decode-workers", ",".join(addresses["decode"])]
         options += ["--admin-port", str(admin_port)]
-        options += ["--explain-routing"] if settings.explain_routing else []
+        # Said either way: the gateway reads the same variable, and this process's options go before it.
+        options += ["--explain-routing" if settings.explain_routing else "--no-explain-routing"]
         self._children.append(Child("gateway", "gateway", [*common, *options]))
         self._keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
         await self._all_ready()

@@ -25,6 +25,7 @@ from stack import wait_until
 from common.runtime.checkpoint import DEMO_FOLDER
 
 MIRA = "The code of Mira is 4817. The code of Otto is 2093. What is the code of Mira?"
+EXPLAINS = "x-baton-* headers tell every client the workers' addresses"
 
 
 def open_sockets() -> dict[str, int]:
@@ -63,6 +64,7 @@ def stack() -> Iterator[Stack]:
         code, log = running.end(signal.SIGTERM)
     assert code == 0, log
     assert "Traceback" not in log, log
+    assert log.count(EXPLAINS) == 1, "an operator should know what clients are told"
 
 
 @pytest.fixture
@@ -303,6 +305,7 @@ def test_it_ends_cleanly_and_leaves_nothing(number: int) -> None:
         code, log = stack.end(number)
         assert code == 0, log
         assert "Traceback" not in log, log
+        assert EXPLAINS not in log, "nobody has asked for it"
         assert not any(Path(f"/proc/{pid}").exists() for pid in children)
         ports = {int(match.group(1)) for match in re.finditer(r"127\.0\.0\.1:(\d+)", log)}
         assert len(ports) >= 7

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from common.contract.errors import OperatorError
-from common.runtime.config import ServeSettings
-from common.runtime.local_stack import LocalStack, _environment
+from common.runtime.config import GatewaySettings, ServeSettings, load
+from common.runtime.local_stack import Child, LocalStack, _environment
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+
+
+class NotStarted(LocalStack):
+    """A stack whose processes are named, and not started."""
+
+    async def _keep(self, child: Child) -> None:
+        child.facts.update(ready=True, url="http://127.0.0.1:1")
+        async with self._changed:
+            self._changed.notify_all()
+        await asyncio.Event().wait()
+
+    @property
+    def gateway(self) -> Child:
+        return next(child for child in self._children if child.role == "gateway")
 
 
 async def test_a_reserved_port_is_kept_and_can_be_listened_on_again_and_again() -> None:
@@ -42,3 +61,46 @@ def test_requests_wait_for_a_worker_that_is_restarted_unless_a_variable_says_oth
     assert "BATON_PATIENCE_S" not in _environment(ServeSettings(restart="never"))
     monkeypatch.setenv("BATON_PATIENCE_S", "3")
     assert _environment(ServeSettings())["BATON_PATIENCE_S"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "explains"),
+    [
+        ([], None, False),
+        (["--explain-routing"], None, True),
+        (["--no-explain-routing"], None, False),
+        ([], "true", True),
+        (["--no-explain-routing"], "true", False),
+        (["--explain-routing"], "false", True),
+        (["--restart", "never", "--prefill", "0", "--host", "0.0.0.0", "--log-level", "debug"], None, False),
+    ],
+)
+async def test_clients_are_told_the_workers_addresses_only_where_the_operator_says_so(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], variable: str | None, explains: bool
+) -> None:
+    for name in [name for name in os.environ if name.startswith("BATON_")]:
+        monkeypatch.delenv(name)
+    if variable is not None:
+        monkeypatch.setenv("BATON_EXPLAIN_ROUTING", variable)
+    settings = load(ServeSettings, "baton serve", ["--port", "0", *options])
+    stack = NotStarted(settings)
+    await stack.start()
+    for name, value in _environment(settings).items():
+        monkeypatch.setenv(name, value)
+    assert load(GatewaySettings, "baton gateway", stack.gateway.options).explain_routing is explains
+    await stack.stop()
+
+
+def test_that_clients_may_be_told_the_workers_addresses_is_documented() -> None:
+    for row in _rows("--explain-routing"):
+        _, _, default, meaning, _ = row.split("|")
+        assert default.strip() == "off"
+        assert "the workers' addresses" in meaning
+
+
+def _rows(option: str) -> list[str]:
+    """The rows of the tables about an option: the gateway's, and that of `baton serve`."""
+    text = DOCUMENT.read_text()
+    at = text.index("### `baton serve`")
+    tables = text[:at], text[at:]
+    return [next(line for line in each.splitlines() if line.startswith(f"| `{option}` |")) for each in tables]
