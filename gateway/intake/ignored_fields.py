@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Final, get_args
 
 from pydantic import BaseModel
@@ -11,6 +13,7 @@ from pydantic import BaseModel
 _LOG = logging.getLogger(__name__)
 _MAX_NAMES: Final = 256
 _MAX_NAME_CHARS: Final = 64
+_MOST_LOOKED_AT: Final = 10_000
 
 _NOT_STORED = "answers are not stored"
 _NO_IMAGES = "there is nothing but text"
@@ -47,16 +50,33 @@ IGNORED: Final[Mapping[str, str]] = {
 """Fields of the OpenAI API and of vLLM that would not change the answer, and why; but where a schema has them."""
 
 
-def unknown_fields(given: object, *schemas: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Fields that none of `schemas` has, and that their parts do not have: those as `messages.name`."""
+def unknown_fields(given: object, schema: type[BaseModel]) -> Iterator[str]:
+    """Fields that `schema` does not have, and that its parts do not have: those as `messages.name`. The first 10,000
+    fields and parts are looked at, and no more."""
+    left: deque[tuple[object, tuple[type[BaseModel], ...], str]] = deque([(given, (schema,), "")])
+    num_looked_at = 0
+    while left:
+        given, schemas, path = left.popleft()
+        known = _known(schemas)
+        for part in given if isinstance(given, list) else (given,):
+            num_looked_at += 1
+            for name, value in part.items() if isinstance(part, dict) else ():
+                num_looked_at += 1
+                if name not in known:
+                    yield path + name
+                elif known[name] and isinstance(value, (dict, list)):
+                    left.append((value, known[name], f"{path}{name}."))
+                if num_looked_at >= _MOST_LOOKED_AT:
+                    return
+            if num_looked_at >= _MOST_LOOKED_AT:
+                return
+
+
+@cache
+def _known(schemas: tuple[type[BaseModel], ...]) -> dict[str, tuple[type[BaseModel], ...]]:
+    """The fields that any of these schemas has, and the schemas of what is in each."""
     fields = [item for schema in schemas for item in schema.model_fields.items()]
-    known = {field.alias or name: field.annotation for name, field in fields}
-    for part in given if isinstance(given, list) else [given]:
-        for name, value in part.items() if isinstance(part, dict) else ():
-            if name not in known:
-                yield path + name
-            elif inner := list(_models_in(known[name])):
-                yield from unknown_fields(value, *inner, path=f"{path}{name}.")
+    return {field.alias or name: tuple(_models_in(field.annotation)) for name, field in fields}
 
 
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
@@ -68,17 +88,23 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 class IgnoredFields:
     """Lists ignored fields in the log, each once: by name, never with a value. Clients choose the names, so there is a
-    bound on how many are listed, and on how much of each."""
+    bound on how many are listed, and on how much of each; what cannot be printed is spelt out."""
 
     def __init__(self) -> None:
         self._listed: set[str] = set()
 
     def note(self, names: Iterable[str]) -> None:
-        """These have come with a request. Nothing happens unless the log is at level `debug`."""
-        if not _LOG.isEnabledFor(logging.DEBUG):
+        """These have come with a request. They are not even read where the log is not at level `info`, or when as many
+        are listed as may be."""
+        if len(self._listed) == _MAX_NAMES or not _LOG.isEnabledFor(logging.INFO):
             return
-        new = {name[:_MAX_NAME_CHARS] for name in names} - self._listed
-        listed = sorted(new)[: _MAX_NAMES - len(self._listed)]
-        if listed:
-            self._listed.update(listed)
-            _LOG.debug("ignored fields: %r", listed)
+        new: set[str] = set()
+        for name in names:
+            new |= {name[:_MAX_NAME_CHARS]} - self._listed
+            if len(self._listed) + len(new) == _MAX_NAMES:
+                break
+        if new:
+            self._listed |= new
+            _LOG.info("ignored fields: %r", sorted(new))
+            if len(self._listed) == _MAX_NAMES:
+                _LOG.info("no other field that is ignored will be named: %d have been", _MAX_NAMES)

@@ -3,7 +3,9 @@ listed once."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
@@ -14,8 +16,10 @@ from openai.types.shared_params import ResponseFormatJSONSchema
 from openai.types.shared_params.response_format_json_schema import JSONSchema
 from pydantic import ValidationError
 
+from common.runtime.config import GatewaySettings, load
+from common.runtime.logs import JsonFormatter, TextFormatter
 from gateway.intake import schemas
-from gateway.intake.ignored_fields import IGNORED, IgnoredFields
+from gateway.intake.ignored_fields import IGNORED, IgnoredFields, unknown_fields
 from gateway.intake.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -234,14 +238,61 @@ def test_no_more_is_listed_than_a_client_should_be_able_to_write(caplog: pytest.
     assert len(listed(caplog)) == 3
 
 
-def test_without_the_debug_level_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_fields_are_listed_at_the_level_that_is_the_default(caplog: pytest.LogCaptureFixture) -> None:
     fields = IgnoredFields()
-    caplog.set_level(logging.INFO, logger="gateway.intake.ignored_fields")
+    caplog.set_level(logging.WARNING, logger="gateway.intake.ignored_fields")
     fields.note(["wizard"])
-    assert not listed(caplog)
-    caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
-    fields.note(["wizard"])
+    assert not listed(caplog), "nor is it remembered"
+    caplog.set_level(load(GatewaySettings, "baton gateway", []).log_level.upper(), "gateway.intake.ignored_fields")
+    for _ in range(3):
+        fields.note(["wizard"])
     assert listed(caplog) == ["ignored fields: ['wizard']"]
+
+
+def test_a_client_with_ever_new_fields_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="gateway.intake.ignored_fields")
+    fields = IgnoredFields()
+    for number in range(1000):
+        fields.note([f"wizard{number}"])
+    assert listed(caplog) == [f"ignored fields: ['wizard{number}']" for number in range(256)]
+    assert [line for line in caplog.messages if line not in listed(caplog)] == [
+        "no other field that is ignored will be named: 256 have been"
+    ]
+    names = iter(["dragon"])
+    fields.note(names)
+    assert next(names) == "dragon", "requests are not even looked through any more"
+
+
+def test_what_is_listed_stays_on_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="gateway.intake.ignored_fields")
+    IgnoredFields().note(["\n2026-01-01 ERROR\x1b[31m\u2028\ud800"])
+    (record,) = caplog.records
+    line = TextFormatter("%(message)s").format(record)
+    assert line == r"ignored fields: ['\n2026-01-01 ERROR\x1b[31m\u2028\ud800']"
+    assert json.loads(JsonFormatter("baton gateway").format(record))["message"] == line
+
+
+class Read(list[Any]):
+    """A list that counts what is read of it."""
+
+    num = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            self.num += 1
+            yield each
+
+
+@pytest.mark.parametrize("part", [{}, {"role": "user"}, {"content": [{"text": "hello"}]}, 1], ids=repr)
+def test_of_a_large_request_only_the_first_fields_are_looked_at(part: Any) -> None:
+    messages = Read([part] * 50_000)
+    body = {"messages": messages, "wizard": 1}
+    assert list(unknown_fields(body, ChatRequest)) == ["wizard"], "its own fields come before those of its parts"
+    assert 1000 < messages.num <= 10_000
+
+
+def test_of_many_fields_only_the_first_are_looked_at() -> None:
+    assert len(list(unknown_fields({f"wizard{number}": 1 for number in range(50_000)}, ChatRequest))) < 10_000
 
 
 @pytest.mark.parametrize(
