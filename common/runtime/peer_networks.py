@@ -1,6 +1,7 @@
 """Where a worker connects to because a message names an address: to its peers' networks, and nowhere else.
 
 Whoever reaches a control port without keys could otherwise have the worker connect to whatever it reaches itself.
+UCX's addresses, in the metadata of the transport `nixl`, are not looked at: their form is UCX's own.
 """
 
 from __future__ import annotations
