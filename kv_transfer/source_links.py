@@ -168,7 +168,10 @@ class SourceLinks:
     def _close(self, address: str) -> None:
         if address not in self._links:
             return
-        task = self._links.pop(address).task
+        link = self._links.pop(address)
+        if link.client is not None:
+            link.client.retire()
+        task = link.task
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         task.cancel()

@@ -19,7 +19,7 @@ from common.contract.kv_layout import Fingerprint
 from common.engine.batch import Sampled, Scored, Slice
 from common.engine.costs import Costs
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
-from common.runtime.checkpoint import config_hash, weights_hash
+from common.runtime.checkpoint import config_hash, unchanged, weights_hash
 from common.runtime.config import WorkerSettings
 from common.runtime.daemon_threads import DaemonThreads
 
@@ -103,13 +103,14 @@ class Engine:
         num_threads = settings.num_threads or os.cpu_count() or 1
         if device == "cpu":
             torch.set_num_threads(num_threads)
-        # Every byte is hashed beside loading, which brings it into memory.
-        hashing = DaemonThreads(1, "hash-weights").submit(lambda: weights_hash(folder, num_threads))
         try:
-            runner = cls._load_runner(settings, folder, device, progress, swap_bytes, graph_seqs)
-            fingerprint = Fingerprint(
-                config_hash=config_hash(folder), weights_hash=hashing.result(), layout=runner.layout
-            )
+            with unchanged(folder):
+                # Every byte is hashed beside loading, which brings it into memory.
+                hashing = DaemonThreads(1, "hash-weights").submit(lambda: weights_hash(folder, num_threads))
+                runner = cls._load_runner(settings, folder, device, progress, swap_bytes, graph_seqs)
+                fingerprint = Fingerprint(
+                    config_hash=config_hash(folder), weights_hash=hashing.result(), layout=runner.layout
+                )
             costs = measure_costs(runner)
         except torch.OutOfMemoryError as error:
             advice = "lower --kv-cache-bytes or --max-num-seqs, or raise --gpu-reserve-bytes"

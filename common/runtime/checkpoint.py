@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import struct
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +141,10 @@ def weights_hash(folder: Path, num_threads: int = 1) -> str:
     `num_threads` threads read and hash the pieces. Raises `OperatorError` if there are no weights, or if a file changes
     meanwhile.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = _weight_files(folder)
     if not files:
         raise OperatorError(f"model folder {folder} has no *.safetensors weights")
-    files += sorted(folder.glob("*.safetensors.index.json"))
+    files += _indexes(folder)
     digest = hashlib.sha256()
     try:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="hash") as threads:
@@ -151,6 +153,14 @@ def weights_hash(folder: Path, num_threads: int = 1) -> str:
     except OSError as error:
         raise OperatorError(f"cannot read the weights in {folder}: {error}") from error
     return digest.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _indexes(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors.index.json"))
 
 
 def _hash_file(path: Path, digest: hashlib._Hash, threads: Executor) -> None:
@@ -169,3 +179,31 @@ def _hash_file(path: Path, digest: hashlib._Hash, threads: Executor) -> None:
         after = path.stat()
     if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
         raise OperatorError(f"{path} has changed while it was read")
+
+
+@contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """Load and hash the model in `folder` within: what was hashed is then what was loaded.
+
+    Raises `OperatorError` at the end if one of the files that are hashed has been replaced, written to, added or
+    removed.
+    """
+    before = _identities(folder)
+    yield
+    after = _identities(folder)
+    changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    if changed:
+        raise OperatorError(f"{changed[0]} has changed while the model was loaded")
+
+
+def _identities(folder: Path) -> dict[Path, tuple[int, int, int, int]]:
+    """Device, inode, size and time of each file that is hashed, and is there."""
+    found = {}
+    configs = [folder / name for name in ("config.json", *_TOKENIZER_PARTS)]
+    for path in (*configs, *_weight_files(folder), *_indexes(folder)):
+        try:
+            stat = path.stat()
+        except OSError:
+            continue  # whoever needs it says so
+        found[path] = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return found

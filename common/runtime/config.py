@@ -153,7 +153,7 @@ class WorkerSettings(TierSettings):
     peer_networks: Networks | None = Field(
         None,
         description="networks in which a worker may connect to an address that a message names: 10.0.0.0/8,... "
-        "(none: anywhere with CURVE keys; else loopback, or the subnets of --host)",
+        "(none: anywhere with CURVE keys; else loopback, or the subnets of --host, no link-local ones)",
     )
     checksums: bool = Field(False, description="verify every block that moves by CRC-32 (CPU only)")
     max_waiting: int = Field(2048, ge=1, le=65536, description="requests waiting; one more is refused")

@@ -2,7 +2,7 @@
 
 What a line is about goes along as fields, which the text may leave out. Fields hold counts, durations, names and ids,
 never text of a prompt or an answer. Whatever comes from outside (a peer's words, a client's) can neither begin a line
-nor make one endless.
+nor make one endless: messages, fields and exceptions are cut.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from common.contract.printable import printable
 
 LogFormat = Literal["text", "json"]
 MAX_MESSAGE_CHARS = 4096
-"""Longest message, or line of an exception."""
+"""Longest message, field, or line of an exception."""
+MAX_TRACE_CHARS = 16_384
+"""Longest exception or stack: of a longer one the beginning and the end are kept."""
 _FIELDS = "baton_fields"
 _INDENT = "    "
 
@@ -53,12 +55,33 @@ class TextFormatter(logging.Formatter):
         return _indented(super().formatStack(stack_info))
 
 
-def _indented(text: str) -> str:
-    return "\n".join(_INDENT + printable(line, MAX_MESSAGE_CHARS) for line in text.splitlines())
+def _indented(trace: str) -> str:
+    lines = _cut_trace(trace).splitlines()
+    return "\n".join(_INDENT + printable(line, MAX_MESSAGE_CHARS) for line in lines)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}… ({len(text)} characters)"
+
+
+def _cut_trace(trace: str) -> str:
+    if len(trace) <= MAX_TRACE_CHARS:
+        return trace
+    half = MAX_TRACE_CHARS // 2
+    return f"{trace[:half]}\n… ({len(trace)} characters)\n{trace[-half:]}"
+
+
+def _cut_field(value: Any) -> Any:
+    """`value`, or the beginning of its text if that is too long."""
+    if isinstance(value, str):
+        return _cut(value)
+    text = json.dumps(value, default=str)
+    return value if len(text) <= MAX_MESSAGE_CHARS else _cut(text)
 
 
 class JsonFormatter(logging.Formatter):
-    """A line as one JSON object: `time`, `level`, `process`, `logger`, `message`, then the fields."""
+    """A line as one JSON object: `time`, `level`, `process`, `logger`, `message`, then the fields. What is too long is
+    cut, and then says how long it was."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -71,11 +94,12 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
-            "message": record.getMessage()[:MAX_MESSAGE_CHARS],
+            "message": _cut(record.getMessage()),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = _cut_trace(self.formatException(record.exc_info))
         if record.stack_info:
-            line["stack"] = record.stack_info
+            line["stack"] = _cut_trace(record.stack_info)
         fields: dict[str, Any] = getattr(record, _FIELDS, {})
-        return json.dumps(line | {name: value for name, value in fields.items() if name not in line}, default=str)
+        line |= {name: _cut_field(value) for name, value in fields.items() if name not in line}
+        return json.dumps(line, default=str)

@@ -1,6 +1,7 @@
 """Where a worker connects to because a message names an address: to its peers' networks, and nowhere else.
 
 Whoever reaches a control port without keys could otherwise have the worker connect to whatever it reaches itself.
+UCX's addresses, in the metadata of the transport `nixl`, are not looked at: their form is UCX's own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 from common.runtime.config import WorkerSettings
 
 LOOPBACK = IPv4Network("127.0.0.0/8")
+LINK_LOCAL = IPv4Network("169.254.0.0/16")
+"""Where a cloud's metadata service, with the machine's credentials, is: peers only if the operator names it."""
 _ROUTES = Path("/proc/net/route")
 
 
@@ -26,7 +29,7 @@ class PeerNetworks:
     @classmethod
     def of(cls, settings: WorkerSettings) -> PeerNetworks:
         """Those that the operator names; by default everywhere with CURVE keys, which a peer must have, and otherwise
-        loopback for a worker on loopback, and for any other one the subnets of its address."""
+        loopback for a worker on loopback, and for any other one the subnets of its address, no link-local ones."""
         if settings.peer_networks is not None:
             return cls(settings.peer_networks)
         if settings.curve_keys is not None:
@@ -50,9 +53,10 @@ EVERYWHERE = PeerNetworks((IPv4Network("0.0.0.0/0"),))
 def _around(host: IPv4Address, subnets: Iterable[IPv4Network]) -> tuple[IPv4Network, ...]:
     if host.is_loopback:
         return (LOOPBACK,)
+    routable = [subnet for subnet in subnets if not subnet.overlaps(LINK_LOCAL)]
     if host.is_unspecified:
-        return (LOOPBACK, *subnets)
-    return (IPv4Network(host), *(subnet for subnet in subnets if host in subnet))
+        return (LOOPBACK, *routable)
+    return (IPv4Network(host), *(subnet for subnet in routable if host in subnet))
 
 
 def _subnets() -> Sequence[IPv4Network]:

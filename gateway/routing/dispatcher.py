@@ -240,6 +240,7 @@ class Dispatcher(Collector):
         if link is not None:
             if self._registry.workers[address].incarnation is not None:
                 self._session_over(link, why, crashed=False)
+            link.retire()
             next(task for task, of in self._linking.items() if of is link).cancel()
         self._registry.remove(address)
 

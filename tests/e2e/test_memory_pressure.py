@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import aiohttp
 import pytest
 from stack import BLOCK_SIZE, Answer, Process, Workers, answer, generation, prompt
 
@@ -124,6 +125,37 @@ async def test_choices_that_each_fill_the_whole_cache_get_the_answers_of_an_idle
     (found,) = await answers(small, [work])
     assert found.tokens == expected.tokens
     assert {len(tokens) for tokens in found.tokens} == {work.sampling.max_tokens}
+    small.wait_for_baseline()
+
+
+async def test_two_choices_without_max_tokens_are_served_where_one_context_fits(
+    main_pool: Workers, small_decode: dict[str, Process]
+) -> None:
+    """Over HTTP. Each choice may fill the cache, and does: they are preempted, not refused."""
+    decode = small_decode["default"]
+    small = Workers(main_pool.folder, prefill=main_pool.prefill[:1], decode=[decode])
+    before = sum(preemptions(decode).values())
+    body = {
+        "messages": [{"role": "user", "content": "Who hands the baton over?"}],
+        "n": 2,
+        "temperature": 1.0,
+        "seed": 5,
+        "ignore_eos": True,
+    }
+    with small.gateway() as gateway:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{gateway.facts['url']}/v1/chat/completions", json=body) as response,
+        ):
+            told = await response.json()
+            assert response.status == 200, told
+    assert [choice["finish_reason"] for choice in told["choices"]] == ["length", "length"]
+    first, second = (choice["message"]["content"] for choice in told["choices"])
+    assert first != second
+    usage = told["usage"]
+    each = usage["completion_tokens"] // 2
+    assert usage["prompt_tokens"] + each > NUM_BLOCKS * BLOCK_SIZE - BLOCK_SIZE, "nothing else has ended them"
+    assert sum(preemptions(decode).values()) > before
     small.wait_for_baseline()
 
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from common.contract.errors import OperatorError
-from common.runtime.checkpoint import DEMO_FOLDER, config_hash, read_config, resolve_model, weights_hash
+from common.runtime.checkpoint import DEMO_FOLDER, config_hash, read_config, resolve_model, unchanged, weights_hash
 
 CONFIG = {"model_type": "llama", "vocab_size": 7, "rope_scaling": {"factor": 2.0}}
 _PIECE_BYTES = 4 * 2**20
@@ -343,3 +343,81 @@ def test_a_link_to_weights_that_are_gone_is_the_operators_to_mend(folder: Path) 
     (folder / "model.safetensors").symlink_to(folder / "blobs" / "gone")
     with pytest.raises(OperatorError, match="model"):
         weights_hash(folder)
+
+
+# --- between loading and hashing -------------------------------------------------------------------------------------
+
+
+def replace(path: Path) -> None:
+    """With a file of the same size and time."""
+    known = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(known.st_mtime_ns, known.st_mtime_ns))
+    other.replace(path)
+
+
+def write_to(path: Path) -> None:
+    """Same file, same size, a later time."""
+    known = path.stat()
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(known.st_mtime_ns + 1, known.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("change", [replace, write_to, Path.unlink], ids=["replaced", "written to", "removed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.safetensors",
+        "b.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    ],
+)
+def test_a_change_while_the_model_is_loaded_is_refused(folder: Path, name: str, change: Callable[[Path], None]) -> None:
+    for each in ("a.safetensors", "b.safetensors"):
+        write_weights(folder / each)
+    for each in ("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"):
+        (folder / each).write_text("{}")
+    with unchanged(folder):
+        pass
+    with pytest.raises(OperatorError, match=f"{name} has changed while the model was loaded"), unchanged(folder):
+        change(folder / name)
+
+
+def test_a_file_that_is_added_while_the_model_is_loaded_is_refused(folder: Path) -> None:
+    write_weights(folder / "a.safetensors")
+    with pytest.raises(OperatorError, match=r"b\.safetensors has changed"), unchanged(folder):
+        write_weights(folder / "b.safetensors")
+
+
+def test_a_link_that_is_turned_to_another_revision_is_refused(folder: Path) -> None:
+    """As in the hub's cache."""
+    for blob in ("first", "second"):
+        write_weights(folder / blob)
+        os.utime(folder / blob, ns=(0, 0))
+    link = folder / "model.safetensors"
+    link.symlink_to(folder / "first")
+    turned = folder / "turned"
+    turned.symlink_to(folder / "second")
+    with pytest.raises(OperatorError, match="has changed"), unchanged(folder):
+        turned.replace(link)
+
+
+def test_the_error_of_a_load_that_fails_meanwhile_is_kept(folder: Path) -> None:
+    path = write_weights(folder / "a.safetensors")
+
+    def fail() -> None:
+        path.unlink()
+        raise OperatorError("a tensor is missing")
+
+    with pytest.raises(OperatorError, match="a tensor is missing"), unchanged(folder):
+        fail()
+
+
+def test_a_file_that_is_not_hashed_may_change(folder: Path) -> None:
+    with unchanged(folder):
+        (folder / "README.md").write_text("x")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.costs import Costs
 from common.engine.engine import Engine
 from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
+from common.runtime.checkpoint import weights_hash
 from common.runtime.config import DecodeSettings, WorkerSettings
 
 torch.set_num_threads(1)
@@ -311,6 +313,34 @@ async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
     monkeypatch.setattr("common.engine.engine.measure_costs", full)
     with pytest.raises(OperatorError, match=r"--kv-cache-bytes.*--max-num-seqs.*tried to allocate 3 GiB"):
         await load(DecodeSettings(model=str(folder), device="cpu"), folder, 0)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+async def test_a_checkpoint_that_is_replaced_between_loading_and_hashing_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new file has the size and the time of the old one."""
+    folder = make_checkpoint("llama", tmp_path / "model", dtype="bfloat16")
+    replacement = make_checkpoint("llama", tmp_path / "other", seed=1, dtype="bfloat16") / name
+    known = (folder / name).stat()
+    os.utime(replacement, ns=(known.st_mtime_ns, known.st_mtime_ns))
+    assert replacement.stat().st_size == known.st_size
+    replaced = threading.Event()
+
+    def replace_when_loaded(done: int, total: int) -> None:
+        if done == total:
+            replacement.replace(folder / name)
+            replaced.set()
+
+    def hash_late(folder: Path, num_threads: int) -> str:
+        assert replaced.wait(60)
+        return weights_hash(folder, num_threads)
+
+    monkeypatch.setattr("common.engine.engine.weights_hash", hash_late)
+    settings = DecodeSettings(model=str(folder), device="cpu", num_threads=1, kv_cache_bytes=2**18)
+    with pytest.raises(OperatorError, match=f"{name} has changed while the model was loaded"):
+        await Engine.load(settings, folder, replace_when_loaded)
+    assert replaced.is_set()
 
 
 async def test_a_cache_without_a_size_has_the_default_on_a_cpu(folder: Path) -> None:

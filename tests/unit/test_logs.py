@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.runtime.logs import JsonFormatter, about, configure_logging
+from common.runtime.logs import MAX_MESSAGE_CHARS, MAX_TRACE_CHARS, JsonFormatter, about, configure_logging
 
 LOG = logging.getLogger("baton.test")
 
@@ -99,6 +99,45 @@ def test_a_line_has_an_end(log_format: str, restored: None, monkeypatch: pytest.
     stream = written(monkeypatch, log_format)
     LOG.warning("a peer says: %s", "x\n" * 10**6)
     assert len(stream.getvalue()) < 10_000
+
+
+HUGE = "x\n" * 11_500_000
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_an_exception_and_a_stack_have_an_end(log_format: str, restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their text is 23 MB."""
+    stream = written(monkeypatch, log_format)
+    try:
+        raise ValueError("first words\n" + HUGE + "last words")
+    except ValueError:
+        LOG.exception("it broke")
+    record = LOG.makeRecord("l", logging.INFO, "f", 1, "it stands", (), None, sinfo="first call\n" + HUGE + "last call")
+    LOG.handle(record)
+    text = stream.getvalue()
+    assert all(words in text for words in ("first words", "last words", "first call", "last call"))
+    assert text.count("characters)") == 2, "it says what was left out"
+    bound = 2 * (MAX_MESSAGE_CHARS + MAX_TRACE_CHARS)
+    assert len(text) < 4 * bound, "an indentation, or an escaped character, takes more than one"
+    if log_format == "json":
+        broke, stands = map(json.loads, text.splitlines())
+        assert len(broke["exception"]) < MAX_TRACE_CHARS + 100
+        assert len(stands["stack"]) < MAX_TRACE_CHARS + 100
+
+
+@pytest.mark.parametrize(
+    "value",
+    [HUGE, HUGE.encode(), [HUGE], {"of": {"them": HUGE}}, ["x"] * 1_000_000, ValueError(HUGE)],
+    ids=["text", "bytes", "list", "nested", "many", "object"],
+)
+def test_a_field_has_an_end(value: object, restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = written(monkeypatch, "json")
+    LOG.info("short", extra=about("failed", first=1, why=value, last=[1, {"b": 2.5}]))
+    (line,) = stream.getvalue().splitlines()
+    told = json.loads(line)
+    assert len(told["why"]) < MAX_MESSAGE_CHARS + 100
+    assert told["why"].endswith("characters)")
+    assert (told["first"], told["last"]) == (1, [1, {"b": 2.5}])
 
 
 def test_words_of_other_languages_are_left_as_they_are(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -159,3 +163,99 @@ async def test_many_tokens_are_read_in_several_turns_to_the_same_mask(
     assert await soon(at_once.ask(text)) is None
     assert at_once.state.allowed == stepwise.state.allowed
     assert at_once.state.num_read == len(text)
+
+
+# --- what holds the interpreter --------------------------------------------------------------------------------------
+
+_Result = TypeVar("_Result")
+MANY_PROPERTIES = LLMatcher.grammar_from_json_schema(
+    json.dumps({"type": "object", "properties": {f"p{i}": {"type": "number"} for i in range(300)}})
+)
+
+
+class OtherThread(threading.Thread):
+    """Counts how often it gets the interpreter, and lets go of it each time."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.num_turns = 0
+        self.ends = False
+
+    def run(self) -> None:
+        while not self.ends:
+            self.num_turns += 1
+            time.sleep(1e-5)
+
+    def turns_during(self, call: Callable[[], _Result]) -> tuple[int, _Result]:
+        before = self.num_turns
+        result = call()
+        return self.num_turns - before, result
+
+
+@pytest.fixture
+def other() -> Iterator[OtherThread]:
+    """Nothing makes a thread let go of the interpreter: who has it meanwhile was let in by the call itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    thread = OtherThread()
+    thread.start()
+    try:
+        while thread.num_turns < 10:
+            time.sleep(0.001)
+        yield thread
+    finally:
+        thread.ends = True
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+class WatchedMatcher:
+    """A matcher that notes the turns which another thread gets during its calls."""
+
+    def __init__(self, matcher: LLMatcher, other: OtherThread, turns: Counter[str]) -> None:
+        self._matcher, self._other, self._turns = matcher, other, turns
+        self.consume_token, self.is_error, self.get_error = matcher.consume_token, matcher.is_error, matcher.get_error
+
+    def deep_copy(self) -> WatchedMatcher:
+        return WatchedMatcher(self._matcher.deep_copy(), self._other, self._turns)
+
+    def compute_bitmask(self) -> bytes:
+        turns, bits = self._other.turns_during(self._matcher.compute_bitmask)
+        self._turns["mask"] += turns
+        return bits
+
+
+class WatchedGrammars(Grammars):
+    """Compiles to watched matchers."""
+
+    def __init__(self, other: OtherThread) -> None:
+        super().__init__(LLTokenizer("byte"))
+        self.turns: Counter[str] = Counter()
+        self._other = other
+
+    def compile(self, grammar: str) -> LLMatcher:
+        compile_it = super().compile
+        turns, matcher = self._other.turns_during(lambda: compile_it(grammar))
+        self.turns["compile"] += turns
+        return WatchedMatcher(matcher, self._other, self.turns)  # type: ignore[return-value]
+
+
+def test_a_call_that_holds_the_interpreter_shows(other: OtherThread) -> None:
+    assert other.turns_during(lambda: sum(range(10**6)))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"), [(AMBIGUOUS, "x" * 80), (MANY_PROPERTIES, '{"p1')], ids=["ambiguous", "many properties"]
+)
+async def test_others_have_the_interpreter_while_a_hostile_grammar_is_followed(
+    other: OtherThread, grammar: str, text: str
+) -> None:
+    """Not while it reads a token, which is bounded by the items."""
+    grammars = WatchedGrammars(other)
+    for _ in range(10):
+        asker = Asker(Masks(grammars), grammar)
+        for end in range(len(text) + 1):
+            assert await soon(asker.ask(text[:end])) is None
+    print(grammars.turns)
+    assert grammars.turns["compile"] > 0
+    assert grammars.turns["mask"] > 0

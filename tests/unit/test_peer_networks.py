@@ -35,6 +35,26 @@ def test_what_they_are(monkeypatch: pytest.MonkeyPatch, options: dict[str, str],
 
 
 @pytest.mark.parametrize(
+    ("options", "networks"),
+    [
+        ({"host": "0.0.0.0"}, "127.0.0.0/8, 10.1.0.0/16"),
+        ({"host": "169.254.3.4"}, "169.254.3.4/32"),
+        ({"host": "0.0.0.0", "peer_networks": "169.254.0.0/16"}, "169.254.0.0/16"),
+    ],
+)
+def test_link_local_networks_are_only_those_that_the_operator_names(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], networks: str
+) -> None:
+    """A cloud's metadata service is at 169.254.169.254, and machines have routes to it."""
+    link_local = ("169.254.0.0/16", "169.254.169.254/32", "169.254.3.0/24", "128.0.0.0/1")
+    subnets = [IPv4Network(text) for text in (*link_local, "10.1.0.0/16")]
+    monkeypatch.setattr(peer_networks, "_subnets", lambda: subnets)
+    peers = PeerNetworks.of(PrefillSettings.model_validate(options))
+    assert str(peers) == networks
+    assert peers.admit("169.254.169.254") is ("peer_networks" in options)
+
+
+@pytest.mark.parametrize(
     ("address", "admitted"),
     [
         ("10.0.0.0", True),

@@ -40,8 +40,10 @@ class Events:
     def __init__(self) -> None:
         self._told: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
         self.pulls: tuple[RequestKey, ...] = ()
+        self.num_hellos = 0
 
     def open_pulls(self, address: str) -> Collection[RequestKey]:
+        self.num_hellos += 1
         return self.pulls
 
     def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
@@ -55,6 +57,7 @@ class Events:
 
     def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
         self._told.put_nowait(("lost", address, source, cause))
+        self.num_hellos_until_lost = self.num_hellos
 
     async def next(self) -> tuple[object, ...]:
         async with asyncio.timeout(WAIT_S):
@@ -142,6 +145,37 @@ async def test_a_source_that_never_answers_is_lost(net: Net) -> None:
     await net.source.expect(Hello)
     net.now += 21.0
     assert await net.events.next() == ("lost", net.address, None, Cause.WORKER_LOST)
+    await net.opened()
+
+
+async def test_a_link_that_is_lost_says_no_more_hello(net: Net) -> None:
+    """Somebody else may have taken the source's place, or the next link may be there already."""
+    await net.opened()
+    await net.source.send(Goodbye())
+    assert (await net.events.next())[0] == "lost"
+    await net.events.none()
+    assert net.events.num_hellos == net.events.num_hellos_until_lost
+    assert await net.source.hear_all() == []
+
+
+async def test_a_link_that_was_never_answered_says_no_more_hello(net: Net) -> None:
+    assert net.links.need(net.address) is None
+    await net.source.expect(Hello)
+    net.now += 21.0
+    assert (await net.events.next())[0] == "lost"
+    await net.events.none()
+    assert net.events.num_hellos == net.events.num_hellos_until_lost
+
+
+@pytest.mark.parametrize("late", ["welcome", "refusal"])
+async def test_what_comes_with_a_goodbye_is_inert(net: Net, late: str) -> None:
+    """The link is closed, but its frame is not at its end."""
+    await net.opened()
+    assert net.source.hello is not None
+    answer = REFUSED if late == "refusal" else net.source.answer(net.source.hello)
+    await net.source.send(Goodbye(), answer)
+    assert await net.events.next() == ("lost", net.address, net.source.incarnation, Cause.WORKER_LOST)
+    await net.events.none()
     await net.opened()
 
 

@@ -62,6 +62,7 @@ class LinkState(StrEnum):
     REFUSED = "refused"
     """The worker will not have us; we ask again now and then, since another may take its place."""
     CLOSED = "closed"
+    """Whoever runs the link has done with it: nothing is said or taken any more."""
 
 
 class ClientHandler(Protocol):
@@ -156,6 +157,12 @@ class ControlClient:
                 self._try_send(encode(self._me, [Goodbye()]))
             self.state = LinkState.CLOSED
             self._socket.close(linger=100)
+
+    def retire(self) -> None:
+        """Say and take nothing any more, but for the Goodbye of an open session. To be called by whoever cancels `run`,
+        which takes some turns of the loop to end: somebody else may be at this address by then, or another link."""
+        if self.state is not LinkState.OPEN:
+            self.state = LinkState.CLOSED
 
     def send(self, message: Message) -> None:
         """Send within the session; inert if there is none (`on_lost` has said so, or will)."""
@@ -258,12 +265,14 @@ class ControlClient:
                 self._accept(sender, message)
 
     def _accept(self, sender: Incarnation, message: Message) -> None:
+        if self.state is LinkState.CLOSED:
+            return
         if isinstance(message, Welcome):
             self._open(sender, message)
         elif isinstance(message, HelloRefused):
             if self.state is LinkState.OPEN:
                 self._end(f"refused: {message.message}")
-            if self.state is not LinkState.REFUSED:
+            if self.state not in (LinkState.REFUSED, LinkState.CLOSED):
                 self.state = LinkState.REFUSED
                 self._handler.on_refused(self, message)
         elif isinstance(message, HelloRequired):
