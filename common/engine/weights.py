@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from common.engine.kv_cache import TORCH_DTYPES
 from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
 from common.engine.native import Kernels
+from common.runtime.checkpoint import WEIGHT_FILES
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors to load)."""
@@ -178,10 +180,20 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         files = {name: folder / file for name, file in sorted(weight_map.items(), key=lambda item: item[1])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OperatorError(f"{index} is not an index of safetensors files: {error!r}") from error
+    elsewhere = sorted({str(name) for name in weight_map.values() if not _is_hashed(name)})
+    if elsewhere:
+        raise OperatorError(
+            f"{index} names {elsewhere[0][:100]!r}: weights are *.safetensors files of the folder itself"
+        )
     absent = sorted({file.name for file in files.values() if not file.is_file()})
     if absent:
         raise OperatorError(f"{folder} lacks the files {', '.join(absent[:_MAX_NAMED])} that its index names")
     return files
+
+
+def _is_hashed(name: str) -> bool:
+    """Whether a file that an index names is among those that a worker's fingerprint covers."""
+    return Path(name).name == name and any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
 
 
 def _tensors(files: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:

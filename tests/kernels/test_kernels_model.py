@@ -118,8 +118,9 @@ def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(
         logits = graphs.logits(batch(rows))
         assert graphs.replayed == places
         assert logits is not None
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(runner.cache.blocks, written, rtol=1e-5, atol=1e-5)
+        # Torch sums a row of a product in another order when other rows are beside it.
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(runner.cache.blocks, written, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_no_batch_of_decode_tokens_has_no_graph(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,21 @@ def test_the_element_type_is_the_checkpoints_unless_named(tmp_path: Path) -> Non
     assert config.dtype is None
     assert resolve_dtype(config, folder, "auto") == "bfloat16"
     assert load(folder, "float32").embedding.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "name", ["{}/outside.safetensors", "sub/part.safetensors", "../outside.safetensors", "part.bin"]
+)
+def test_weights_that_no_fingerprint_covers_are_refused(tmp_path: Path, name: str) -> None:
+    """An index may name any file, and a worker's fingerprint is of the folder's `*.safetensors`."""
+    folder = make_checkpoint("llama", tmp_path / "model", sharded=True)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    tensor, part = next(iter(content["weight_map"].items()))
+    elsewhere = folder / name.format(tmp_path)
+    elsewhere.parent.mkdir(exist_ok=True)
+    shutil.copy(folder / part, elsewhere)
+    content["weight_map"][tensor] = name.format(tmp_path)
+    index.write_text(json.dumps(content))
+    with pytest.raises(OperatorError, match=r"weights are \*\.safetensors files of the folder itself"):
+        load(folder)
