@@ -173,7 +173,7 @@ def _binaries(case: Case) -> list[Binary]:
 
 def _attend(case: Case, tuning: Tuning) -> None:
     dtype: torch.dtype = getattr(torch, case.dtype)
-    kv_layer = torch.empty(2, 2, 2, _KV_HEADS, case.block_size, case.head_dim, dtype=dtype)[:, 1]
+    kv_layer = torch.empty(2, _KV_HEADS, 2, 2, case.block_size, case.head_dim, dtype=dtype)[:, :, 1]
     q = torch.empty(2, _KV_HEADS * case.group, case.head_dim, dtype=dtype)
     tables, lens, scale = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, dtype=torch.int64), 0.1
     shape = {
@@ -199,7 +199,7 @@ def _attend(case: Case, tuning: Tuning) -> None:
 def _layer(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     heads = _KV_HEADS * GROUP
     hidden, qkv = torch.empty(2, 4096, dtype=dtype), torch.empty(2, (heads + 2 * _KV_HEADS) * head_dim, dtype=dtype)
-    kv_layer = torch.empty(2, 2, 2, _KV_HEADS, block_size, head_dim, dtype=dtype)[:, 1]
+    kv_layer = torch.empty(2, _KV_HEADS, 2, 2, block_size, head_dim, dtype=dtype)[:, :, 1]
     angles, slots = torch.empty(2, head_dim, dtype=dtype), torch.zeros(2, dtype=torch.int64)
     weight = torch.empty(head_dim, dtype=dtype)
     layer.add_norm(hidden, hidden, hidden[0], 1e-5)

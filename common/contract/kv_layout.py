@@ -9,14 +9,14 @@ from pydantic import ConfigDict, Field
 
 from common.contract.errors import FingerprintMismatchError
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Version of the wire protocol; two processes of different versions refuse each other.
 
 History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; prefixes that are pulled.
 3, second attempts, migration, drain; heartbeats say what they have heard. 4, suspects of a crash.
 5, biases and grammars. 6, heartbeats count tokens; what a request's time was spent on.
 7, lists of token ids, block ids and names as bytes; suspects are tried in groups; requests that were let in before are
-not refused for want of room. See docs/protocol.md.
+not refused for want of room. 8, log probabilities of prompts. 9, KV heads outermost in a block. See docs/protocol.md.
 """
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -28,9 +28,10 @@ _Text = Annotated[str, Field(strict=True, max_length=256)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Geometry of a block: `[num_layers, 2, num_kv_heads, block_size, head_dim]` of `dtype`, contiguous.
+    """Geometry of a block: `[num_kv_heads, num_layers, 2, block_size, head_dim]` of `dtype`, contiguous.
 
-    Index 0 of the second axis holds keys, index 1 values. A cache is `num_blocks` such blocks, one after another.
+    Index 0 of the third axis holds keys, index 1 values. Any range of heads of a block is contiguous. A cache is
+    `num_blocks` such blocks, one after another.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

@@ -1,7 +1,7 @@
 """Attention over the paged KV cache: the reference that every backend is tested against.
 
 Shapes: T tokens, H query heads, K KV heads, G = H / K, D head dimension, S tokens of a sequence. `kv_layer` is one
-layer of the cache, `[num_blocks, 2, K, block_size, D]`.
+layer of the cache, `[num_blocks, K, 2, block_size, D]`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class ReferenceAttention(TorchBackend):
         """See `TorchBackend.write`."""
         slots = zip(batch.slot_blocks_T.tolist(), batch.slot_offsets_T.tolist(), strict=True)
         for token, (block, offset) in enumerate(slots):
-            kv_layer[block, 0, :, offset] = k_TKD[token]
-            kv_layer[block, 1, :, offset] = v_TKD[token]
+            kv_layer[block, :, 0, offset] = k_TKD[token]
+            kv_layer[block, :, 1, offset] = v_TKD[token]
 
     def attend(
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
     ) -> torch.Tensor:
         """See `Backend.attend`."""
-        group = q_THD.shape[1] // kv_layer.shape[2]
+        group = q_THD.shape[1] // kv_layer.shape[1]
         out_THD = torch.empty_like(q_THD)
         end = 0
         for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
             begin, end = end, end + query_len
             num_blocks = -(-seq_len // batch.block_size)
             blocks = kv_layer[batch.block_tables_BM[row, :num_blocks]].float()
-            k_KSD, v_KSD = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+            k_KSD, v_KSD = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
             k_HSD, v_HSD = k_KSD.repeat_interleave(group, dim=0), v_KSD.repeat_interleave(group, dim=0)
             visible = visible_mask(batch.positions_T[begin:end], torch.arange(seq_len, device=q_THD.device), window)
             scores = q_THD[begin:end].float().transpose(0, 1) @ k_HSD.transpose(1, 2) * scale

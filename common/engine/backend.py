@@ -2,7 +2,7 @@
 
 Shapes: T tokens, E hidden size, F outputs of a projection, H query heads, K KV heads, D head dimension, V vocabulary,
 R rows of logits, P of them that are sampled at random.
-`kv_layer` is one layer of the cache, `[num_blocks, 2, K, block_size, D]`.
+`kv_layer` is one layer of the cache, `[num_blocks, K, 2, block_size, D]`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TorchBackend(ABC):
         angles: Angles,
     ) -> torch.Tensor:
         """See `Backend.rotate_and_write`."""
-        q_THD, k_TKD, v_TKD = self.rotate(qkv_TF, num_heads, kv_layer.shape[2], norms, eps, angles)
+        q_THD, k_TKD, v_TKD = self.rotate(qkv_TF, num_heads, kv_layer.shape[1], norms, eps, angles)
         self.write(kv_layer, k_TKD, v_TKD, batch)
         return q_THD
 

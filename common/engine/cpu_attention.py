@@ -35,18 +35,21 @@ class _Geometry:
     head_dim: int
     num_rows: int
     rows_per_block: int
-    """Rows from a block to the next one, over all layers."""
+    """Rows from a block to the next one."""
+    rows_per_head: int
+    """Rows from a KV head to the next one, over all layers."""
 
     @classmethod
     def of(cls, kv_layer: torch.Tensor) -> _Geometry:
-        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
-        rows_per_block = kv_layer.stride(0) // (block_size * head_dim)
+        num_blocks, num_kv_heads, _, block_size, head_dim = kv_layer.shape
+        rows_per_block, rows_per_head = (kv_layer.stride(axis) // (block_size * head_dim) for axis in (0, 1))
         return cls(
             num_kv_heads=num_kv_heads,
             block_size=block_size,
             head_dim=head_dim,
-            num_rows=(num_blocks - 1) * rows_per_block + 2 * num_kv_heads,
+            num_rows=(num_blocks - 1) * rows_per_block + (num_kv_heads - 1) * rows_per_head + 2,
             rows_per_block=rows_per_block,
+            rows_per_head=rows_per_head,
         )
 
     @property
@@ -56,8 +59,9 @@ class _Geometry:
 
     def row_index(self, tables_NU: torch.Tensor) -> torch.Tensor:
         """Rows of the blocks of `tables_NU`, in the order `[2, N, K, U]`, flat."""
-        heads = torch.arange(2 * self.num_kv_heads).view(2, 1, self.num_kv_heads, 1)
-        return (tables_NU[:, None] * self.rows_per_block + heads).flatten()
+        heads_K1 = torch.arange(self.num_kv_heads)[:, None] * self.rows_per_head
+        kinds = torch.arange(2).view(2, 1, 1, 1)  # keys, values
+        return (tables_NU[:, None] * self.rows_per_block + heads_K1 + kinds).flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +101,8 @@ class CpuAttention(TorchBackend):
     def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
         """See `TorchBackend.write`."""
         where = (batch.slot_blocks_T, batch.slot_offsets_T)
-        kv_layer[:, 0].transpose(1, 2).index_put_(where, k_TKD)
-        kv_layer[:, 1].transpose(1, 2).index_put_(where, v_TKD)
+        kv_layer[:, :, 0].transpose(1, 2).index_put_(where, k_TKD)
+        kv_layer[:, :, 1].transpose(1, 2).index_put_(where, v_TKD)
 
     def attend(
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float

@@ -16,7 +16,7 @@ from common.engine.kv_cache import TORCH_DTYPES, KVCache
 
 
 class HostSwap:
-    """`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` on the host, uninitialised.
+    """`[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]` on the host, uninitialised.
 
     Block `i` of it is *host slot* `i`. Who may use a slot is decided by the caller.
     """
@@ -29,7 +29,7 @@ class HostSwap:
         """
         assert num_blocks >= 0, num_blocks
         self.num_blocks = num_blocks
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
         self._slots = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=device.type == "cuda")
 
     def swap_out(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:

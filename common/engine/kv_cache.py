@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor, a block contiguous over all layers."""
+"""The paged KV cache: one tensor, a block contiguous, KV heads outermost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAGE_BYTES = 4096
 
 
 class KVCache:
-    """`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, zeroed, starting on a memory page."""
+    """`[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, zeroed, starting on a memory page."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         assert num_blocks >= 1, num_blocks
@@ -25,7 +25,7 @@ class KVCache:
         self.device = device
         memory = _memory(layout.block_bytes * num_blocks + _PAGE_BYTES, device)
         lead = -memory.data_ptr() % _PAGE_BYTES
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
         self._blocks = memory[lead : lead + self.num_bytes].view(TORCH_DTYPES[layout.dtype]).view(shape)
 
     @property
@@ -44,8 +44,8 @@ class KVCache:
         return self._blocks
 
     def layer(self, index: int) -> torch.Tensor:
-        """View `[num_blocks, 2, num_kv_heads, block_size, head_dim]` of one layer."""
-        return self._blocks[:, index]
+        """View `[num_blocks, num_kv_heads, 2, block_size, head_dim]` of one layer."""
+        return self._blocks[:, :, index]
 
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero `blocks`.

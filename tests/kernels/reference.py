@@ -32,7 +32,7 @@ def attention(
     scale: float,
 ) -> torch.Tensor:
     """Causal attention of slices side by side, `[T, H, D]`; zeros for a sequence of no tokens."""
-    _, _, num_kv_heads, _, head_dim = kv_layer.shape
+    _, num_kv_heads, _, _, head_dim = kv_layer.shape
     group = q_THD.shape[1] // num_kv_heads
     out = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device)
     end = 0
@@ -41,7 +41,7 @@ def attention(
         if not seq_len:
             continue
         blocks = kv_layer[list(table)].double()
-        keys, values = blocks.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :seq_len]
+        keys, values = blocks.permute(2, 1, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :seq_len]
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
         scores = q_THD[begin:end].double().transpose(0, 1) @ keys.transpose(1, 2) * scale
         at = torch.arange(seq_len - query_len, seq_len, device=q_THD.device)[:, None]

@@ -48,15 +48,15 @@ class Case:
         ends = list(itertools.accumulate(counts))
         self.tables = [order[end - count : end] for end, count in zip(ends, counts, strict=True)]
         # As in the engine: a layer among others, and zero, not anything, after the last token of a block in use.
-        cache = torch.full((len(order), 2, 2, self.num_kv_heads, self.block_size, self.head_dim), NAN, dtype=self.dtype)
-        self.kv_layer = cache[:, 1]
+        cache = torch.full((len(order), self.num_kv_heads, 2, 2, self.block_size, self.head_dim), NAN, dtype=self.dtype)
+        self.kv_layer = cache[:, :, 1]
         for table, length in zip(self.tables, self.seq_lens, strict=True):
             if length:
                 self.kv_layer[table] = 0
             for index in range(length):
                 block, slot = table[index // self.block_size], index % self.block_size
-                self.kv_layer[block, :, :, slot] = normal(2, self.num_kv_heads, self.head_dim)
-        self.kv_layer = cache.to(device)[:, 1]
+                self.kv_layer[block, :, :, slot] = normal(self.num_kv_heads, 2, self.head_dim)
+        self.kv_layer = cache.to(device)[:, :, 1]
         self.q_THD = normal(sum(self.query_lens), self.num_heads, self.head_dim).to(device)
         width = max(counts)
         padded = [table + [2**20] * (width - len(table)) for table in self.tables]  # a block that is not there

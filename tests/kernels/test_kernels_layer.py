@@ -70,7 +70,7 @@ def test_rotate_and_write(
     angles = Rope(RopeConfig(theta=10000.0), head_dim, device).angles(
         torch.randint(0, 5000, (num_tokens,), device=device), torch.float32
     )
-    cache = torch.full((5, 2, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype).to(device)
+    cache = torch.full((5, kv_heads, 2, 2, block_size, head_dim), float("nan"), dtype=dtype).to(device)
 
     heads = qkv.double().view(num_tokens, -1, head_dim)
     q, k, v = heads.split([num_heads, kv_heads, kv_heads], dim=1)
@@ -81,7 +81,7 @@ def test_rotate_and_write(
     blocks, offsets = [slot // block_size for slot in slots], [slot % block_size for slot in slots]
     q_THD = rotate_and_write(
         qkv,
-        cache[:, 1],
+        cache[:, :, 1],
         torch.tensor(blocks, device=device),
         torch.tensor(offsets, device=device),
         num_heads,
@@ -93,7 +93,7 @@ def test_rotate_and_write(
     assert error(q_THD, q) < TOLERANCE[dtype]
     for token, slot in enumerate(slots):
         if slot >= 0:
-            written = cache[blocks[token], 1, :, :, offsets[token]]
-            assert error(written, torch.stack((k[token], v[token]))) < TOLERANCE[dtype]
-            cache[blocks[token], 1, :, :, offsets[token]] = float("nan")
+            written = cache[blocks[token], :, 1, :, offsets[token]]
+            assert error(written, torch.stack((k[token], v[token]), dim=1)) < TOLERANCE[dtype]
+            cache[blocks[token], :, 1, :, offsets[token]] = float("nan")
     assert bool(cache.isnan().all()), "something else was written"

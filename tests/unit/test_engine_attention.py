@@ -75,7 +75,7 @@ def test_writes_reach_their_slots_and_no_other(spans: list[tuple[int, int]], blo
     for layer in range(3):
         assert torch.equal(cache.layer(layer), other.layer(layer))
     block, offset = batch.slot_blocks_T[-1], batch.slot_offsets_T[-1]
-    assert torch.equal(cache.layer(1)[block, :, :, offset], torch.stack((k_TKD[-1], v_TKD[-1])))
+    assert torch.equal(cache.layer(1)[block, :, :, offset], torch.stack((k_TKD[-1], v_TKD[-1]), dim=1))
 
 
 def test_one_backend_serves_batch_after_batch_and_layers_with_unequal_windows() -> None:
@@ -126,7 +126,7 @@ def test_the_reference_is_softmax_of_scaled_products() -> None:
     for position in range(3):
         block = cache.layer(0)[table[position // 2]]
         block[0, 0, position % 2] = torch.tensor(keys[position])
-        block[1, 0, position % 2] = torch.tensor(values[position])
+        block[0, 1, position % 2] = torch.tensor(values[position])
     batch = RaggedBatch.of([Slice(token_ids=[0], start=2, block_table=table)], 2, CPU)
     out = ReferenceAttention().attend(torch.tensor([[[1.0, 1.0]]]), cache.layer(0), batch, 2, 0.5)
     left, right = math.exp(0.5 * 1.0), math.exp(0.5 * 2.0)

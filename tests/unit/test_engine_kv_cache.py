@@ -17,10 +17,10 @@ def test_is_zeroed_contiguous_and_on_a_page() -> None:
     assert ctypes.string_at(cache.address, cache.num_bytes) == bytes(cache.num_bytes)
 
 
-def test_a_block_is_contiguous_over_all_layers() -> None:
+def test_a_block_is_contiguous_its_heads_outermost() -> None:
     cache = KVCache(LAYOUT, 5, torch.device("cpu"))
-    cache.layer(1)[3, 1, 0, 7, 2] = 1.5
-    offset = 3 * LAYOUT.block_bytes + ((((1 * 2 + 1) * 2 + 0) * 8 + 7) * 4 + 2) * 2
+    cache.layer(1)[3, 1, 0, 7, 2] = 1.5  # block, head, keys, slot, dimension
+    offset = 3 * LAYOUT.block_bytes + ((((1 * 3 + 1) * 2 + 0) * 8 + 7) * 4 + 2) * 2
     memory = ctypes.string_at(cache.address, cache.num_bytes)
     assert memory[offset : offset + 2] == torch.tensor(1.5, dtype=torch.float16).numpy().tobytes()
     assert memory.count(0) == len(memory) - 1, "something else was written"
@@ -28,7 +28,7 @@ def test_a_block_is_contiguous_over_all_layers() -> None:
 
 def test_blocks_are_the_cache_itself() -> None:
     cache = KVCache(LAYOUT, 5, torch.device("cpu"))
-    assert cache.blocks.shape == (5, 3, 2, 2, 8, 4)
+    assert cache.blocks.shape == (5, 2, 3, 2, 8, 4)
     assert cache.blocks.data_ptr() == cache.address
     assert cache.blocks[3].data_ptr() == cache.address + 3 * LAYOUT.block_bytes
     assert cache.blocks[3].is_contiguous()

@@ -117,17 +117,17 @@ def scene(
     """Queries, one layer of a cache of three with NaN wherever nobody should look, tables and lengths."""
     torch.manual_seed(head_dim + group)
     num_blocks = [-(-length // block_size) for length in lens]
-    cache = torch.full((sum(num_blocks) + 1, 3, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    cache = torch.full((sum(num_blocks) + 1, num_kv_heads, 3, 2, block_size, head_dim), float("nan"), dtype=dtype)
     order = (torch.randperm(sum(num_blocks)) + 1).tolist()
     tables = torch.zeros(len(lens), max(num_blocks), dtype=torch.int64)
     for row, (length, number) in enumerate(zip(lens, num_blocks, strict=True)):
         mine = [order.pop() for _ in range(number)]
         tables[row, :number] = torch.tensor(mine)
         for position in range(length):
-            block = cache[mine[position // block_size], 1]
-            block[:, :, position % block_size] = torch.randn(2, num_kv_heads, head_dim).to(dtype)
+            block = cache[mine[position // block_size], :, 1]
+            block[:, :, position % block_size] = torch.randn(num_kv_heads, 2, head_dim).to(dtype)
     q = torch.randn(len(lens), num_kv_heads * group, head_dim)
-    return q, cache[:, 1], tables, torch.tensor(lens)
+    return q, cache[:, :, 1], tables, torch.tensor(lens)
 
 
 def decode(
@@ -167,10 +167,10 @@ def reference(
 ) -> torch.Tensor:
     """By the definition, in float64, without the slots that nobody has written."""
     out = torch.empty_like(q, dtype=torch.float64)
-    group = q.shape[1] // layer.shape[2]
+    group = q.shape[1] // layer.shape[1]
     for row, length in enumerate(lens.tolist()):
         blocks = layer[tables[row, : -(-length // layer.shape[3])]].double()
-        k_KSD, v_KSD = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, max(0, length - (window or length)) : length]
+        k_KSD, v_KSD = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, max(0, length - (window or length)) : length]
         for head in range(q.shape[1]):
             scores = k_KSD[head // group] @ q[row, head].double() * scale
             out[row, head] = scores.softmax(0) @ v_KSD[head // group]
@@ -281,9 +281,9 @@ def test_no_nan_is_lost(kernels: Kernels, bits: int) -> None:
 @pytest.mark.parametrize("score", [-1e31, -1e37])
 def test_scores_that_are_very_low_count(kernels: Kernels, score: float) -> None:
     _, layer, tables, _ = scene(torch.float32, 8, 1, 1, (3,))
-    layer[tables[0, 0], 0] = score / 8
+    layer[tables[0, 0], :, 0] = score / 8
     q = torch.ones(3, 1, 8)
-    mean = layer[tables[0, 0], 1, 0, :3].mean(dim=0)
+    mean = layer[tables[0, 0], 0, 1, :3].mean(dim=0)
     assert (
         distance(decode(kernels, q[:1], layer, tables, torch.tensor([3]), None, 1.0)[0, 0], mean.double()) < TOLERANCE
     )
@@ -357,9 +357,9 @@ def test_writes_reach_their_slots_rounded_as_torch_does_it_and_no_other(kernels:
     slices = [Slice(token_ids=[1] * 6, start=3, block_table=[4, 1, 2])]
     batch = RaggedBatch.of(slices, 4, CPU)
     k, v = qkv.view(6, 7, 24)[:, 3:5], qkv.view(6, 7, 24)[:, 5:]
-    ours, theirs = (torch.full((5, 3, 2, 2, 4, 24), 7.0, dtype=dtype) for _ in range(2))
-    kernels.write(ours[:, 1], k, v, batch.slot_blocks_T, batch.slot_offsets_T)
-    ReferenceAttention().write(theirs[:, 1], k, v, batch)
+    ours, theirs = (torch.full((5, 2, 3, 2, 4, 24), 7.0, dtype=dtype) for _ in range(2))
+    kernels.write(ours[:, :, 1], k, v, batch.slot_blocks_T, batch.slot_offsets_T)
+    ReferenceAttention().write(theirs[:, :, 1], k, v, batch)
     assert torch.equal(ours.nan_to_num(-1.0, 100.0, -100.0), theirs.nan_to_num(-1.0, 100.0, -100.0))
     assert bool(theirs.isnan().any())
 

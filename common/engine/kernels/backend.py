@@ -60,7 +60,7 @@ class TritonBackend:
         """See `Backend.attend`. A batch of decode tokens alone is split along the contexts."""
         out_THD = torch.empty_like(q_THD)
         num_tokens, num_heads, head_dim = q_THD.shape
-        num_kv_heads = kv_layer.shape[2]
+        num_kv_heads = kv_layer.shape[1]
         group = num_heads // num_kv_heads
         if num_tokens == len(batch.query_lens):
             longest = max(batch.seq_lens)

@@ -74,13 +74,13 @@ def decode_attention(
 ) -> None:
     """Write each token's attention to its sequence into `out_BHD`: positions `[max(0, len - window), len)`.
 
-    `kv_layer` is `[num_blocks, 2, K, block_size, D]`, any stride between blocks. A length of 0 gives zeros; none is
-    above `max_seq_len`, by which the grid is made.
+    `kv_layer` is `[num_blocks, K, 2, block_size, D]`, any stride between blocks and between heads. A length of 0 gives
+    zeros; none is above `max_seq_len`, by which the grid is made.
     """
     batch, num_heads, head_dim = q_BHD.shape
-    _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    _, num_kv_heads, _, block_size, _ = kv_layer.shape
     group = num_heads // num_kv_heads
-    assert kv_layer.stride()[1:] == (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1)
     assert q_BHD.stride(2) == out_BHD.stride(2) == block_tables_BM.stride(1) == 1
     num_splits = tiling.num_splits(batch, num_kv_heads, max_seq_len, num_processors)
     num_runs = tiling.num_runs(num_kv_heads, num_processors)
@@ -103,7 +103,6 @@ def decode_attention(
         out_BHD.stride(1),
         kv_layer.stride(0),
         kv_layer.stride(1),
-        kv_layer.stride(2),
         block_tables_BM.stride(0),
         GROUP=group,
         GROUP_PAD=padded(group),
@@ -168,7 +167,6 @@ def _decode(
     out_stride_b,
     out_stride_h,
     block_stride,
-    values_stride,
     head_stride,
     table_stride,
     GROUP: tl.constexpr,
@@ -206,7 +204,7 @@ def _decode(
             tables_ptr + row * table_stride, start, seq_len, block_stride, D, BLOCK_SIZE, TILE
         )  # fmt: skip
         k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, True, q_GD)
-        v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, True, q_GD)
+        v_ND = load_tile(keys_ptr + BLOCK_SIZE * D, offsets, written, D, D_PAD, WIDEN, True, q_GD)
         visible = (written & (positions >= first))[None, :]
         acc_GD, max_G, sum_G = soften(q_GD, k_ND, v_ND, visible, acc_GD, max_G, sum_G, scale_log2, True)
     if alone:

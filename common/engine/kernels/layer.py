@@ -69,10 +69,10 @@ def rotate_and_write(
     Rows of `qkv_TF` hold H queries, K keys and K values. With `norms`, queries and keys are normalised before. `cos_TD`
     and `sin_TD` are of `common.engine.rope.Angles`. A token whose block is negative is written nowhere.
     """
-    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+    _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     num_tokens = qkv_TF.shape[0]
     assert all(each.is_contiguous() for each in (qkv_TF, cos_TD, sin_TD))
-    assert kv_layer.stride()[1:] == (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1)
     q_THD = qkv_TF.new_empty(num_tokens, num_heads, head_dim)
     grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_TILE))
     _rotate_and_write[grid](
@@ -88,10 +88,10 @@ def rotate_and_write(
         eps,
         kv_layer.stride(0),
         kv_layer.stride(1),
-        kv_layer.stride(2),
         H=num_heads,
         K=num_kv_heads,
         D=head_dim,
+        BLOCK_SIZE=block_size,
         HALF_PAD=padded(head_dim // 2),
         HEADS=_HEADS_TILE,
         NORMS=norms is not None,
@@ -113,11 +113,11 @@ def _rotate_and_write(
     sin_ptr,
     eps,
     block_stride,
-    values_stride,
     head_stride,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
     NORMS: tl.constexpr,
@@ -156,7 +156,7 @@ def _rotate_and_write(
     if block >= 0:
         slot = tl.load(slot_offsets_ptr + token).to(tl.int64)
         kv_head = tl.where(is_v, heads - H - K, heads - H)
-        kv_place = block * block_stride + is_v.to(tl.int64) * values_stride + kv_head * head_stride + slot * D
+        kv_place = block * block_stride + kv_head * head_stride + (is_v.to(tl.int64) * BLOCK_SIZE + slot) * D
         kv_place = kv_place[:, None] + pairs[None, :]
         to_kv = inside & (heads >= H)[:, None]
         tl.store(kv_ptr + kv_place, low.to(kv_ptr.dtype.element_ty), mask=to_kv)

@@ -58,13 +58,13 @@ def prefill_attention(
     """Write each token's causal attention to its sequence in the cache into `out_THD`.
 
     Slice `b` is the last `query_start_B1[b + 1] - query_start_B1[b]` tokens of its `seq_lens_B[b]`; `tiles_Q2` is of
-    `query_tiles`. `kv_layer` is `[num_blocks, 2, K, block_size, D]`, any stride between blocks.
+    `query_tiles`. `kv_layer` is `[num_blocks, K, 2, block_size, D]`, any stride between blocks and between heads.
     """
     _, num_heads, head_dim = q_THD.shape
-    _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    _, num_kv_heads, _, block_size, _ = kv_layer.shape
     group = num_heads // num_kv_heads
     num_tokens = tiling.num_tokens(group)
-    assert kv_layer.stride()[1:] == (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1)
     assert q_THD.stride(2) == out_THD.stride(2) == block_tables_BM.stride(1) == 1
     _prefill[tiles_Q2.shape[0], num_kv_heads](
         q_THD,
@@ -82,7 +82,6 @@ def prefill_attention(
         out_THD.stride(1),
         kv_layer.stride(0),
         kv_layer.stride(1),
-        kv_layer.stride(2),
         block_tables_BM.stride(0),
         GROUP=group,
         TOKENS=num_tokens,
@@ -113,7 +112,6 @@ def _prefill(
     out_stride_t,
     out_stride_h,
     block_stride,
-    values_stride,
     head_stride,
     table_stride,
     GROUP: tl.constexpr,
@@ -159,17 +157,17 @@ def _prefill(
     table_ptr = tables_ptr + row * table_stride
     for tile in range(begin_tile, tl.minimum(clear_begin, end_tile)):
         acc_MD, max_M, sum_M = _take(
-            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride, values_stride,
+            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride,
             acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, True,
         )  # fmt: skip
     for tile in range(clear_begin, clear_end):
         acc_MD, max_M, sum_M = _take(
-            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride, values_stride,
+            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride,
             acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, False,
         )  # fmt: skip
     for tile in range(clear_end, end_tile):
         acc_MD, max_M, sum_M = _take(
-            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride, values_stride,
+            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride,
             acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, True,
         )  # fmt: skip
     out_MD = acc_MD / sum_M[:, None]
@@ -187,7 +185,6 @@ def _take(
     position_M,
     window,
     block_stride,
-    values_stride,
     acc_MD,
     max_M,
     sum_M,
@@ -205,7 +202,7 @@ def _take(
     written = positions < seq_len
     offsets = key_offsets(table_ptr, start, seq_len, block_stride, D, BLOCK_SIZE, TILE)
     k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
-    v_ND = load_tile(keys_ptr + values_stride, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
+    v_ND = load_tile(keys_ptr + BLOCK_SIZE * D, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
     behind_MN = position_M[:, None] - positions[None, :]
     visible_MN = (behind_MN >= 0) & (behind_MN < window)
     return soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED)

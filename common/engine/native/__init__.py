@@ -42,16 +42,16 @@ class Kernels:
 
     Activations are float32, weights and KV of any type. A row's result does not depend on the others. Shapes: T tokens,
     E hidden size, H query heads, K KV heads, D head dimension (see `serves`), N sequences; `kv_layer` is
-    `[num_blocks, 2, K, block_size, D]`, a block contiguous.
+    `[num_blocks, K, 2, block_size, D]`, what is one head's of a block contiguous.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         p, n, f, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
         of_type: dict[str, tuple[list[Any], Any]] = {
             "linear": ([p, n, n, p, p, p, n, i], None),
-            "decode": ([p, n, p, n, p, n, p, n, n, n, n, n, n, f, p, i], i),
-            "prefill": ([p, n, p, n, p, n, n, n, n, n, n, n, f, p, i], i),
-            "write": ([p, p, n, p, n, p, p, n, n, n, n], None),
+            "decode": ([p, n, p, n, n, p, n, p, n, n, n, n, n, n, f, p, i], i),
+            "prefill": ([p, n, p, n, n, p, n, n, n, n, n, n, n, f, p, i], i),
+            "write": ([p, p, n, p, n, n, p, p, n, n, n, n], None),
         }
         self._of_type = {
             (name, dtype): _function(library, f"baton_{name}_{str(dtype).removeprefix('torch.')}", *signature)
@@ -287,18 +287,18 @@ def _queries(q_NHD: torch.Tensor) -> tuple[int, int]:
     return q_NHD.data_ptr(), q_NHD.stride(0)
 
 
-def _cache(kv_layer: torch.Tensor) -> tuple[int, int]:
-    """The address of one layer of the cache, and the bytes from block to block."""
-    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
-    slots = block_size * head_dim
-    assert kv_layer.stride()[1:] == (num_kv_heads * slots, slots, head_dim, 1), kv_layer.stride()
-    return kv_layer.data_ptr(), kv_layer.stride(0) * kv_layer.element_size()
+def _cache(kv_layer: torch.Tensor) -> tuple[int, int, int]:
+    """The address of one layer of the cache, and the bytes from block to block and from head to head."""
+    _, _, _, block_size, head_dim = kv_layer.shape
+    assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1), kv_layer.stride()
+    itemsize = kv_layer.element_size()
+    return kv_layer.data_ptr(), kv_layer.stride(0) * itemsize, kv_layer.stride(1) * itemsize
 
 
 def _heads(q_NHD: torch.Tensor, kv_layer: torch.Tensor) -> tuple[int, int, int, int, int]:
     """Rows, KV heads, query heads of each, block size, head dimension."""
     num_rows, num_heads, head_dim = q_NHD.shape
-    _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    _, num_kv_heads, _, block_size, _ = kv_layer.shape
     assert head_dim == kv_layer.shape[4]
     assert serves(head_dim), head_dim
     return num_rows, num_kv_heads, num_heads // num_kv_heads, block_size, head_dim

@@ -39,7 +39,7 @@ class NativeBackend:
         angles: Angles,
     ) -> torch.Tensor:
         """See `Backend.rotate_and_write`."""
-        num_kv_heads = kv_layer.shape[2]
+        num_kv_heads = kv_layer.shape[1]
         self._kernels.rotate(qkv_TF, num_heads, num_kv_heads, norms, eps, angles)
         qkv = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, -1)
         k_TKD, v_TKD = qkv[:, num_heads : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]

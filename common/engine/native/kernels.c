@@ -252,8 +252,9 @@ INLINE v8 sums_of(const v8 *x) {
 
 /* What all tokens of a step and layer have in common. */
 struct cache {
-    const char *layer;     /* the layer's part of block 0: [2, kv_heads, block_size, head_dim] */
+    const char *layer;     /* the layer's part of the first head of block 0: [2, block_size, head_dim] */
     long block_bytes;      /* from a block to the next */
+    long head_bytes;       /* from a KV head of a block to the next, over all layers */
     long kv_heads, group;  /* query heads of one KV head */
     long block_size, head_dim;
     float scale;
@@ -301,13 +302,22 @@ INLINE void score(int rows, int type, const float *q, long D, const char *k, flo
         memcpy(out + r * size, (const float *)&all + r * slots, slots * sizeof(float));
 }
 
-/* Scores of `rows` queries against `num` slots of a block, which has room for `room`. */
-INLINE void scores_of(int rows, int type, const float *q, long D, const char *k, long num, long room, float *out,
-                      long size) {
+/* Ask for memory that will be read soon. Done bit by bit between computations: many requests at once would stall. */
+INLINE void ask_for(const char *p, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+/* Scores of `rows` queries against `num` slots of a block, which has room for `room`. As many bytes at `ahead`, unless
+   that is NULL, are asked for meanwhile. */
+INLINE void scores_of(int rows, int type, const float *q, long D, const char *k, long num, long room,
+                      const char *ahead, float *out, long size) {
     const int slots = 8 / rows;
     const long step = D * size_of(type);
     long s = 0;
-    for (; s < num && s + slots <= room; s += slots) score(rows, type, q, D, k + s * step, out + s, size);
+    for (; s < num && s + slots <= room; s += slots) {
+        if (ahead) ask_for(ahead + s * step, slots * step);
+        score(rows, type, q, D, k + s * step, out + s, size);
+    }
     if (s >= num) return;
     char last[8 * MAX_HEAD_DIM * sizeof(float)]; /* slots at a block's end, of which there are too few */
     memset(last, 0, slots * step);
@@ -338,15 +348,17 @@ INLINE float softmax(float *row, long num, long size) {
     return 1.0f / sum_of(total);
 }
 
-/* Add `num` slots' values, weighted, to `width` vectors of the sums of `rows` queries, D apart. */
-INLINE void weigh(int rows, int width, int type, const char *v, long D, long num, const float *weights, long size,
-                  float *sums) {
+/* Add `num` slots' values, weighted, to `width` vectors of the sums of `rows` queries, D apart. Those at `ahead`, unless
+   that is NULL, are asked for meanwhile. */
+INLINE void weigh(int rows, int width, int type, const char *v, long D, long num, const char *ahead,
+                  const float *weights, long size, float *sums) {
     const long step = D * size_of(type);
     v8 held[4][8];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < width; i++) held[r][i] = floats(sums + r * D + 8 * i);
     for (long s = 0; s < num; s++, v += step) {
         v8 parts[8];
+        if (ahead) ask_for(ahead + s * step, step);
         if (width == 1) parts[0] = load(v, type);
         UNROLL for (int i = 0; i + 1 < width; i += 2)
             load_pair(v + 8 * i * size_of(type), type, parts + i, parts + i + 1);
@@ -360,49 +372,52 @@ INLINE void weigh(int rows, int width, int type, const char *v, long D, long num
 }
 
 /* All dimensions of the sums of `rows` queries, as many at a time as fit into registers. */
-INLINE void weigh_all(int rows, int type, const char *v, long D, long num, const float *weights, long size,
-                      float *sums) {
+INLINE void weigh_all(int rows, int type, const char *v, long D, long num, const char *ahead, const float *weights,
+                      long size, float *sums) {
     long d = 0;
 #define WEIGH(W)                                                                                                       \
     for (; rows * W <= 8 && d + 8 * W <= D; d += 8 * W)                                                                \
-        weigh(rows, W, type, v + d * size_of(type), D, num, weights, size, sums + d);
+        weigh(rows, W, type, v + d * size_of(type), D, num, d ? NULL : ahead, weights, size, sums + d);
     WEIGH(8) WEIGH(6) WEIGH(4) WEIGH(2) WEIGH(1)
 #undef WEIGH
 }
 
+/* The keys of a head in a block; its values follow them. */
+INLINE const char *keys_of(const struct cache *c, int64_t block, long head) {
+    return c->layer + block * c->block_bytes + head * c->head_bytes;
+}
+
 /* One token's queries of the KV heads `[first, first + heads)` against its slots `[begin, end)`: scores of all, then
-   their weights, then the values. Block by block and there head by head, which is the order in memory, but that blocks
-   lie apart; what comes next is asked for meanwhile. */
+   their weights, then the values. Block by block and there head by head. The keys of a head in a block are one piece, and
+   so are its values; pieces lie apart, so the next one is asked for meanwhile. */
 INLINE void attend(int type, const struct cache *c, const float *q, const int64_t *table, long first, long heads,
                    long begin, long end, float *room, long size, float *out) {
     const long D = c->head_dim, G = c->group, rows = heads * G, step = D * size_of(type), bytes = c->block_size * step;
-    const long keys = first * bytes, values = keys + c->kv_heads * bytes;
     float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D;
     for (long r = 0; r < rows; r++) spread(type, q + r * D, D, c->scale, queries + r * D);
-    /* Each slot of a block of each head, `at` in the keys or values; `num` slots of this block, which has `rest`. */
+    /* Each slot of a block of each head, in the keys or values, which are `WHERE` bytes behind the keys; `num` slots of
+       this block, which has `rest`. */
 #define EACH(WHERE, DO)                                                                                                \
     for (long s = begin, num; s < end; s += num) {                                                                     \
         const long rest = c->block_size - s % c->block_size, block = s / c->block_size;                                \
         num = rest < end - s ? rest : end - s;                                                                         \
-        const char *at = c->layer + table[block] * c->block_bytes + WHERE;                                             \
-        for (long h = 0; h < heads; h++, at += bytes) {                                                                \
-            const char *next = at + bytes;                                                                             \
-            if (h == heads - 1) next = s + num < end ? c->layer + table[block + 1] * c->block_bytes + WHERE : at;      \
-            for (long i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);                                   \
-            const char *slots = at + s % c->block_size * step;                                                         \
+        for (long h = 0; h < heads; h++) {                                                                             \
+            const char *slots = keys_of(c, table[block], first + h) + WHERE + s % c->block_size * step, *ahead = NULL; \
+            if (h + 1 < heads) ahead = slots + c->head_bytes;                                                          \
+            else if (s + num < end) ahead = keys_of(c, table[block + 1], first) + WHERE;                               \
             long r = h * G, last = r + G;                                                                              \
-            for (; r + 4 <= last; r += 4) DO(4);                                                                       \
-            for (; r + 2 <= last; r += 2) DO(2);                                                                       \
-            for (; r < last; r++) DO(1);                                                                               \
+            for (; r + 4 <= last; r += 4, ahead = NULL) DO(4);                                                         \
+            for (; r + 2 <= last; r += 2, ahead = NULL) DO(2);                                                         \
+            for (; r < last; r++, ahead = NULL) DO(1);                                                                 \
         }                                                                                                              \
     }
-#define SCORE(R) scores_of(R, type, queries + r * D, D, slots, num, rest, scores + r * size + s - begin, size)
-#define WEIGH(R) weigh_all(R, type, slots, D, num, scores + r * size + s - begin, size, sums + r * D)
-    EACH(keys, SCORE)
+#define SCORE(R) scores_of(R, type, queries + r * D, D, slots, num, rest, ahead, scores + r * size + s - begin, size)
+#define WEIGH(R) weigh_all(R, type, slots, D, num, ahead, scores + r * size + s - begin, size, sums + r * D)
+    EACH(0, SCORE)
     float factors[rows];
     for (long r = 0; r < rows; r++) factors[r] = softmax(scores + r * size, end - begin, size);
     memset(sums, 0, rows * D * sizeof(float));
-    EACH(values, WEIGH)
+    EACH(bytes, WEIGH)
 #undef EACH
 #undef SCORE
 #undef WEIGH
@@ -413,10 +428,10 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
    of the sequence whose blocks are `tables + i * width`, and sees the last `window` of them, or all if that is 0.
    Returns 0, or 1 without memory. The heads of a token stay together, unless there are few tokens for the threads. */
 #define DECODE(NAME, TYPE)                                                                                             \
-    int NAME(const float *q, long q_stride, const char *layer, long block_bytes, const int64_t *tables, long width,    \
-             const int64_t *lens, long N, long kv_heads, long group, long block_size, long head_dim, long window,      \
-             float scale, float *out, int threads) {                                                                   \
-        const struct cache c = {layer, block_bytes, kv_heads, group, block_size, head_dim, scale};                     \
+    int NAME(const float *q, long q_stride, const char *layer, long block_bytes, long head_bytes,                      \
+             const int64_t *tables, long width, const int64_t *lens, long N, long kv_heads, long group,                \
+             long block_size, long head_dim, long window, float scale, float *out, int threads) {                      \
+        const struct cache c = {layer, block_bytes, head_bytes, kv_heads, group, block_size, head_dim, scale};         \
         long parts = threads > 1 ? (2 * threads + N - 1) / N : 1;                                                      \
         if (parts > kv_heads) parts = kv_heads;                                                                        \
         int failed = 0;                                                                                                \
@@ -450,12 +465,12 @@ INLINE void pack_slots(int type, const struct cache *c, const int64_t *table, lo
     const long D = c->head_dim, step = D * size_of(type);
     for (long s = 0; s < PANEL; s++) {
         const long slot = first + s, block = slot < end ? table[slot / c->block_size] : 0;
-        const char *k = c->layer + block * c->block_bytes + (head * c->block_size + slot % c->block_size) * step;
+        const char *k = keys_of(c, block, head) + slot % c->block_size * step;
         for (long d = 0; d < D; d += 8) {
             v8 key = splat(0), value = splat(0);
             if (slot < end) {
                 key = load(k + d * size_of(type), type);
-                value = load(k + c->kv_heads * c->block_size * step + d * size_of(type), type);
+                value = load(k + c->block_size * step + d * size_of(type), type);
             }
             for (int i = 0; i < 8; i++) keys[(d + i) * PANEL + s] = key[i];
             memcpy(values + (d / PANEL * size + s) * PANEL + d % PANEL, &value, 32);
@@ -500,10 +515,10 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
    all if that is 0. Head by head, so that only one head's keys and values are unpacked at a time. Returns 0, or 1 without
    memory. */
 #define PREFILL(NAME, TYPE)                                                                                            \
-    int NAME(const float *q, long q_stride, const char *layer, long block_bytes, const int64_t *table, long start,     \
-             long N, long kv_heads, long group, long block_size, long head_dim, long window, float scale, float *out,  \
-             int threads) {                                                                                            \
-        const struct cache c = {layer, block_bytes, kv_heads, group, block_size, head_dim, scale};                     \
+    int NAME(const float *q, long q_stride, const char *layer, long block_bytes, long head_bytes,                      \
+             const int64_t *table, long start, long N, long kv_heads, long group, long block_size, long head_dim,      \
+             long window, float scale, float *out, int threads) {                                                      \
+        const struct cache c = {layer, block_bytes, head_bytes, kv_heads, group, block_size, head_dim, scale};         \
         const long first = window && start + 1 > window ? (start + 1 - window) / PANEL * PANEL : 0, end = start + N;   \
         const long panels = (end - first + PANEL - 1) / PANEL, size = panels * PANEL, rows = N * group;                \
         const long dims = (head_dim + PANEL - 1) / PANEL * PANEL, tiles = (rows + QUERIES - 1) / QUERIES;              \
@@ -600,16 +615,16 @@ void baton_rotate(float *x, long row_size, long heads, long q_heads, long D, con
 
 /* Keys and values, `kv_heads` heads of `head_dim` numbers each in rows `row_size` apart, into their tokens' slots. */
 #define WRITE(NAME, TYPE)                                                                                              \
-    void NAME(const float *k, const float *v, long row_size, char *layer, long block_bytes, const int64_t *blocks,     \
-              const int64_t *offsets, long T, long kv_heads, long block_size, long head_dim) {                         \
+    void NAME(const float *k, const float *v, long row_size, char *layer, long block_bytes, long head_bytes,           \
+              const int64_t *blocks, const int64_t *offsets, long T, long kv_heads, long block_size, long head_dim) {  \
         const long step = head_dim * size_of(TYPE);                                                                    \
         for (long t = 0; t < T; t++)                                                                                   \
             for (long head = 0; head < kv_heads; head++) {                                                             \
-                char *to = layer + blocks[t] * block_bytes + (head * block_size + offsets[t]) * step;                  \
+                char *to = layer + blocks[t] * block_bytes + head * head_bytes + offsets[t] * step;                    \
                 const long from = t * row_size + head * head_dim;                                                      \
                 for (long d = 0; d < head_dim; d += 8) {                                                               \
                     store(to + d * size_of(TYPE), floats(k + from + d), TYPE);                                         \
-                    store(to + kv_heads * block_size * step + d * size_of(TYPE), floats(v + from + d), TYPE);          \
+                    store(to + block_size * step + d * size_of(TYPE), floats(v + from + d), TYPE);                     \
                 }                                                                                                      \
             }                                                                                                          \
     }
