@@ -1,64 +1,90 @@
 """What Baton does on a GPU, measured.
 
-    python -m benchmarks.gpu compile    what the kernels take of a multiprocessor; needs no GPU
+    python -m benchmarks.gpu check      what the machine has; whether the kernels and the engine are right
+    python -m benchmarks.gpu kernels    every kernel, against the device and beside torch's attention
     python -m benchmarks.gpu tune       makes the tuning table of this GPU
-    python -m benchmarks.gpu kernels    every kernel, against the device and against others' kernels
     python -m benchmarks.gpu engine     whole steps of models of well-known shapes, against their floors
     python -m benchmarks.gpu transfer   NIXL between two processes on the GPU
     python -m benchmarks.gpu stack      the whole stack on the GPU, beside transformers' static and continuous batching
+    python -m benchmarks.gpu compile    what the kernels take of a multiprocessor; needs no GPU
+    python -m benchmarks.gpu record     makes records of what `--out` has, in a checkout
 
-Each part takes less than 8 minutes, prints a short table, and writes `benchmarks/results/gpu-PART.json`.
+Several parts are one run. Each measurement has a process and a time of its own; what it finds is appended row by row to
+`gpu.jsonl` in the folder `--out`, what it prints to `gpu.log`, and what fails is told in the table at the end.
+docs/gpu.md says how to use a machine that is there for half an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
-from collections.abc import Callable
-from typing import Any
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 
-import torch
-
-from benchmarks.gpu import compiled
-from benchmarks.record import record
-
-PARTS = ("compile", "tune", "kernels", "engine", "transfer", "stack")
+from benchmarks.gpu import parts, records
+from benchmarks.gpu.runner import LINES, OK, Measurement, run
+from benchmarks.record import RESULTS, ROOT, machine
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--capability", type=int, default=90, help="to compile for; default 90")
-    options = parser.parse_args()
-    if options.part == "compile":
-        command = f"python -m benchmarks.gpu compile --capability {options.capability}"
-        workload = {"capability": options.capability}
-        print(
-            record(
-                "gpu-compile", workload=workload, figures=compiled.run(options.capability), seed=None, command=command
+    options = parsed(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        plan = planned(options.parts, options.out, Path(scratch), options.capability)
+        if options.parts == ["record"]:
+            records.write(
+                options.out / LINES, planned([*parts.PARTS, "compile"], options.out, Path(scratch), options.capability)
             )
+            return
+        needs_gpu = set(plan) - {"compile"}
+        if needs_gpu and not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
+            sys.exit("error: no NVIDIA GPU: `pytest tests/kernels` tests without one what the kernels compute")
+        first = [parts.device()] if needs_gpu else []
+        measurements = [*first, *(each for part in plan.values() for each in part)]
+        outcomes = run(
+            chosen(measurements, options.only),
+            options.out,
+            options.limit,
+            begin={"command": f"python -m benchmarks.gpu {' '.join(options.parts)}", "machine": machine()},
+            state=lambda: records.tree(ROOT),
         )
-        return
-    if not torch.cuda.is_available():
-        sys.exit("error: no CUDA device: the kernels' correctness is tested by `pytest tests/kernels` without one")
-    from benchmarks.gpu import engine, kernels, stack, transfer, tune
-    from benchmarks.gpu.timing import copy_bytes_per_s, matmul_flops_per_s
+    if options.out == RESULTS:
+        records.write(options.out / LINES, plan)
+    if any(each.status != OK for each in outcomes):
+        sys.exit(1)
 
-    copy_rate, matmul_rate = copy_bytes_per_s(), matmul_flops_per_s()
-    gpu = torch.cuda.get_device_name()
-    print(f"{gpu}: copies {1e-12 * copy_rate:.2f} TB/s, bf16 products {1e-12 * matmul_rate:.0f} TFLOP/s", flush=True)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "tune": tune.run,
-        "kernels": lambda: kernels.run(copy_rate),
-        "engine": lambda: engine.run(copy_rate, matmul_rate),
-        "transfer": transfer.run,
-        "stack": stack.run,
-    }
-    figures = parts[options.part]()
-    device = {"gpu": gpu, "copy_bytes_per_s": copy_rate, "matmul_flops_per_s": matmul_rate}
-    command = f"python -m benchmarks.gpu {options.part}"
-    print(record(f"gpu-{options.part}", workload=device, figures=figures, seed=0, command=command))
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=[*parts.PARTS, "compile", "record"], metavar="PART")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results; default benchmarks/results")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all of them; default 3600")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measurements, as the table names them")
+    parser.add_argument("--capability", type=int, default=90, help="of the GPU that `compile` is for; default 90")
+    options = parser.parse_args(arguments)
+    if "record" in options.parts and len(options.parts) > 1:
+        parser.error("record is no part of a run")
+    options.out = options.out.resolve()
+    return options
+
+
+def planned(names: Sequence[str], out: Path, scratch: Path, capability: int) -> dict[str, list[Measurement]]:
+    """The measurements of each part."""
+    plan = {name: parts.PARTS[name](out, scratch) for name in names if name in parts.PARTS}
+    return plan | ({"compile": parts.compile_(capability)} if "compile" in names else {})
+
+
+def chosen(measurements: Sequence[Measurement], only: Sequence[str] | None) -> list[Measurement]:
+    """Those of these names, and the device, which the others are compared with; all without names."""
+    if only is None:
+        return list(measurements)
+    names = {each.name for each in measurements}
+    if unknown := set(only) - names:
+        sys.exit(f"error: no measurement {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
+    return [each for each in measurements if each.name in only or each.part == "device"]
 
 
 if __name__ == "__main__":

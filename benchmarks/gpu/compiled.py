@@ -23,11 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from common.contract.kv_layout import KVLayout
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention, query_tiles
 from common.engine.kernels.tiles import INTERPRETED
 from common.engine.kernels.tuning import Tuning
+from common.engine.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +94,19 @@ class Binary:
     """That a multiprocessor has room for at a time."""
 
 
-def run(capability: int) -> dict[str, Any]:
-    """All of them by the defaults for this compute capability; prints as it goes."""
-    figures = []
+def binaries(capability: int) -> Iterator[dict[str, Any]]:
+    """All of them by the defaults for this compute capability."""
+    yield {"kind": "compiler", "capability": capability, "triton": triton.__version__}
     cases = list(default_cases(capability))
-    for case, binaries in zip(cases, compile_all(cases), strict=True):
-        for each in binaries:
-            shape = {"dtype": case.dtype, "head_dim": case.head_dim, "block_size": case.block_size, "group": case.group}
-            figures.append({**shape, **asdict(each)})
-            print(
+    for case, made in zip(cases, compile_all(cases), strict=True):
+        shape = {"dtype": case.dtype, "head_dim": case.head_dim, "block_size": case.block_size, "group": case.group}
+        for each in made:
+            text = (
                 f"{each.kernel:18} {case.dtype:8} d {case.head_dim:3}: {each.registers:3} registers, stack "
                 f"{each.stack_bytes:3} B, shared {each.shared_bytes / 1024:5.1f} KiB, {each.num_warps:2} warps, "
-                f"{each.programs} at a time, {each.products}",
-                flush=True,
+                f"{each.programs} at a time, {each.products}"
             )
-    return {"capability": capability, "triton": triton.__version__, "binaries": figures}
+            yield {"kind": "binary", **shape, **asdict(each), "text": text}
 
 
 def default_cases(capability: int) -> Iterator[Case]:
@@ -117,15 +117,15 @@ def default_cases(capability: int) -> Iterator[Case]:
         yield Case(capability=capability, kernel=kernel)
 
 
-def compile_all(cases: Sequence[Case]) -> list[list[Binary]]:
-    """The binaries of each case; by as many processes as there are cores."""
+def compile_all(cases: Sequence[Case]) -> Iterator[list[Binary]]:
+    """The binaries of each case, as they are made by as many processes as there are cores."""
     assert not INTERPRETED, "unset TRITON_INTERPRET"
     with ProcessPoolExecutor(
         max_workers=min(len(cases), os.cpu_count() or 1),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_compile_only,
     ) as pool:
-        return list(pool.map(_binaries, cases))
+        yield from pool.map(_binaries, cases)
 
 
 class _Target:
@@ -165,7 +165,7 @@ def _binaries(case: Case) -> list[Binary]:
     if case.kernel in ("decode", "prefill"):
         _attend(case, Tuning("", Multiprocessor.of(case.capability).shared_bytes))
     elif case.kernel == "layer":
-        _layer(getattr(torch, case.dtype), case.head_dim, case.block_size)
+        _layer(case.dtype, case.head_dim, case.block_size)
     else:
         _sample()
     return [_binary(each, case.capability) for each in _compiled]
@@ -173,7 +173,7 @@ def _binaries(case: Case) -> list[Binary]:
 
 def _attend(case: Case, tuning: Tuning) -> None:
     dtype: torch.dtype = getattr(torch, case.dtype)
-    kv_layer = torch.empty(2, _KV_HEADS, 2, 2, case.block_size, case.head_dim, dtype=dtype)[:, :, 1]
+    kv_layer = _kv_layer(case.dtype, case.head_dim, case.block_size)
     q = torch.empty(2, _KV_HEADS * case.group, case.head_dim, dtype=dtype)
     tables, lens, scale = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, dtype=torch.int64), 0.1
     shape = {
@@ -196,10 +196,17 @@ def _attend(case: Case, tuning: Tuning) -> None:
         )  # fmt: skip
 
 
-def _layer(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+def _kv_layer(dtype: str, head_dim: int, block_size: int) -> torch.Tensor:
+    """A layer of a cache of two blocks."""
+    layout = KVLayout(num_layers=2, num_kv_heads=_KV_HEADS, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    return KVCache(layout, 2, torch.device("cpu")).layer(1)
+
+
+def _layer(dtype_name: str, head_dim: int, block_size: int) -> None:
+    dtype: torch.dtype = getattr(torch, dtype_name)
     heads = _KV_HEADS * GROUP
     hidden, qkv = torch.empty(2, 4096, dtype=dtype), torch.empty(2, (heads + 2 * _KV_HEADS) * head_dim, dtype=dtype)
-    kv_layer = torch.empty(2, _KV_HEADS, 2, 2, block_size, head_dim, dtype=dtype)[:, :, 1]
+    kv_layer = _kv_layer(dtype_name, head_dim, block_size)
     angles, slots = torch.empty(2, head_dim, dtype=dtype), torch.zeros(2, dtype=torch.int64)
     weight = torch.empty(head_dim, dtype=dtype)
     layer.add_norm(hidden, hidden, hidden[0], 1e-5)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from benchmarks.gpu.child import attempts
+from benchmarks.gpu.timing import copy_bytes_per_s, matmul_flops_per_s
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
 from common.engine.host_swap import HostSwap
@@ -27,7 +31,7 @@ from common.engine.weights import Weights, _allocate, _targets
 
 BLOCK = 64
 CHUNK = 2048
-STEPS = 40
+STEPS, WARM_UP = 40, 3
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama-3-8b": LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -43,31 +47,38 @@ SHAPES: dict[str, PreTrainedConfig] = {
 DECODES = ((1, 512), (1, 2048), (8, 2048), (64, 2048), (256, 1024))
 """(batch, context)."""
 PREFILLS = (2048, 8192, 32768)
+PROFILED, PROFILED_CONTEXT, PROFILED_STEPS = (1, 64), 2048, 8
 
 
-def run(copy_rate: float, matmul_rate: float) -> dict[str, Any]:
-    """Every shape; prints as it goes."""
-    figures = {}
-    for name, shape in SHAPES.items():
-        runner, num_weight_bytes = make_runner(shape)
-        decodes = [decode(runner, batch, context, num_weight_bytes, copy_rate) for batch, context in DECODES]
-        prefills = [prefill(runner, length, num_weight_bytes, matmul_rate) for length in PREFILLS]
-        figures[name] = {"weight_bytes": num_weight_bytes, "decode": decodes, "prefill": prefills}
-        for each in decodes:
-            print(
-                f"{name} decode {each['batch']:4} x {each['context']}: {each['step_ms']:.2f} ms, "
-                f"{each['over_floor']:.2f} times its floor",
-                flush=True,
-            )
-        for each in prefills:
-            print(f"{name} prefill {each['tokens']}: {each['s']:.3f} s, {each['of_matmul']:.2f} of the product's rate")
-        del runner
-        torch.cuda.empty_cache()
-    return figures
+def decode(model: str) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a step at every size."""
+    copy_rate = copy_bytes_per_s()
+    runner, num_weight_bytes = make_runner(SHAPES[model], graphs=True)
+    yield from attempts(
+        (f"{batch} x {context}", partial(decode_row, model, runner, batch, context, num_weight_bytes, copy_rate))
+        for batch, context in DECODES
+    )
 
 
-def make_runner(shape: PreTrainedConfig) -> tuple[ModelRunner, int]:
-    """In bfloat16, with graphs; and the bytes of the matrices that a step reads."""
+def prefill(model: str) -> Iterator[dict[str, Any]]:
+    """Seconds of a prompt of every length."""
+    matmul_rate = matmul_flops_per_s()
+    runner, num_weight_bytes = make_runner(SHAPES[model], graphs=False)
+    yield from attempts(
+        (str(length), partial(prefill_row, model, runner, length, num_weight_bytes, matmul_rate)) for length in PREFILLS
+    )
+
+
+def profile(model: str) -> Iterator[dict[str, Any]]:
+    """What a decode step spends its time on, kernel by kernel."""
+    runner, _ = make_runner(SHAPES[model], graphs=True)
+    yield from attempts(
+        (f"{batch} x {PROFILED_CONTEXT}", partial(profile_row, model, runner, batch)) for batch in PROFILED
+    )
+
+
+def make_runner(shape: PreTrainedConfig, *, graphs: bool) -> tuple[ModelRunner, int]:
+    """In bfloat16; and the bytes of the matrices that a step reads."""
     device = torch.device("cuda")
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
@@ -78,7 +89,8 @@ def make_runner(shape: PreTrainedConfig) -> tuple[ModelRunner, int]:
     cache, swap = KVCache(layout, tokens // BLOCK + 512, device), HostSwap(layout, 0, device)
     cache.blocks.normal_()  # contexts that were never computed; zeros could be quicker to read
     runner = ModelRunner(Decoder(config, weights), cache, swap, TritonBackend(device))
-    runner.capture_graphs(max(batch for batch, _ in DECODES))
+    if graphs:
+        runner.capture_graphs(max(batch for batch, _ in DECODES))
     matrices = [part for layer in weights.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     return runner, sum(each.weight.nbytes for each in [*matrices, weights.lm_head])
 
@@ -93,42 +105,73 @@ def random_weights(config: ModelConfig, device: torch.device) -> Weights:
     return weights
 
 
-def decode(runner: ModelRunner, batch: int, context: int, num_weight_bytes: int, copy_rate: float) -> dict[str, Any]:
+def decode_row(
+    model: str, runner: ModelRunner, batch: int, context: int, num_weight_bytes: int, copy_rate: float
+) -> dict[str, Any]:
     """Milliseconds of a step, of steps that are each submitted while the one before runs."""
-    blocks = -(-(context + STEPS + 4) // BLOCK)
+    step_s = decoded_s(runner, batch, context, STEPS) / STEPS
+    kv_bytes = batch * context * runner.layout.block_bytes // BLOCK
+    floor_s = (num_weight_bytes + kv_bytes) / copy_rate
+    over_floor = step_s / floor_s
+    return {
+        "kind": "decode", "model": model, "weight_bytes": num_weight_bytes, "batch": batch, "context": context,
+        "step_ms": 1e3 * step_s, "floor_ms": 1e3 * floor_s, "over_floor": over_floor,
+        "text": f"{model} decode {batch:4} x {context}: {1e3 * step_s:.2f} ms, {over_floor:.2f} times its floor",
+    }  # fmt: skip
+
+
+def decoded_s(runner: ModelRunner, batch: int, context: int, steps: int) -> float:
+    """Seconds of so many decode steps of sequences whose contexts were never computed; after `WARM_UP` others."""
+    blocks = runner.layout.blocks_for(context + WARM_UP + steps)
     tables = [list(range(row * blocks, (row + 1) * blocks)) for row in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=10**6)
-
-    def slices(position: int, *, follows: bool) -> Sequence[Slice]:
-        sample = Sample(params=params, choice=0, position=position + 1, token_ids=(), prompt_len=context)
-        return [
-            Slice(token_ids=[7], start=position, block_table=table, samples=(sample,), follows=row if follows else None)
-            for row, table in enumerate(tables)
-        ]
-
     before: Submitted | None = None
-    for number in range(STEPS + 3):
-        if number == 3:
+    for number in range(WARM_UP + steps):
+        if number == WARM_UP:
             torch.cuda.synchronize()
             begin = time.perf_counter()
-        submitted = runner.submit(slices(context + number, follows=number > 0))
+        position = context + number
+        sample = Sample(params=params, choice=0, position=position + 1, token_ids=(), prompt_len=context)
+        submitted = runner.submit(
+            [
+                Slice(
+                    token_ids=[7], start=position, block_table=table, samples=(sample,),
+                    follows=row if number else None,
+                )
+                for row, table in enumerate(tables)
+            ]
+        )  # fmt: skip
         if before is not None:
             before.outcomes()
         before = submitted
     torch.cuda.synchronize()
-    step_s = (time.perf_counter() - begin) / STEPS
-    kv_bytes = batch * context * runner.layout.block_bytes // BLOCK
-    floor_s = (num_weight_bytes + kv_bytes) / copy_rate
+    return time.perf_counter() - begin
+
+
+def profile_row(model: str, runner: ModelRunner, batch: int) -> dict[str, Any]:
+    """The kernels of a step, those that take longest first; of several steps, by torch's profiler."""
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        decoded_s(runner, batch, PROFILED_CONTEXT, PROFILED_STEPS)
+    steps = WARM_UP + PROFILED_STEPS
+    kernels = [
+        {"name": event.key[:120], "calls": event.count / steps, "us": event.self_device_time_total / steps}
+        for event in profiler.key_averages()
+        if str(event.device_type).endswith("CUDA")
+    ]
+    kernels.sort(key=lambda kernel: -kernel["us"])
+    busy_us = sum(kernel["us"] for kernel in kernels)
+    longest = ", ".join(f"{kernel['name'][:40]} {kernel['us']:.0f}" for kernel in kernels[:5])
     return {
-        "batch": batch,
-        "context": context,
-        "step_ms": 1e3 * step_s,
-        "floor_ms": 1e3 * floor_s,
-        "over_floor": step_s / floor_s,
-    }
+        "kind": "profile", "model": model, "batch": batch, "context": PROFILED_CONTEXT, "busy_us": busy_us,
+        "kernels": kernels[:40],
+        "text": f"{model} step of {batch} x {PROFILED_CONTEXT}: {busy_us:.0f} us in kernels: {longest}",
+    }  # fmt: skip
 
 
-def prefill(runner: ModelRunner, tokens: int, num_weight_bytes: int, matmul_rate: float) -> dict[str, Any]:
+def prefill_row(
+    model: str, runner: ModelRunner, tokens: int, num_weight_bytes: int, matmul_rate: float
+) -> dict[str, Any]:
     """Seconds for a prompt, in chunks, and its operations over the rate of a large product."""
     config = runner.config
     table = list(range(-(-tokens // BLOCK)))
@@ -146,4 +189,9 @@ def prefill(runner: ModelRunner, tokens: int, num_weight_bytes: int, matmul_rate
     in_layers = num_weight_bytes // 2 - config.vocab_size * config.hidden_size
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens**2
     operations = 2 * in_layers * tokens + attention
-    return {"tokens": tokens, "s": min(taken), "of_matmul": operations / min(taken) / matmul_rate}
+    seconds = min(taken)
+    share = operations / seconds / matmul_rate
+    return {
+        "kind": "prefill", "model": model, "weight_bytes": num_weight_bytes, "tokens": tokens, "s": seconds,
+        "of_matmul": share, "text": f"{model} prefill {tokens}: {seconds:.3f} s, {share:.2f} of the product's rate",
+    }  # fmt: skip

@@ -1,28 +1,57 @@
-"""The kernels, one by one, against what the device can do and, where they are installed, against others' kernels.
+"""The kernels, one by one, against what the device can do and beside torch's attention.
 
 Decode attention is measured at the shapes for which FlashAttention-3 was measured on an H200 (12 µs + bytes / 4.45 TB/s
-fits them), with inputs that are in no cache; prefill attention by the arithmetic that causality leaves to do.
+fits them), with inputs that are in no cache: once with a grid made for the length of the contexts, and once for the
+longest that there can be, as every captured graph of the engine has it. Prefill attention is measured by the arithmetic
+that causality leaves to do. Torch's attention has contexts that lie side by side, gathered from their blocks before.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.timing import graph_us, num_copies
+from benchmarks.gpu.child import attempts
+from benchmarks.gpu.timing import copy_bytes_per_s, graph_us, num_copies
+from common.contract.kv_layout import KVLayout
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention, query_tiles
 from common.engine.kernels.tuning import Tuning
+from common.engine.kv_cache import KVCache
 from common.engine.rope import Rope, RopeConfig
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
-"""Of Llama-3-8B, with blocks of 64 tokens."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Of a model; bf16."""
+
+    num: int
+    kv: int
+    dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.num // self.kv
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of a token in one layer."""
+        return 2 * self.kv * self.dim * 2
+
+
+LLAMA_8B, LLAMA_1B = Heads(num=32, kv=8, dim=128), Heads(num=32, kv=8, dim=64)
+BLOCK = 64
+LONGEST = 65536
+"""Tokens that a graph of the engine is captured for."""
 DECODE_SHAPES = (
     *((1, 1024), (1, 4096), (1, 16384), (1, 32768), (8, 1024), (8, 4096), (8, 16384), (8, 32768)),
     *((32, 4096), (64, 8192), (256, 1024)),
@@ -31,39 +60,76 @@ PREFILL_CONTEXTS = (2048, 4096, 8192, 16384, 32768)
 PREFILL_CHUNK = 2048
 
 
-def run(copy_rate: float) -> dict[str, Any]:
-    """Every measurement; prints as it goes."""
-    return {
-        "decode_attention": [decode_shape(batch, length, copy_rate) for batch, length in DECODE_SHAPES],
-        "decode_ragged": decode_ragged(copy_rate),
-        "prefill_attention": [prefill_context(context) for context in PREFILL_CONTEXTS],
-        "layer": small_kernels(64, copy_rate) + small_kernels(PREFILL_CHUNK, copy_rate),
-        "sampler": [sampling(batch) for batch in (1, 8, 64, 256)],
-    }
+def decode() -> Iterator[dict[str, Any]]:
+    """Microseconds for a layer, against bytes over the copy rate, FlashAttention-3's fit, and torch."""
+    copy_rate = copy_bytes_per_s()
+    shapes = [
+        (f"{batch} x {length}", partial(decode_shape, batch, length, copy_rate)) for batch, length in DECODE_SHAPES
+    ]
+    yield from attempts([*shapes, ("ragged", partial(decode_ragged, copy_rate))])
+
+
+def prefill() -> Iterator[dict[str, Any]]:
+    """TFLOP/s of a chunk at the end of a context."""
+    yield from attempts((f"chunk of {context}", partial(prefill_context, context)) for context in PREFILL_CONTEXTS)
+
+
+def others() -> Iterator[dict[str, Any]]:
+    """The rest of a layer, and the sampler."""
+    copy_rate = copy_bytes_per_s()
+    for tokens in (64, PREFILL_CHUNK):
+        yield from small_kernels(tokens, copy_rate)
+    yield from attempts((f"sampler of {batch}", partial(sampling, batch)) for batch in (1, 8, 64, 256))
 
 
 class Scene:
     """A cache with sequences of one length, and queries; bf16 on the device."""
 
-    def __init__(self, batch: int, length: int, query_len: int, copies: int, block_size: int = BLOCK) -> None:
-        blocks = -(-length // block_size)
-        shape = (copies * batch * blocks, 1, 2, KV_HEADS, block_size, HEAD_DIM)
-        self.kv_layer = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()[:, 0]
-        order = torch.randperm(shape[0], device="cuda")
-        self.tables = order.view(copies, batch, blocks)
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        query_len: int,
+        copies: int,
+        *,
+        block_size: int = BLOCK,
+        heads: Heads = LLAMA_8B,
+    ) -> None:
+        self.heads, self.block_size = heads, block_size
+        layout = KVLayout(
+            num_layers=1, num_kv_heads=heads.kv, head_dim=heads.dim, block_size=block_size, dtype="bfloat16"
+        )
+        blocks = layout.blocks_for(length)
+        cache = KVCache(layout, copies * batch * blocks, torch.device("cuda"))
+        cache.blocks.normal_()
+        self.kv_layer = cache.layer(0)
+        self.tables = torch.randperm(cache.num_blocks, device="cuda").view(copies, batch, blocks)
         self.lens = torch.full((batch,), length, device="cuda")
-        self.q = torch.randn(batch * query_len, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self.q = torch.randn(batch * query_len, heads.num, heads.dim, dtype=torch.bfloat16, device="cuda")
         self.out = torch.empty_like(self.q)
-        self.scale = HEAD_DIM**-0.5
+        self.scale = heads.dim**-0.5
+
+    def decode_tiling(self, max_seq_len: int) -> DecodeTiling:
+        """The engine's."""
+        return Tuning.of(self.q.device).decode(
+            head_dim=self.heads.dim, itemsize=2, block_size=self.block_size, group=self.heads.group,
+            num_rows=len(self.lens) * self.heads.kv, max_seq_len=max_seq_len,
+        )  # fmt: skip
+
+    def prefill_tiling(self) -> PrefillTiling:
+        """The engine's."""
+        return Tuning.of(self.q.device).prefill(
+            head_dim=self.heads.dim, itemsize=2, block_size=self.block_size, group=self.heads.group
+        )
 
 
-def decode_calls(scene: Scene, tiling: DecodeTiling, length: int) -> list[Callable[[], object]]:
+def decode_calls(scene: Scene, tiling: DecodeTiling, max_seq_len: int) -> list[Callable[[], object]]:
     """One call for each copy of the cache."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def call(tables: torch.Tensor) -> Callable[[], object]:
         return lambda: decode_attention(
-            scene.q, scene.kv_layer, tables, scene.lens, window=None, scale=scene.scale, max_seq_len=length,
+            scene.q, scene.kv_layer, tables, scene.lens, window=None, scale=scene.scale, max_seq_len=max_seq_len,
             num_processors=processors, tiling=tiling, out_BHD=scene.out,
         )  # fmt: skip
 
@@ -71,32 +137,29 @@ def decode_calls(scene: Scene, tiling: DecodeTiling, length: int) -> list[Callab
 
 
 def decode_shape(batch: int, length: int, copy_rate: float) -> dict[str, Any]:
-    """Microseconds for a layer, against bytes over the copy rate, and against FlashAttention-3."""
-    num_bytes = batch * length * 2 * KV_HEADS * HEAD_DIM * 2
+    """A row of `decode`."""
+    heads = LLAMA_8B
+    num_bytes = batch * length * heads.token_bytes
     scene = Scene(batch, length, 1, num_copies(num_bytes))
-    tiling = Tuning.of(scene.q.device).decode(
-        head_dim=HEAD_DIM,
-        itemsize=2,
-        block_size=BLOCK,
-        group=HEADS // KV_HEADS,
-        num_rows=batch * KV_HEADS,
-        max_seq_len=length,
+    us, longest_us = (
+        graph_us(decode_calls(scene, scene.decode_tiling(max_seq_len), max_seq_len))
+        for max_seq_len in (length, LONGEST)
     )
-    ours = graph_us(decode_calls(scene, tiling, length))
     entry: dict[str, Any] = {
+        "kind": "decode_attention",
         "batch": batch,
         "length": length,
-        "us": ours,
-        "of_copy_rate": num_bytes / (1e-6 * ours) / copy_rate,
+        "us": us,
+        "longest_us": longest_us,
+        "of_copy_rate": num_bytes / (1e-6 * us) / copy_rate,
         "fa3_fit_us": 12 + 1e6 * num_bytes / 4.45e12,
-        "sdpa_us": sdpa_us(batch, length),
-        "flashinfer_us": flashinfer_us(scene, batch, length),
+        "gather_us": graph_us([partial(scene.kv_layer.index_select, 0, table.flatten()) for table in scene.tables[:8]]),
+        **peers(*gathered(batch, 1, length, heads)),
     }
-    entry["over_fa3_fit"] = ours / entry["fa3_fit_us"]
-    print(
-        f"decode {batch:4} x {length:6}: {ours:8.1f} us, {entry['of_copy_rate']:.2f} of the copy rate, "
-        f"{entry['over_fa3_fit']:.2f} of FA3's fit, SDPA {entry['sdpa_us']:.0f}, FlashInfer {entry['flashinfer_us']}",
-        flush=True,
+    entry["over_fa3_fit"] = us / entry["fa3_fit_us"]
+    entry["text"] = (
+        f"decode {batch:4} x {length:6}: {us:8.1f} us, {longest_us:8.1f} in a grid for {LONGEST}, "
+        f"{entry['of_copy_rate']:.2f} of the copy rate, {entry['over_fa3_fit']:.2f} of FA3's fit, {told(entry)}"
     )
     return entry
 
@@ -106,67 +169,79 @@ def decode_ragged(copy_rate: float) -> dict[str, Any]:
     long, short, num_short = 32768, 1024, 32
     scene = Scene(1 + num_short, long, 1, 2)
     scene.lens[1:] = short
-    num_bytes = (long + num_short * short) * 2 * KV_HEADS * HEAD_DIM * 2
-    tiling = Tuning.of(scene.q.device).decode(
-        head_dim=HEAD_DIM,
-        itemsize=2,
-        block_size=BLOCK,
-        group=HEADS // KV_HEADS,
-        num_rows=(1 + num_short) * KV_HEADS,
-        max_seq_len=long,
+    num_bytes = (long + num_short * short) * scene.heads.token_bytes
+    us, longest_us = (
+        graph_us(decode_calls(scene, scene.decode_tiling(max_seq_len), max_seq_len)) for max_seq_len in (long, LONGEST)
     )
-    us = graph_us(decode_calls(scene, tiling, long))
-    entry = {"long": long, "short": short, "num_short": num_short, "us": us}
-    entry["of_copy_rate"] = num_bytes / (1e-6 * us) / copy_rate
-    print(f"decode {num_short} x {short} and {long}: {us:8.1f} us, {entry['of_copy_rate']:.2f} of the copy rate")
-    return entry
+    share = num_bytes / (1e-6 * us) / copy_rate
+    return {
+        "kind": "decode_ragged", "long": long, "short": short, "num_short": num_short,
+        "us": us, "longest_us": longest_us, "of_copy_rate": share,
+        "text": f"decode {num_short} x {short} and {long}: {us:8.1f} us, {longest_us:.1f} in a grid for {LONGEST}, "
+        f"{share:.2f} of the copy rate",
+    }  # fmt: skip
 
 
-def sdpa_us(batch: int, length: int) -> float:
-    """Torch's attention to keys and values that lie side by side, not in blocks."""
-    num_bytes = batch * length * 2 * KV_HEADS * HEAD_DIM * 2
-    q = torch.randn(batch, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    shape = (num_copies(num_bytes, most=8), 2, batch, KV_HEADS, length, HEAD_DIM)
-    kv = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
-    return graph_us([partial(scaled_dot_product_attention, q, each[0], each[1], enable_gqa=True) for each in kv])
+def gathered(batch: int, query_len: int, length: int, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries, and keys and values `[copies, 2, ...]` that lie side by side, as torch's attention wants them."""
+    q = torch.randn(batch, heads.num, query_len, heads.dim, dtype=torch.bfloat16, device="cuda")
+    copies = num_copies(batch * length * heads.token_bytes, most=8)
+    kv = torch.empty(copies, 2, batch, heads.kv, length, heads.dim, dtype=torch.bfloat16, device="cuda").normal_()
+    return q, kv
 
 
-def flashinfer_us(scene: Scene, batch: int, length: int) -> float | None:
-    """FlashInfer's batched decode on the same blocks; None where it is not installed."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return None
-    import flashinfer
+def peers(q: torch.Tensor, kv: torch.Tensor) -> dict[str, Any]:
+    """Torch's attention, by the library that it chooses and by cuDNN: microseconds, or why there are none."""
+    query_len, length = q.shape[2], kv.shape[4]
+    masked: dict[str, Any] = {}
+    if query_len == length:
+        masked = {"is_causal": True}
+    elif query_len > 1:
+        masked = {"attn_mask": causal_lower_right(query_len, length)}
+    calls = [partial(scaled_dot_product_attention, q, each[0], each[1], enable_gqa=True, **masked) for each in kv]
 
-    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-    blocks = scene.tables.shape[2]
-    calls = []
-    for tables in scene.tables[:8]:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
-        wrapper.plan(
-            torch.arange(batch + 1, dtype=torch.int32) * blocks, tables.flatten().int(),
-            torch.full((batch,), (length - 1) % BLOCK + 1, dtype=torch.int32), HEADS, KV_HEADS, HEAD_DIM, BLOCK,
-            q_data_type=torch.bfloat16,
-        )  # fmt: skip
-        calls.append(lambda w=wrapper: w.run(scene.q, scene.kv_layer))
-    return graph_us(calls)
+    def by_cudnn(call: Callable[[], object]) -> object:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return call()
+
+    return timed("sdpa", calls) | timed("cudnn", [partial(by_cudnn, call) for call in calls])
+
+
+def timed(name: str, calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
+    """Its microseconds, or why it cannot be measured: not every library has every shape."""
+    try:
+        for call in calls[:1]:
+            call()
+        torch.cuda.synchronize()
+        return {f"{name}_us": graph_us(calls)}
+    except RuntimeError as error:
+        return {f"{name}_us": None, f"{name}_error": str(error)[:300]}
+
+
+def told(entry: dict[str, Any]) -> str:
+    """The peers of a row."""
+    return ", ".join(f"{name} {entry[f'{name}_us'] or float('nan'):.0f}" for name in ("sdpa", "cudnn"))
 
 
 def prefill_context(context: int) -> dict[str, Any]:
-    """TFLOP/s of a chunk at the end of a context."""
+    """A row of `prefill`."""
+    heads = LLAMA_8B
     scene = Scene(1, context, PREFILL_CHUNK, 1)
-    flops = 4 * HEADS * HEAD_DIM * (PREFILL_CHUNK * context - PREFILL_CHUNK * (PREFILL_CHUNK - 1) / 2)
-    entry: dict[str, Any] = {"chunk": PREFILL_CHUNK, "context": context}
-    entry["us"] = graph_us([prefill_call(scene, Tuning.of(scene.q.device).prefill(
-        head_dim=HEAD_DIM, itemsize=2, block_size=BLOCK, group=HEADS // KV_HEADS
-    ))])  # fmt: skip
-    entry["tflops"] = 1e-12 * flops / (1e-6 * entry["us"])
-    print(f"prefill {PREFILL_CHUNK} of {context:6}: {entry['us']:8.1f} us, {entry['tflops']:.0f} TFLOP/s", flush=True)
+    flops = 4 * heads.num * heads.dim * (PREFILL_CHUNK * context - PREFILL_CHUNK * (PREFILL_CHUNK - 1) / 2)
+    us = graph_us([prefill_call(scene, scene.prefill_tiling())])
+    entry: dict[str, Any] = {
+        "kind": "prefill_attention", "chunk": PREFILL_CHUNK, "context": context, "us": us,
+        "tflops": 1e-12 * flops / (1e-6 * us), **peers(*gathered(1, PREFILL_CHUNK, context, heads)),
+    }  # fmt: skip
+    entry["text"] = (
+        f"prefill {PREFILL_CHUNK} of {context:6}: {us:8.1f} us, {entry['tflops']:.0f} TFLOP/s, {told(entry)} us"
+    )
     return entry
 
 
 def prefill_call(scene: Scene, tiling: PrefillTiling) -> Callable[[], object]:
     """The chunk's attention."""
-    tiles = query_tiles([PREFILL_CHUNK], tiling.num_tokens(HEADS // KV_HEADS))
+    tiles = query_tiles([PREFILL_CHUNK], tiling.num_tokens(scene.heads.group))
     tiles_Q2 = torch.tensor(tiles, dtype=torch.int32, device="cuda")
     starts = torch.tensor([0, PREFILL_CHUNK], device="cuda")
     return lambda: prefill_attention(
@@ -175,34 +250,30 @@ def prefill_call(scene: Scene, tiling: PrefillTiling) -> Callable[[], object]:
     )  # fmt: skip
 
 
-def small_kernels(tokens: int, copy_rate: float) -> list[dict[str, Any]]:
+def small_kernels(tokens: int, copy_rate: float) -> Iterator[dict[str, Any]]:
     """The others of a layer of the 8B model; microseconds, and those that their bytes take at the copy rate."""
-    hidden, inner = 4096, 14336
+    heads, hidden, inner = LLAMA_8B, 4096, 14336
     h, delta, gate_up, qkv = (
         torch.randn(tokens, size, dtype=torch.bfloat16, device="cuda")
-        for size in (hidden, hidden, 2 * inner, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        for size in (hidden, hidden, 2 * inner, (heads.num + 2 * heads.kv) * heads.dim)
     )
     weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
     kv_layer = Scene(1, tokens, 1, 1).kv_layer
     slots = torch.arange(tokens, device="cuda")
     blocks, offsets = slots // BLOCK, slots % BLOCK
-    cos, sin = Rope(RopeConfig(theta=5e5), HEAD_DIM, h.device).angles(slots, torch.bfloat16)
+    cos, sin = Rope(RopeConfig(theta=5e5), heads.dim, h.device).angles(slots, torch.bfloat16)
     calls: dict[str, tuple[float, Callable[[], object]]] = {
         "add_norm": (4 * h.nbytes, lambda: layer.add_norm(h, delta, weight, 1e-5)),
         "silu_mul": (1.5 * gate_up.nbytes, lambda: layer.silu_mul(gate_up)),
         "rotate_and_write": (
             2 * qkv.nbytes,
-            lambda: layer.rotate_and_write(qkv, kv_layer, blocks, offsets, HEADS, None, 1e-5, cos, sin),
+            lambda: layer.rotate_and_write(qkv, kv_layer, blocks, offsets, heads.num, None, 1e-5, cos, sin),
         ),
     }
-    made = []
     for name, (num_bytes, call) in calls.items():
-        made.append({"kernel": name, "tokens": tokens, "us": graph_us([call] * 20)})
-        made[-1]["floor_us"] = 1e6 * num_bytes / copy_rate
-        print(
-            f"{name:17} {tokens:5} tokens: {made[-1]['us']:7.1f} us, bytes alone {made[-1]['floor_us']:.1f}", flush=True
-        )
-    return made
+        us, floor_us = graph_us([call] * 20), 1e6 * num_bytes / copy_rate
+        text = f"{name:17} {tokens:5} tokens: {us:7.1f} us, bytes alone {floor_us:.1f}"
+        yield {"kind": "layer", "kernel": name, "tokens": tokens, "us": us, "floor_us": floor_us, "text": text}
 
 
 def sampling(batch: int, vocabulary: int = 128256) -> dict[str, Any]:
@@ -212,7 +283,7 @@ def sampling(batch: int, vocabulary: int = 128256) -> dict[str, Any]:
     ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, device="cuda")
     number = torch.rand(batch, dtype=torch.float64, device="cuda")
     no_k = torch.zeros(batch, dtype=torch.int32, device="cuda")
-    entry: dict[str, Any] = {"batch": batch, "vocabulary": vocabulary}
+    entry: dict[str, Any] = {"kind": "sampler", "batch": batch, "vocabulary": vocabulary}
     entry["greedy_us"] = graph_us([lambda: sampler.best(logits)])
     entry["temperature_us"] = graph_us(
         [lambda: sampler.draw(logits, values, ones, no_k, ones, zeros, number, hiding=False)]
@@ -220,5 +291,6 @@ def sampling(batch: int, vocabulary: int = 128256) -> dict[str, Any]:
     entry["top_k_top_p_us"] = graph_us(
         [lambda: sampler.draw(logits, values, ones, no_k + 50, 0.9 * ones, zeros, number, hiding=True)]
     )
-    print(f"sampler {batch:4} rows: " + ", ".join(f"{k} {v:.0f}" for k, v in entry.items() if "_us" in k), flush=True)
+    times = ", ".join(f"{name} {us:.0f}" for name, us in entry.items() if name.endswith("_us"))
+    entry["text"] = f"sampler {batch:4} rows: {times}"
     return entry

@@ -1,18 +1,18 @@
 """The whole stack on one GPU, beside what `transformers` offers: its static batches and its continuous batching.
 
 A model of Qwen3-0.6B's shape with random weights, lengths of ShareGPT, the same prompts to each, one system at a time:
-Baton as a prefill and a decode worker that share the GPU, and colocated.
+Baton as a prefill and a decode worker that share the GPU, and colocated. Nothing here waits without an end: a system
+that does not answer in `START_S` is killed, and so is a load that takes longer than `LOAD_S`.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,17 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.gpu.engine import SHAPES
-from benchmarks.local import local_stack
 from benchmarks.models import give_every_token_text
-from benchmarks.peers.process import PeerError, free_port, running, wait_until_it_answers
+from benchmarks.peers.process import free_port, running, wait_until_it_answers
 from benchmarks.record import load_figures
 
 REQUESTS, AT_A_TIME, ROUNDS = 192, 64, 2
 """Of each run, of which a system has so many after it has started."""
 WARMUP = 16
 """Requests before the first run."""
-SYSTEMS = ("baton pair", "baton colocated", "generate_batch", "static batching")
 LENGTHS = ("--workload", "sharegpt", "--max-input-tokens", "1500", "--max-output-tokens", "400")
 KV_BYTES = 16 * 2**30
+DEVICE = "cuda"
 SIZES = {
     "BATON_BLOCK_SIZE": "64",
     "BATON_CHUNK_SIZE": "2048",
@@ -39,72 +38,85 @@ SIZES = {
     "BATON_PREFILL_TOKENS": "512",
 }
 """What `k8s/overlays/gpu` says; the defaults are for CPUs."""
+START_S = 100.0
+"""For a system to compile, to capture its graphs and to answer."""
+LOAD_S = 100.0
+"""For a run of the load."""
 
 
-def run() -> dict[str, Any]:
-    """Output tokens per second of each system; prints as it goes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
-        folder.mkdir()
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(SHAPES["qwen3-0.6b"]).to(torch.bfloat16).save_pretrained(folder)
-        give_every_token_text(folder)
-        runs: list[dict[str, Any]] = []
-        for name in SYSTEMS:
-            try:
-                runs += runs_of(name, folder, Path(scratch))
-            except (PeerError, subprocess.CalledProcessError, SystemExit) as error:
-                print(f"{name:16} {error}", flush=True)
-                runs.append({"system": name, "error": str(error)})
-    rates: dict[str, list[float]] = {}
-    for each in runs:
-        if "error" not in each:
-            rates.setdefault(each["system"], []).append(each["output_tokens_per_s"])
-    return {"runs": runs, "output_tokens_per_s": {name: statistics.median(values) for name, values in rates.items()}}
-
-
-def runs_of(name: str, folder: Path, scratch: Path) -> list[dict[str, Any]]:
-    """A system's; prints as it goes."""
-    runs: list[dict[str, Any]] = []
-    with system(name, folder, scratch) as url:
+def run(system: str, scratch: str) -> Iterator[dict[str, Any]]:
+    """Output tokens per second of a system, run by run; the model is made in `scratch`, once for all."""
+    folder = made(Path(scratch) / "model", SHAPES["qwen3-0.6b"])
+    with serving(system, folder, Path(scratch)) as url:
         for number in range(ROUNDS):
-            figures = load(url, seed=number, warmup=0 if runs else WARMUP, output=scratch / "run.json")
-            runs.append({"system": name, "round": number, **figures})
-            print(f"{name:16} {figures['output_tokens_per_s']:8.0f} tok/s, {figures['failed']} failed", flush=True)
-    return runs
+            output = Path(scratch) / "run.json"
+            figures = load(url, seed=number, warmup=0 if number else WARMUP, output=output, timeout_s=LOAD_S)
+            text = f"{system:16} {figures['output_tokens_per_s']:8.0f} tok/s, {figures['failed']} failed"
+            yield {"kind": "run", "system": system, "round": number, **figures, "text": text}
 
 
-def system(name: str, folder: Path, scratch: Path) -> AbstractContextManager[str]:
-    """Started, at its URL."""
-    if name.startswith("baton"):
-        return baton(folder, prefill=int(name.endswith("pair")))
-    return transformers(folder, "static" if name.startswith("static") else "continuous", scratch)
+def made(folder: Path, shape: Any) -> Path:
+    """A checkpoint with random weights; that of an earlier measurement, if it was completed."""
+    complete = folder / "complete"
+    if not complete.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(shape).to(torch.bfloat16).save_pretrained(folder)
+        give_every_token_text(folder)
+        complete.touch()
+    return folder
+
+
+def command_of(system: str, folder: Path, port: int) -> list[str]:
+    """What starts it on a port of the loopback interface."""
+    if system.startswith("baton"):
+        prefill = "1" if system.endswith("pair") else "0"
+        return [
+            sys.executable, "-m", "common.runtime.cli", "serve", "--port", str(port), "--restart", "never",
+            "--log-level", "warning", "--model", str(folder), "--device", DEVICE, "--kv-cache-bytes", str(KV_BYTES),
+            "--prefill", prefill, "--decode", "1",
+        ]  # fmt: skip
+    mode, batch = ("static", 32) if system.startswith("static") else ("continuous", AT_A_TIME)
+    return [
+        sys.executable, "-m", "benchmarks.peers.transformers_server", "--model", str(folder), "--mode", mode,
+        "--port", str(port), "--device", DEVICE, "--batch", str(batch), "--kv-tokens", str(128 * 1024),
+        "--batch-tokens", "4096",
+    ]  # fmt: skip
 
 
 @contextmanager
-def baton(folder: Path, *, prefill: int) -> Iterator[str]:
-    """The stack, all of it on the GPU."""
-    options = ["--model", str(folder), "--device", "cuda", "--kv-cache-bytes", str(KV_BYTES)]
-    with local_stack([*options, "--prefill", str(prefill), "--decode", "1"], SIZES) as local:
-        yield local.url
-
-
-@contextmanager
-def transformers(folder: Path, mode: str, scratch: Path) -> Iterator[str]:
-    """Its server: batches of 32, or up to 64 at a time."""
+def serving(system: str, folder: Path, scratch: Path) -> Iterator[str]:
+    """The system, started, at its URL."""
     port = free_port()
-    command = [sys.executable, "-m", "benchmarks.peers.transformers_server", "--model", str(folder), "--mode", mode]
-    command += ["--port", str(port), "--device", "cuda", "--batch", "32" if mode == "static" else str(AT_A_TIME)]
-    command += ["--kv-tokens", str(128 * 1024), "--batch-tokens", "4096"]
-    log, url = scratch / f"{mode}.log", f"http://127.0.0.1:{port}"
-    with running(command, dict(os.environ), log) as process:
-        wait_until_it_answers(process, f"{url}/health", log)
+    url = f"http://127.0.0.1:{port}"
+    ready = f"{url}/ready" if system.startswith("baton") else f"{url}/health"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")} | SIZES
+    with started(command_of(system, folder, port), environment, ready, scratch / "system.log", START_S):
         yield url
 
 
-def load(url: str, *, seed: int, warmup: int, output: Path) -> dict[str, float]:
-    """One run of the load."""
+@contextmanager
+def started(command: list[str], env: dict[str, str], url: str, log: Path, patience_s: float) -> Iterator[None]:
+    """A process that answers at `url`; what it printed is passed on at the end.
+
+    Raises `PeerError`, with the end of that, if it ends or does not answer in time, when it is killed.
+    """
+    try:
+        with running(command, env, log) as process:
+            killer = threading.Timer(patience_s, process.kill)
+            killer.start()
+            try:
+                wait_until_it_answers(process, url, log)
+            finally:
+                killer.cancel()
+            yield
+    finally:
+        print(log.read_text(errors="replace"), flush=True)
+
+
+def load(url: str, *, seed: int, warmup: int, output: Path, timeout_s: float) -> dict[str, float]:
+    """One run of the load. Raises `subprocess.TimeoutExpired` if it takes longer."""
     command = [sys.executable, "-m", "benchmarks.load", "--url", url, *LENGTHS, "--concurrency", str(AT_A_TIME)]
     command += ["--requests", str(REQUESTS), "--warmup", str(warmup), "--seed", str(seed), "--output", str(output)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=timeout_s)
     return load_figures(output)

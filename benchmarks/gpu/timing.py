@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -17,8 +18,17 @@ def num_copies(num_bytes: int, most: int = 64) -> int:
     return max(2, min(most, -(-_COLD_BYTES // num_bytes)))
 
 
-def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of one of `calls`, which are captured, one after another, in a graph that is replayed."""
+def device() -> Iterator[dict[str, Any]]:
+    """What the device is called, and what it can do at best."""
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: `pytest tests/kernels` tests without one what the kernels compute")
+    gpu, copies, products = torch.cuda.get_device_name(), copy_bytes_per_s(), matmul_flops_per_s()
+    text = f"{gpu}: copies {1e-12 * copies:.2f} TB/s, bf16 products {1e-12 * products:.0f} TFLOP/s"
+    yield {"kind": "device", "gpu": gpu, "copy_bytes_per_s": copies, "matmul_flops_per_s": products, "text": text}
+
+
+def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph of `calls`, one after another; they are called once before, which compiles what they launch."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -29,6 +39,12 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return graph
+
+
+def graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of one of `calls`, which are captured, one after another, in a graph that is replayed."""
+    graph = captured(calls)
     graph.replay()
     taken: list[float] = []
     for _ in range(_REPLAYS):

@@ -7,8 +7,9 @@ of Llama-3-8B: 2 MiB for 16 tokens, 8 MiB for 64.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,10 +30,11 @@ PATIENCE_S = 60.0
 """For a source that starts, and for a read: over TCP the largest takes seconds."""
 
 
-def run() -> dict[str, Any]:
-    """Every size; prints as it goes."""
-    made = [each for block_bytes in BLOCK_BYTES for each in transfers(block_bytes, MOST_BYTES, "cuda")]
-    return {kind: [each for each in made if each["kind"] == kind] for kind in ("reads", "writes")}
+def run() -> Iterator[dict[str, Any]]:
+    """Reads and writes of every size."""
+    yield {"kind": "environment", "ucx": {name: value for name, value in os.environ.items() if name.startswith("UCX_")}}
+    for block_bytes in BLOCK_BYTES:
+        yield from transfers(block_bytes, MOST_BYTES, "cuda")
 
 
 def region_of(memory: torch.Tensor, block_bytes: int) -> Region:
@@ -66,7 +68,7 @@ def serve(pipe: Connection, incarnation: Incarnation, block_bytes: int, num_byte
     transport.close()
 
 
-def transfers(block_bytes: int, num_bytes: int, device: str) -> list[dict[str, Any]]:
+def transfers(block_bytes: int, num_bytes: int, device: str) -> Iterator[dict[str, Any]]:
     """Median seconds and rates of reads of some scattered blocks, and of writes of as many to where they came from."""
     processes = multiprocessing.get_context("spawn")
     ours, theirs = processes.Pipe()
@@ -81,18 +83,19 @@ def transfers(block_bytes: int, num_bytes: int, device: str) -> list[dict[str, A
     transport.add_source(source, ours.recv())
     num_all = num_bytes // block_bytes
     order = torch.randperm(num_all, generator=torch.Generator().manual_seed(0)).tolist()
-    made = []
-    for num in [each for each in NUM_BLOCKS if 2 * each <= num_all]:
+    sizes = [each for each in NUM_BLOCKS if 2 * each <= num_all]
+    for num in sizes:
         read = median_s(partial(read_blocks, transport, source, order[:num], order[-num:]))
-        made.append(entry("reads", block_bytes, num, read))
-    check(memory, block_bytes, order, max(int(each["blocks"]) for each in made))
-    for num in [int(each["blocks"]) for each in made]:
+        yield entry("reads", block_bytes, num, read)
+    check(memory, block_bytes, order, max(sizes))
+    for num in sizes:
         write = median_s(partial(write_blocks, transport, source, order[:num], order[-num:]))
-        made.append(entry("writes", block_bytes, num, write))
+        yield entry("writes", block_bytes, num, write)
     transport.close()
     ours.send(None)
-    process.join()
-    return made
+    process.join(PATIENCE_S)
+    if process.exitcode != 0:
+        raise SystemExit(f"the source ended with {process.exitcode}")
 
 
 def median_s(transfer: Callable[[], None]) -> float:
@@ -132,10 +135,17 @@ def write_blocks(
 
 
 def entry(kind: str, block_bytes: int, num: int, seconds: float) -> dict[str, Any]:
-    """Of the record; printed."""
+    """A row."""
     rate = 1e-9 * num * block_bytes / seconds
-    print(f"{kind:6} {num:4} x {block_bytes >> 20} MiB: {1e6 * seconds:8.0f} us, {rate:.1f} GB/s", flush=True)
-    return {"kind": kind, "block_bytes": block_bytes, "blocks": num, "us": 1e6 * seconds, "gb_per_s": rate}
+    text = f"{kind:6} {num:4} x {block_bytes >> 20} MiB: {1e6 * seconds:8.0f} us, {rate:.1f} GB/s"
+    return {
+        "kind": kind,
+        "block_bytes": block_bytes,
+        "blocks": num,
+        "us": 1e6 * seconds,
+        "gb_per_s": rate,
+        "text": text,
+    }
 
 
 def check(memory: torch.Tensor, block_bytes: int, order: list[int], num: int) -> None:

@@ -1,45 +1,73 @@
-"""Make `common/engine/kernels/tuning.json`: of the tilings that are worth a try, the fastest for each shape."""
+"""Make `common/engine/kernels/tuning.json`: of the tilings that are worth a try, the fastest for each shape.
+
+The table is written after each shape, here and into the folder of the results.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.gpu import kernels
 from benchmarks.gpu.compiled import Case, compile_all
+from benchmarks.gpu.kernels import Heads
 from benchmarks.gpu.timing import graph_us, num_copies
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.tuning import TABLE
 
 _SHAPES = ((1, 1024), (1, 16384), (8, 1024), (8, 16384), (32, 4096), (64, 8192), (256, 1024))
-_BLOCK_SIZES = (16, 64)
+_BLOCK_SIZE = 64
+_CONTEXT = 16384
+"""Of the chunk that prefill attention is measured with."""
 _PROGRAMS = (1.0, 4.0)
 """Of decode attention, for each multiprocessor: tried with the tilings that were best with the default."""
 _NUM_BEST = 4
 _MOST_STACK_BYTES = 128
 """Of a thread: a kernel that keeps more of what it uses in memory is not worth a try."""
+_HEADS = {heads.dim: heads for heads in (kernels.LLAMA_8B, kernels.LLAMA_1B)}
 
 _Tiling = TypeVar("_Tiling", DecodeTiling, PrefillTiling)
 
 
-def run() -> dict[str, Any]:
-    """This GPU's entries; writes them into the table."""
-    entries = []
-    for block_size in _BLOCK_SIZES:
-        decode_tilings = compiled("decode", block_size, decode_candidates())
-        prefill_tilings = compiled("prefill", block_size, prefill_candidates())
-        entries += [best_decode(*shape, block_size, decode_tilings) for shape in _SHAPES]
-        entries.append(best_prefill(block_size, prefill_tilings))
-    table = json.loads(TABLE.read_text())
-    table[torch.cuda.get_device_name()] = entries
-    TABLE.write_text(json.dumps(table, indent=1) + "\n")
-    return {"entries": entries}
+def decode(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
+    """An entry for each shape; also into the table, and its copy in the folder `out`."""
+    heads = _HEADS[head_dim]
+    tilings = fitting("decode", heads, decode_candidates())
+    for batch, length in _SHAPES:
+        entry, text = best_decode(batch, length, heads, tilings)
+        write(entry, torch.cuda.get_device_name(), TABLE, Path(out))
+        yield {"kind": "entry", "entry": entry, "text": text}
+
+
+def prefill(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
+    """An entry for a chunk at the end of a context; as `decode`."""
+    heads = _HEADS[head_dim]
+    entry, text = best_prefill(heads, fitting("prefill", heads, prefill_candidates()))
+    write(entry, torch.cuda.get_device_name(), TABLE, Path(out))
+    yield {"kind": "entry", "entry": entry, "text": text}
+
+
+def write(entry: dict[str, Any], gpu: str, table_path: Path, out: Path) -> None:
+    """Put an entry into the table in place of the one for the same kernel and shape; copy the table to `out`."""
+    table = json.loads(table_path.read_text())
+    table[gpu] = [each for each in table.get(gpu, []) if _key(each) != _key(entry)] + [entry]
+    text = json.dumps(table, indent=1) + "\n"
+    for path in (table_path, out / table_path.name):
+        half = path.with_suffix(".new")
+        half.write_text(text)
+        os.replace(half, path)
+
+
+def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return entry["kernel"], entry["head_dim"], entry["itemsize"], tuple(sorted(entry["shape"].items()))
 
 
 def decode_candidates() -> list[DecodeTiling]:
@@ -51,15 +79,15 @@ def decode_candidates() -> list[DecodeTiling]:
 
 
 def prefill_candidates() -> list[PrefillTiling]:
-    """Worth a try."""
+    """Worth a try; without those that spill whatever the head dimension: many rows for the registers of few threads."""
     return [
         PrefillTiling(rows=rows, tile=tile, num_warps=warps, num_stages=stages)
-        for rows, tile, stages in itertools.product((64, 128, 256), (32, 64, 128), (2, 3, 5))
-        for warps in (4, 8)
+        for rows, tile, warps, stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 5))
+        if tile == 32 or (rows < 256 and (rows < 128 or warps == 8))
     ]
 
 
-def compiled(kernel: str, block_size: int, tilings: Sequence[_Tiling]) -> list[_Tiling]:
+def fitting(kernel: str, heads: Heads, tilings: Sequence[_Tiling]) -> list[_Tiling]:
     """Those of which a multiprocessor has room for a program, and which keep most of what they use in registers.
 
     Compiles them on every core, which is what tuning takes longest for.
@@ -67,8 +95,8 @@ def compiled(kernel: str, block_size: int, tilings: Sequence[_Tiling]) -> list[_
     major, minor = torch.cuda.get_device_capability()
     cases = [
         Case(
-            capability=10 * major + minor, kernel=kernel, head_dim=kernels.HEAD_DIM, block_size=block_size,
-            group=kernels.HEADS // kernels.KV_HEADS, tiling=tiling,
+            capability=10 * major + minor, kernel=kernel, head_dim=heads.dim, block_size=_BLOCK_SIZE,
+            group=heads.group, tiling=tiling,
         )
         for tiling in tilings
     ]  # fmt: skip
@@ -81,38 +109,47 @@ def compiled(kernel: str, block_size: int, tilings: Sequence[_Tiling]) -> list[_
     return [each for each in tilings if each not in unfit]
 
 
-def best_decode(batch: int, length: int, block_size: int, tilings: Sequence[DecodeTiling]) -> dict[str, Any]:
-    """The fastest tiling, and how often it splits a context."""
-    num_bytes = batch * length * 2 * kernels.KV_HEADS * kernels.HEAD_DIM * 2
-    scene = kernels.Scene(batch, length, 1, num_copies(num_bytes, most=16), block_size)
+def timed(tilings: Sequence[_Tiling], us: Callable[[_Tiling], float]) -> list[tuple[float, _Tiling]]:
+    """(microseconds, tiling), the fastest first; without those that the device does not run."""
+    taken = []
+    for tiling in tilings:
+        try:
+            taken.append((us(tiling), tiling))
+        except RuntimeError as error:
+            print(f"{tiling}: {error}", flush=True)
+    assert taken, "none runs"
+    return sorted(taken, key=lambda each: each[0])
 
-    def timed(tilings: Sequence[DecodeTiling]) -> list[tuple[float, DecodeTiling]]:
-        taken = [(graph_us(kernels.decode_calls(scene, each, length)), each) for each in tilings]
-        return sorted(taken, key=lambda each: each[0])
 
-    first = timed(tilings)
+def best_decode(
+    batch: int, length: int, heads: Heads, tilings: Sequence[DecodeTiling]
+) -> tuple[dict[str, Any], str]:  # fmt: skip
+    """The fastest tiling, and how often it splits a context; as an entry and in words."""
+    copies = num_copies(batch * length * heads.token_bytes, most=16)
+    scene = kernels.Scene(batch, length, 1, copies, block_size=_BLOCK_SIZE, heads=heads)
+
+    def us(tiling: DecodeTiling) -> float:
+        return graph_us(kernels.decode_calls(scene, tiling, length))
+
+    first = timed(tilings, us)
     best = [tiling for _, tiling in first[:_NUM_BEST]]
-    more = timed([replace(tiling, programs_per_processor=programs) for tiling in best for programs in _PROGRAMS])
+    more = timed([replace(tiling, programs_per_processor=programs) for tiling in best for programs in _PROGRAMS], us)
     taken, tiling = min(first[0], more[0], key=lambda each: each[0])
-    print(f"decode {batch:4} x {length:6}, blocks of {block_size}: {taken:8.1f} us with {tiling}", flush=True)
     shape = {
-        "group": kernels.HEADS // kernels.KV_HEADS,
-        "num_rows": batch * kernels.KV_HEADS,
-        "max_seq_len": length,
-        "block_size": block_size,
-    }
-    return entry("decode", shape, asdict(tiling))
+        "group": heads.group, "num_rows": batch * heads.kv, "max_seq_len": length, "block_size": _BLOCK_SIZE
+    }  # fmt: skip
+    text = f"decode {batch:4} x {length:6}, d {heads.dim}: {taken:8.1f} us with {tiling}"
+    return entry_of("decode", heads, shape, tiling), text
 
 
-def best_prefill(block_size: int, tilings: Sequence[PrefillTiling], context: int = 16384) -> dict[str, Any]:
-    """The fastest tiling for a chunk at the end of a context."""
-    scene = kernels.Scene(1, context, kernels.PREFILL_CHUNK, 1, block_size)
-    timed = [(graph_us([kernels.prefill_call(scene, tiling)]), tiling) for tiling in tilings]
-    taken, tiling = min(timed, key=lambda each: each[0])
-    print(f"prefill of {context}, blocks of {block_size}: {taken:8.1f} us with {tiling}", flush=True)
-    return entry("prefill", {"group": kernels.HEADS // kernels.KV_HEADS, "block_size": block_size}, asdict(tiling))
+def best_prefill(heads: Heads, tilings: Sequence[PrefillTiling]) -> tuple[dict[str, Any], str]:
+    """The fastest tiling for a chunk at the end of a context; as an entry and in words."""
+    scene = kernels.Scene(1, _CONTEXT, kernels.PREFILL_CHUNK, 1, block_size=_BLOCK_SIZE, heads=heads)
+    taken, tiling = timed(tilings, lambda tiling: graph_us([kernels.prefill_call(scene, tiling)]))[0]
+    text = f"prefill of {_CONTEXT}, d {heads.dim}: {taken:8.1f} us with {tiling}"
+    return entry_of("prefill", heads, {"group": heads.group, "block_size": _BLOCK_SIZE}, tiling), text
 
 
-def entry(kernel: str, shape: dict[str, int], tiling: dict[str, Any]) -> dict[str, Any]:
+def entry_of(kernel: str, heads: Heads, shape: dict[str, int], tiling: DecodeTiling | PrefillTiling) -> dict[str, Any]:
     """Of the table."""
-    return {"kernel": kernel, "head_dim": kernels.HEAD_DIM, "itemsize": 2, "shape": shape, "tiling": tiling}
+    return {"kernel": kernel, "head_dim": heads.dim, "itemsize": 2, "shape": shape, "tiling": asdict(tiling)}

@@ -1,0 +1,58 @@
+"""A measurement's process: calls a function, and writes each row that it yields as a line of JSON.
+
+    python -m benchmarks.gpu.child MODULE:FUNCTION '{"argument": 1}'
+
+The rows have standard output for themselves: whatever else this process or a library prints goes to standard error, and
+no process that is started from here has the pipe. At SIGUSR1 it prints where each of its threads is.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+def main(function: str, arguments: str) -> None:
+    """Entry point."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    rows = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    module, _, name = function.partition(":")
+    for row in getattr(importlib.import_module(module), name)(**json.loads(arguments)):
+        rows.write(json.dumps(plain(row), allow_nan=False) + "\n")
+        rows.flush()
+
+
+def attempts(made: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> Iterator[dict[str, Any]]:
+    """The row that each (name, function) makes, or why it has none. Raises `RuntimeError` at the end if one failed."""
+    failed = []
+    for name, make in made:
+        try:
+            row = make()
+        except (RuntimeError, AssertionError, ValueError) as error:
+            failed.append(name)
+            row = {"kind": "failed", "name": name, "error": str(error)[:1000], "text": f"{name}: {str(error)[:200]}"}
+        yield row
+    if failed:
+        raise RuntimeError(f"{len(failed)} failed: {', '.join(failed)}")
+
+
+def plain(value: Any) -> Any:
+    """With words for the numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,108 @@
+"""What a machine with a GPU has, and what tools and tests that are there already say of it. Standard library alone."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import ROOT
+
+PACKAGES = (
+    *("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "nixl", "nixl-cu13"),
+    *("pyzmq", "msgpack", "aiohttp", "uvloop", "pydantic", "pydantic-settings", "llguidance", "prometheus-client"),
+    *("jinja2", "tqdm", "pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"),
+)
+TOOLS = ("nvidia-smi", "compute-sanitizer", "cuobjdump", "ncu", "nsys", "nvcc", "gcc")
+_SAY_S = 20.0
+_MOST_CHARS = 6000
+
+
+def inventory() -> Iterator[dict[str, Any]]:
+    """Packages, tools, the topology, and how much of the GPU's memory is mapped."""
+    versions = {name: installed(name) for name in PACKAGES}
+    absent = [name for name, found in versions.items() if not found]
+    text = f"python {platform.python_version()}, absent: {', '.join(absent) or 'nothing'}"
+    yield {"kind": "packages", "versions": versions, "text": text}
+    tools = {name: tool(name) for name in TOOLS}
+    yield {"kind": "tools", "paths": tools, "text": "tools: " + ", ".join(name for name in tools if tools[name])}
+    for options in (["-L"], ["topo", "-m"]):
+        output = said(["nvidia-smi", *options])
+        yield {"kind": f"nvidia-smi {' '.join(options)}", "output": output, "text": output}
+    sizes = memory_mib(said(["nvidia-smi", "-q", "-d", "MEMORY"]))
+    yield {"kind": "memory", "mib": sizes, "text": f"memory, MiB: {sizes}"}
+
+
+def installed(package: str) -> str:
+    """Its version; empty without it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def tool(name: str) -> str:
+    """Where a program is; empty without it."""
+    return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin:/usr/local/nvidia/bin") or ""
+
+
+def said(command: Sequence[str]) -> str:
+    """What a program prints, or why there is nothing."""
+    try:
+        done = subprocess.run(
+            [tool(command[0]) or command[0], *command[1:]], capture_output=True, text=True, timeout=_SAY_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
+    return (done.stdout + done.stderr).strip()[:_MOST_CHARS]
+
+
+def memory_mib(query: str) -> dict[str, int]:
+    """Total MiB of each kind of memory ("FB", "BAR1", ...) that `nvidia-smi -q -d MEMORY` tells."""
+    found = re.findall(r"^ *(\S.*?) Memory Usage\s*\n\s*Total\s*: (\d+) MiB", query, re.MULTILINE)
+    return {name: int(size) for name, size in found}
+
+
+def sanitizer() -> Iterator[dict[str, Any]]:
+    """Attention at two tiny shapes under compute-sanitizer's memcheck. Raises `AssertionError` for what it finds."""
+    program = tool("compute-sanitizer")
+    if not program:
+        yield {"kind": "sanitizer", "tool": "", "text": "there is no compute-sanitizer"}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        child = [sys.executable, "-m", "benchmarks.gpu.child", "benchmarks.gpu.checks:tiny", "{}"]
+        done = subprocess.run(
+            [program, "--tool", "memcheck", "--error-exitcode", "9", "--log-file", str(log), *child],
+            stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False,
+        )  # fmt: skip
+        report = log.read_text(errors="replace")[-_MOST_CHARS:] if log.exists() else ""
+    summary = (re.findall(r"ERROR SUMMARY:.*", report) or ["no summary"])[-1]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    yield {"kind": "sanitizer", "tool": program, "report": report, "rows": rows, "text": f"memcheck: {summary}"}
+    assert done.returncode == 0, report
+
+
+def models() -> Iterator[dict[str, Any]]:
+    """The tests of whole models that need a GPU: greedy tokens in float32 are those of a CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        done = subprocess.run([*command, "tests/kernels/test_kernels_model.py"], cwd=ROOT, check=False)
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    for case in cases:
+        told = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        outcome = told[0] if told else "passed"
+        name = str(case.get("name"))
+        yield {"kind": "model", "test": name, "outcome": outcome, "s": case.get("time"), "text": f"{name}: {outcome}"}
+        assert outcome != "skipped", f"{name} needs a GPU"
+    assert done.returncode == 0, f"pytest ended with {done.returncode}"

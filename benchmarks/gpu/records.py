@@ -1,0 +1,160 @@
+"""From the lines of runs to the records from which the documents' tables are made. Standard library alone.
+
+A machine with a GPU often has no checkout, and the lines come from there: so each measurement tells a digest of the
+files that it ran. A part is recorded when each of its measurements has succeeded, the last time with the files of this
+commit. `tune` is not recorded: what it finds is the table, and that is committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.gpu.runner import OK, Measurement
+
+_KINDS = (".py", ".c", ".json", ".toml")
+"""Names of files that say what is measured end so."""
+Rows = list[dict[str, Any]]
+
+
+def tree(root: Path) -> str:
+    """Digest of the product, the benchmarks and the kernels' tests."""
+    digest = hashlib.sha256()
+    for name in sorted([*record.PRODUCT, "benchmarks", "tests/kernels"]):
+        top = root / name
+        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            place = path.relative_to(root)
+            if path.suffix in _KINDS and path.is_file() and place.parts[:2] != ("benchmarks", "results"):
+                digest.update(f"{place}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Success:
+    """The last one of a measurement."""
+
+    begin: dict[str, Any]
+    """The first line of its run."""
+    end: dict[str, Any]
+    rows: Rows
+
+
+def successes(lines: Sequence[dict[str, Any]]) -> dict[str, Success]:
+    """By measurement."""
+    begins = {each["run"]: each for each in lines if each["line"] == "begin"}
+    found = {}
+    for end in lines:
+        if end["line"] == "end" and end["status"] == OK and end["run"] in begins:
+            mine = (end["run"], end["measurement"])
+            rows = [
+                each["row"] for each in lines if each["line"] == "row" and (each["run"], each["measurement"]) == mine
+            ]
+            found[end["measurement"]] = Success(begin=begins[end["run"]], end=end, rows=rows)
+    return found
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; not the last one, if it was cut off."""
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            print(f"{path}: no line: {line[:80]}")
+    return lines
+
+
+def write(path: Path, parts: dict[str, list[Measurement]]) -> list[Path]:
+    """Record what can be recorded of these parts; says what is missing of the others."""
+    if not record.is_clean():
+        print("not recorded, for there are changes since the last commit")
+        return []
+    found, here, written = successes(read(path)), tree(record.ROOT), []
+    for part, measurements in parts.items():
+        if part == "tune":
+            continue
+        made = record_of(part, measurements, found, here)
+        if isinstance(made, str):
+            print(f"gpu-{part} is not recorded: {made}")
+            continue
+        written.append(record.RESULTS / f"gpu-{part}.json")
+        written[-1].write_text(json.dumps(made, indent=2) + "\n")
+        print(written[-1])
+    return written
+
+
+def record_of(
+    part: str, measurements: Sequence[Measurement], found: dict[str, Success], here: str
+) -> dict[str, Any] | str:
+    """A part's record, or why there is none."""
+    replaced = {each.instead_of: each.name for each in measurements if each.instead_of and each.name in found}
+    used = []
+    for each in measurements:
+        name = replaced.get(each.name, each.name) if each.name not in found else each.name
+        if each.instead_of or (each.optional and name not in found):
+            continue
+        if name not in found:
+            return f"{name} has not succeeded"
+        if found[name].end["tree"] != here:
+            return f"{name} was measured with other files than those of this commit"
+        used.append(found[name])
+    last = max(used, key=lambda success: str(success.end["at"]))
+    rows = [row for success in used for row in success.rows]
+    command, workload = f"python -m benchmarks.gpu {part}", _device(found)
+    if part == "compile":
+        workload = {"capability": rows[0]["capability"]}
+        command += f" --capability {rows[0]['capability']}"
+    return {
+        "command": command,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=record.ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip(),
+        "product": record.product_digest(),
+        "recorded_at": last.end["at"],
+        "machine": last.begin["machine"],
+        "workload": workload,
+        "seed": None if part == "compile" else 0,
+        "figures": figures(part, rows),
+    }  # fmt: skip
+
+
+def _device(found: dict[str, Success]) -> dict[str, Any]:
+    return _plain(found["device"].rows[0]) if "device" in found else {"gpu": "not told"}
+
+
+def figures(part: str, rows: Rows) -> dict[str, Any]:
+    """Of a part, as the tables want them."""
+    of_kind: dict[str, Rows] = {}
+    for row in rows:
+        of_kind.setdefault(row["kind"], []).append(_plain(row))
+    if part == "compile":
+        return {**of_kind["compiler"][0], "binaries": of_kind["binary"]}
+    if part == "kernels":
+        return {**of_kind, "decode_ragged": of_kind["decode_ragged"][0]}
+    if part == "engine":
+        return _by_model(rows)
+    if part == "stack":
+        rates: dict[str, list[float]] = {}
+        for each in of_kind["run"]:
+            rates.setdefault(each["system"], []).append(each["output_tokens_per_s"])
+        return {"runs": of_kind["run"], "output_tokens_per_s": {k: statistics.median(v) for k, v in rates.items()}}
+    return dict(of_kind)
+
+
+def _by_model(rows: Rows) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for row in rows:
+        model = found.setdefault(row["model"], {"decode": [], "prefill": [], "profile": []})
+        model[row["kind"]].append({name: value for name, value in _plain(row).items() if name != "model"})
+    return found
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("kind", "text")}

@@ -1,0 +1,212 @@
+"""The parts of the measurements on a GPU: what they need, what they plan, what of them can be tested without one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import inventory, parts, tune
+from benchmarks.gpu.engine import SHAPES
+from benchmarks.gpu.runner import Measurement
+from benchmarks.record import ROOT
+from common.engine.kernels.decode_attention import DecodeTiling
+from common.engine.kernels.prefill_attention import PrefillTiling
+
+WIRE = ("zmq", "aiohttp", "nixl", "nixl_cu12", "nixl_cu13", "msgpack", "uvloop", "prometheus_client", "llguidance")
+HUB = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
+COMPUTE = ("torch", "triton", "numpy", "pydantic")
+BLOCKED = {
+    **dict.fromkeys(("__main__", "runner", "child", "parts", "records", "inventory"), (*WIRE, *HUB, *COMPUTE)),
+    **dict.fromkeys(("timing", "kernels", "tune", "checks", "compiled"), (*WIRE, *HUB)),
+    "engine": ("zmq", "aiohttp", "nixl", "nixl_cu12", "nixl_cu13", "msgpack", "uvloop"),
+    "transfer": ("zmq", "aiohttp", "triton", *HUB),
+}
+"""What each module does without when it is imported. Torch itself may look for triton and numpy."""
+IMPORT = """
+import importlib, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[2:]:
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+importlib.import_module(f"benchmarks.gpu.{sys.argv[1]}")
+"""
+
+
+@pytest.mark.parametrize("module", BLOCKED)
+def test_a_part_is_imported_without_what_it_does_not_need(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT, module, *BLOCKED[module]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def everything() -> list[Measurement]:
+    plan = command.planned([*parts.PARTS, "compile"], Path("/out"), Path("/scratch"), 90)
+    return [parts.device(), *(each for part in plan.values() for each in part)]
+
+
+def test_every_measurement_names_a_function_and_its_arguments() -> None:
+    names = [each.name for each in everything()]
+    assert len(names) == len(set(names))
+    for each in everything():
+        module, _, name = each.function.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        known = function.__code__.co_varnames[: function.__code__.co_argcount]
+        assert sorted(known) == sorted(each.arguments), each.name
+        json.dumps(dict(each.arguments))
+        assert not each.instead_of or each.instead_of in names
+
+
+def test_the_models_are_those_of_the_engine() -> None:
+    assert set(parts.MODELS) == set(SHAPES)
+
+
+def test_ucx_is_told_where_its_modules_are() -> None:
+    told = parts.ucx()
+    assert told["UCX_TLS"] == "cuda_copy,cuda_ipc,sm,tcp,self"
+    if "UCX_MODULE_DIR" in told:
+        assert list(Path(told["UCX_MODULE_DIR"]).glob("libuct_cuda*"))
+
+
+def test_the_command_line_names_parts_and_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = command.parsed(["check", "kernels", "--out", str(tmp_path), "--limit", "480"])
+    assert (options.parts, options.out, options.limit) == (["check", "kernels"], tmp_path, 480.0)
+    names = [each.name for each in command.chosen(everything(), ["kernels prefill"])]
+    assert names == ["device", "kernels prefill"]
+    with pytest.raises(SystemExit, match="no measurement x"):
+        command.chosen(everything(), ["x"])
+    with pytest.raises(SystemExit):
+        command.parsed(["nothing"])
+    with pytest.raises(SystemExit):
+        command.parsed(["record", "check"])
+    capsys.readouterr()
+
+
+def test_the_runs_of_the_page_are_commands_of_at_most_eight_minutes() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    runs = re.findall(r"^python3? -m benchmarks\.gpu (.*)$", page, re.MULTILINE)
+    measured = [command.parsed(words.replace('"$OUT"', "/out").split()) for words in runs]
+    measured = [each for each in measured if each.parts != ["record"]]
+    assert [each.parts for each in measured] == [
+        ["check", "kernels"],
+        ["tune", "kernels"],
+        ["engine"],
+        ["transfer", "stack"],
+    ]
+    assert all(each.limit <= 480 for each in measured)
+
+
+# --- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_that_spill_are_left_out() -> None:
+    tried = {(each.rows, each.tile, each.num_warps) for each in tune.prefill_candidates()}
+    assert {(256, 32, 8), (128, 64, 8), (128, 32, 4), (64, 128, 4)} <= tried
+    assert not {each for each in tried if each[0] == 256 and each[1] > 32}
+    assert not {each for each in tried if each[0] == 128 and each[1] >= 64 and each[2] == 4}
+
+
+def entry(num_rows: int, tile: int) -> dict[str, Any]:
+    return tune.entry_of("decode", tune._HEADS[64], {"num_rows": num_rows}, DecodeTiling(tile=tile))
+
+
+def test_the_table_is_written_after_each_shape_and_keeps_the_others(tmp_path: Path) -> None:
+    table, out = tmp_path / "tuning.json", tmp_path / "out"
+    out.mkdir()
+    table.write_text(json.dumps({"other": [1]}))
+    for new in (entry(8, 32), entry(16, 32), entry(8, 64)):
+        tune.write(new, "gpu", table, out)
+        assert json.loads(table.read_text())["gpu"][-1] == new
+    assert json.loads(table.read_text()) == {"other": [1], "gpu": [entry(16, 32), entry(8, 64)]}
+    assert (out / "tuning.json").read_text() == table.read_text()
+
+
+def test_a_tiling_that_does_not_run_is_no_candidate() -> None:
+    def us(tiling: PrefillTiling) -> float:
+        if tiling.rows == 256:
+            raise RuntimeError("out of resource: shared memory")
+        return float(tiling.rows)
+
+    tilings = [PrefillTiling(rows=rows) for rows in (256, 128, 64)]
+    assert [taken for taken, _ in tune.timed(tilings, us)] == [64.0, 128.0]
+
+
+# --- what the machine has --------------------------------------------------------------------------------------------
+
+QUERY = """
+GPU 00000000:00:05.0
+    FB Memory Usage
+        Total                                          : 81559 MiB
+        Reserved                                       : 614 MiB
+    BAR1 Memory Usage
+        Total                                          : 131072 MiB
+        Used                                           : 1 MiB
+    Conf Compute Protected Memory Usage
+        Total                                          : 0 MiB
+"""
+
+
+def test_sizes_of_memories_are_read() -> None:
+    assert inventory.memory_mib(QUERY) == {"FB": 81559, "BAR1": 131072, "Conf Compute Protected": 0}
+    assert inventory.memory_mib("nvidia-smi: not found") == {}
+
+
+def test_an_inventory_needs_nothing_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(inventory, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(inventory, "tool", lambda name: "")
+    rows = {row["kind"]: row for row in inventory.inventory()}
+    assert rows["packages"]["versions"]["no-such-package"] == ""
+    assert rows["packages"]["versions"]["torch"]
+    assert rows["memory"]["mib"] == {}
+    assert "nvidia-smi" in rows["nvidia-smi topo -m"]["output"]
+    (row,) = inventory.sanitizer()
+    assert row["text"] == "there is no compute-sanitizer"
+
+
+SANITIZER = """#!/bin/sh
+# Stands in for compute-sanitizer: writes a report and a row, and ends as it is told.
+while [ "$1" != --log-file ]; do shift; done
+echo "========= ERROR SUMMARY: $ERRORS errors" > "$2"
+echo '{"kind": "decode"}'
+exit $CODE
+"""
+
+
+@pytest.mark.parametrize("errors", [0, 3])
+def test_what_the_sanitizer_finds_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: int) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(SANITIZER)
+    program.chmod(0o755)
+    monkeypatch.setattr(inventory, "tool", lambda name: str(program))
+    monkeypatch.setenv("ERRORS", str(errors))
+    monkeypatch.setenv("CODE", "9" if errors else "0")
+    rows = inventory.sanitizer()
+    row = next(rows)
+    assert row["text"] == f"memcheck: ERROR SUMMARY: {errors} errors"
+    assert row["rows"] == [{"kind": "decode"}]
+    if errors:
+        with pytest.raises(AssertionError):
+            next(rows)
+    else:
+        assert list(rows) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_models_that_were_not_compared_are_a_failure() -> None:
+    rows = inventory.models()
+    assert next(rows)["outcome"] == "skipped"
+    with pytest.raises(AssertionError, match="needs a GPU"):
+        next(rows)
