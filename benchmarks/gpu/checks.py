@@ -206,8 +206,9 @@ class Batch:
         """A call."""
         tiling, device = self._tuning.prefill(**self._known), self.q.device
         starts = torch.tensor([0, *itertools.accumulate(self.queries)], device=device)
+        num_tokens = tiling.num_tokens(self._known["group"])
         tiles = torch.tensor(
-            query_tiles(self.queries, tiling.num_tokens(self._known["group"])), dtype=torch.int32, device=device
+            query_tiles(self.queries, self.shape.lens, num_tokens, self.shape.window), dtype=torch.int32, device=device
         )
         return lambda: prefill_attention(
             self.q, self.kv_layer, self.tables_BM, starts, self.lens_B, tiles,

@@ -189,9 +189,9 @@ def _attend(case: Case, tuning: Tuning) -> None:
     else:
         tiling = case.tiling or tuning.prefill(**shape)
         assert isinstance(tiling, PrefillTiling)
-        tiles = torch.tensor(query_tiles([2], tiling.num_tokens(case.group)), dtype=torch.int32)
+        tiles = torch.tensor(query_tiles([2], [2], tiling.num_tokens(case.group), None), dtype=torch.int32)
         prefill_attention(
-            q, kv_layer, tables[:1], torch.tensor([0, 2]), lens[:1], tiles,
+            q, kv_layer, tables[:1], torch.tensor([0, 2]), 2 * lens[:1], tiles,
             window=None, scale=scale, tiling=tiling, out_THD=q,
         )  # fmt: skip
 

@@ -241,7 +241,7 @@ def prefill_context(context: int) -> dict[str, Any]:
 
 def prefill_call(scene: Scene, tiling: PrefillTiling) -> Callable[[], object]:
     """The chunk's attention."""
-    tiles = query_tiles([PREFILL_CHUNK], tiling.num_tokens(scene.heads.group))
+    tiles = query_tiles([PREFILL_CHUNK], scene.lens.tolist(), tiling.num_tokens(scene.heads.group), None)
     tiles_Q2 = torch.tensor(tiles, dtype=torch.int32, device="cuda")
     starts = torch.tensor([0, PREFILL_CHUNK], device="cuda")
     return lambda: prefill_attention(

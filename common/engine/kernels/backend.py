@@ -28,8 +28,8 @@ class TritonBackend:
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
         self._tuning = Tuning.of(device) if on_gpu else Tuning("", 0)
         self._batch: RaggedBatch | None = None
-        self._tiles: dict[int, torch.Tensor] = {}
-        """Of `_batch`, for each number of tokens in a tile of queries."""
+        self._tiles: dict[tuple[int, int | None], torch.Tensor] = {}
+        """Tiles of queries of `_batch`, by their number of tokens and the window."""
         self.add_norm = layer.add_norm
         self.silu_mul = layer.silu_mul
         self.best = sampler.best
@@ -94,7 +94,7 @@ class TritonBackend:
             batch.block_tables_BM,
             batch.query_start_B1,
             batch.seq_lens_B,
-            self._tiles_of(batch, tiling.num_tokens(group)),
+            self._tiles_of(batch, tiling.num_tokens(group), window),
             window=window,
             scale=scale,
             tiling=tiling,
@@ -117,11 +117,11 @@ class TritonBackend:
             hiding=any(each.top_k or each.top_p < 1.0 or each.min_p for each in params),
         )
 
-    def _tiles_of(self, batch: RaggedBatch, num_tokens: int) -> torch.Tensor:
-        """Tiles of queries, made once for all layers of a step."""
+    def _tiles_of(self, batch: RaggedBatch, num_tokens: int, window: int | None) -> torch.Tensor:
+        """Tiles of queries, made once for all layers of a step that have the same window."""
         if batch is not self._batch:
             self._batch, self._tiles = batch, {}
-        if num_tokens not in self._tiles:
-            tiles = query_tiles(batch.query_lens, num_tokens)
-            self._tiles[num_tokens] = to_device(tiles, torch.int32, batch.query_start_B1.device)
-        return self._tiles[num_tokens]
+        if (num_tokens, window) not in self._tiles:
+            tiles = query_tiles(batch.query_lens, batch.seq_lens, num_tokens, window)
+            self._tiles[num_tokens, window] = to_device(tiles, torch.int32, batch.query_start_B1.device)
+        return self._tiles[num_tokens, window]

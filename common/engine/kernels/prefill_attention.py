@@ -36,10 +36,18 @@ class PrefillTiling:
         return max(1, self.rows // group)
 
 
-def query_tiles(query_lens: Sequence[int], num_tokens: int) -> list[tuple[int, int]]:
-    """(slice, first token within it) of each tile. The longest slices come first: their last tiles take longest."""
-    order = sorted(range(len(query_lens)), key=lambda index: -query_lens[index])
-    return [(index, first) for index in order for first in range(0, query_lens[index], num_tokens)]
+def query_tiles(
+    query_lens: Sequence[int], seq_lens: Sequence[int], num_tokens: int, window: int | None
+) -> list[tuple[int, int]]:
+    """(slice, first token within it) of each tile; those that see most keys come first, for they take longest."""
+    tiles = []
+    for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for first in range(0, query_len, num_tokens):
+            lowest = seq_len - query_len + first
+            unseen = 0 if window is None else max(0, lowest - window + 1)
+            tiles.append((min(lowest + num_tokens, seq_len) - unseen, index, first))
+    tiles.sort(key=lambda tile: -tile[0])
+    return [(index, first) for _, index, first in tiles]
 
 
 def prefill_attention(
@@ -66,7 +74,8 @@ def prefill_attention(
     num_tokens = tiling.num_tokens(group)
     assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1)
     assert q_THD.stride(2) == out_THD.stride(2) == block_tables_BM.stride(1) == 1
-    _prefill[tiles_Q2.shape[0], num_kv_heads](
+    # Programs start in this order, the heads of a tile side by side: the longest first, whatever their number.
+    _prefill[num_kv_heads, tiles_Q2.shape[0]](
         q_THD,
         kv_layer,
         block_tables_BM,
@@ -123,9 +132,9 @@ def _prefill(
     TILE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    kv_head = tl.program_id(1)
-    row = tl.load(tiles_ptr + tl.program_id(0) * 2).to(tl.int64)
-    first_token = tl.load(tiles_ptr + tl.program_id(0) * 2 + 1).to(tl.int32)
+    kv_head = tl.program_id(0)
+    row = tl.load(tiles_ptr + tl.program_id(1) * 2).to(tl.int64)
+    first_token = tl.load(tiles_ptr + tl.program_id(1) * 2 + 1).to(tl.int32)
     begin = tl.load(query_start_ptr + row)
     query_len = (tl.load(query_start_ptr + row + 1) - begin).to(tl.int32)
     seq_len = tl.load(lens_ptr + row).to(tl.int32)
