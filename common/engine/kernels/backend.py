@@ -28,6 +28,8 @@ class TritonBackend:
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
         self._tuning = Tuning.of(device) if on_gpu else Tuning("", 0)
         self._batch: RaggedBatch | None = None
+        self._num_decodes = 0
+        """Leading slices of `_batch` of one token."""
         self._tiles: dict[tuple[int, int | None], torch.Tensor] = {}
         """Tiles of queries of `_batch`, by their number of tokens and the window."""
         self.add_norm = layer.add_norm
@@ -57,50 +59,66 @@ class TritonBackend:
     def attend(
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
     ) -> torch.Tensor:
-        """See `Backend.attend`. A batch of decode tokens alone is split along the contexts."""
+        """See `Backend.attend`. Leading slices of one token are split along their contexts, beside chunks too."""
+        if batch is not self._batch:
+            self._batch, self._num_decodes, self._tiles = batch, _num_decodes(batch), {}
         out_THD = torch.empty_like(q_THD)
-        num_tokens, num_heads, head_dim = q_THD.shape
-        num_kv_heads = kv_layer.shape[1]
-        group = num_heads // num_kv_heads
-        if num_tokens == len(batch.query_lens):
-            longest = max(batch.seq_lens)
-            decode_tiling = self._tuning.decode(
-                head_dim=head_dim,
-                itemsize=kv_layer.itemsize,
-                block_size=batch.block_size,
-                group=group,
-                num_rows=num_tokens * num_kv_heads,
-                max_seq_len=longest,
-            )
-            decode_attention(
-                q_THD,
-                kv_layer,
-                batch.block_tables_BM,
-                batch.seq_lens_B,
-                window=window,
-                scale=scale,
-                max_seq_len=longest,
-                num_processors=self._num_processors,
-                tiling=decode_tiling,
-                out_BHD=out_THD,
-            )
-            return out_THD
-        tiling = self._tuning.prefill(
-            head_dim=head_dim, itemsize=kv_layer.itemsize, block_size=batch.block_size, group=group
+        if self._num_decodes:
+            self._decode(q_THD, kv_layer, batch, window, scale, out_THD)
+        if self._num_decodes < len(batch.query_lens):
+            self._prefill(q_THD, kv_layer, batch, window, scale, out_THD)
+        return out_THD
+
+    def _decode(
+        self,
+        q_THD: torch.Tensor,
+        kv_layer: torch.Tensor,
+        batch: RaggedBatch,
+        window: int | None,
+        scale: float,
+        out_THD: torch.Tensor,
+    ) -> None:
+        num, num_kv_heads = self._num_decodes, kv_layer.shape[1]
+        longest = max(batch.seq_lens[:num])
+        tiling = self._tuning.decode(
+            **_shape(q_THD, kv_layer), num_rows=num * num_kv_heads, max_seq_len=longest
+        )  # fmt: skip
+        decode_attention(
+            q_THD[:num],
+            kv_layer,
+            batch.block_tables_BM[:num],
+            batch.seq_lens_B[:num],
+            window=window,
+            scale=scale,
+            max_seq_len=longest,
+            num_processors=self._num_processors,
+            tiling=tiling,
+            out_BHD=out_THD[:num],
         )
+
+    def _prefill(
+        self,
+        q_THD: torch.Tensor,
+        kv_layer: torch.Tensor,
+        batch: RaggedBatch,
+        window: int | None,
+        scale: float,
+        out_THD: torch.Tensor,
+    ) -> None:
+        shape = _shape(q_THD, kv_layer)
+        tiling = self._tuning.prefill(**shape)
         prefill_attention(
             q_THD,
             kv_layer,
             batch.block_tables_BM,
             batch.query_start_B1,
             batch.seq_lens_B,
-            self._tiles_of(batch, tiling.num_tokens(group), window),
+            self._tiles_of(batch, tiling.num_tokens(shape["group"]), window),
             window=window,
             scale=scale,
             tiling=tiling,
             out_THD=out_THD,
         )
-        return out_THD
 
     def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
         """See `Backend.draw`."""
@@ -119,9 +137,24 @@ class TritonBackend:
 
     def _tiles_of(self, batch: RaggedBatch, num_tokens: int, window: int | None) -> torch.Tensor:
         """Tiles of queries, made once for all layers of a step that have the same window."""
-        if batch is not self._batch:
-            self._batch, self._tiles = batch, {}
         if (num_tokens, window) not in self._tiles:
-            tiles = query_tiles(batch.query_lens, batch.seq_lens, num_tokens, window)
+            tiles = query_tiles(batch.query_lens, batch.seq_lens, num_tokens, window, self._num_decodes)
             self._tiles[num_tokens, window] = to_device(tiles, torch.int32, batch.query_start_B1.device)
         return self._tiles[num_tokens, window]
+
+
+def _num_decodes(batch: RaggedBatch) -> int:
+    """Leading slices of one token: schedulers put decode tokens before chunks."""
+    return next((row for row, num in enumerate(batch.query_lens) if num > 1), len(batch.query_lens))
+
+
+def _shape(q_THD: torch.Tensor, kv_layer: torch.Tensor) -> dict[str, int]:
+    """What `Tuning` goes by."""
+    _, num_heads, head_dim = q_THD.shape
+    _, num_kv_heads, _, block_size, _ = kv_layer.shape
+    return {
+        "head_dim": head_dim,
+        "itemsize": kv_layer.itemsize,
+        "block_size": block_size,
+        "group": num_heads // num_kv_heads,
+    }

@@ -37,11 +37,15 @@ class PrefillTiling:
 
 
 def query_tiles(
-    query_lens: Sequence[int], seq_lens: Sequence[int], num_tokens: int, window: int | None
+    query_lens: Sequence[int], seq_lens: Sequence[int], num_tokens: int, window: int | None, begin: int = 0
 ) -> list[tuple[int, int]]:
-    """(slice, first token within it) of each tile; those that see most keys come first, for they take longest."""
+    """(slice, first token within it) of each tile of the slices from `begin` on.
+
+    Those that see most keys come first, for they take longest.
+    """
     tiles = []
-    for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+    for index in range(begin, len(query_lens)):
+        query_len, seq_len = query_lens[index], seq_lens[index]
         for first in range(0, query_len, num_tokens):
             lowest = seq_len - query_len + first
             unseen = 0 if window is None else max(0, lowest - window + 1)
@@ -63,7 +67,7 @@ def prefill_attention(
     tiling: PrefillTiling,
     out_THD: torch.Tensor,
 ) -> None:
-    """Write each token's causal attention to its sequence in the cache into `out_THD`.
+    """Write the causal attention of each token of `tiles_Q2` to its sequence in the cache into `out_THD`.
 
     Slice `b` is the last `query_start_B1[b + 1] - query_start_B1[b]` tokens of its `seq_lens_B[b]`; `tiles_Q2` is of
     `query_tiles`. `kv_layer` is `[num_blocks, K, 2, block_size, D]`, any stride between blocks and between heads.

@@ -1,0 +1,59 @@
+"""Attention of whole batches by the backend: which kernel has which slice, and what comes of it."""
+
+from __future__ import annotations
+
+import torch
+
+from common.engine.batch import Slice
+from common.engine.kernels.backend import TritonBackend
+from common.engine.ragged import RaggedBatch
+from kernels.reference import TOLERANCE, attention, error
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 64, 16
+SCALE = HEAD_DIM**-0.5
+
+
+class Scene:
+    """Slices over a cache that is written."""
+
+    def __init__(self, device: torch.device, query_lens: list[int], seq_lens: list[int]) -> None:
+        generator = torch.Generator().manual_seed(2)
+        counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
+        order = torch.randperm(sum(counts), generator=generator).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+        self.query_lens, self.seq_lens, self.device = query_lens, seq_lens, device
+        cache = torch.randn(sum(counts), KV_HEADS, 2, 2, BLOCK_SIZE, HEAD_DIM, generator=generator)
+        self.kv_layer = cache.to(device)[:, :, 1]
+        self.q_THD = torch.randn(sum(query_lens), HEADS, HEAD_DIM, generator=generator).to(device)
+
+    def attend(self, backend: TritonBackend, num: int, window: int | None = None) -> torch.Tensor:
+        """The backend's, of the first so many slices."""
+        lens = zip(self.query_lens[:num], self.seq_lens, self.tables, strict=False)
+        slices = [
+            Slice(token_ids=[0] * query_len, start=seq_len - query_len, block_table=table)
+            for query_len, seq_len, table in lens
+        ]
+        batch = RaggedBatch.of(slices, BLOCK_SIZE, self.device)
+        return backend.attend(self.q_THD[: batch.num_tokens], self.kv_layer, batch, window, SCALE)
+
+    def expected(self, window: int | None = None) -> torch.Tensor:
+        """In float64."""
+        return attention(self.q_THD, self.kv_layer, self.tables, self.query_lens, self.seq_lens, window, SCALE)
+
+
+def test_decode_tokens_are_computed_beside_chunks_as_without_them(device: torch.device) -> None:
+    """Bit by bit: their contexts are split in the same way."""
+    backend, scene = TritonBackend(device), Scene(device, [1, 1, 1, 20, 1, 3], [300, 5, 64, 50, 40, 3])
+    mixed = scene.attend(backend, 6)
+    assert error(mixed, scene.expected()) < TOLERANCE[torch.float32]
+    assert torch.equal(mixed[:3], scene.attend(backend, 3))
+
+
+def test_batches_one_after_another_and_windows_side_by_side(device: torch.device) -> None:
+    """What is kept of a batch, for its other layers, is not taken for the next one's."""
+    backend = TritonBackend(device)
+    for query_lens in ([1, 1, 30], [20, 1], [1], [1, 40]):
+        scene = Scene(device, query_lens, [60 + index for index in range(len(query_lens))])
+        for window in (None, 7, None):
+            out = scene.attend(backend, len(query_lens), window)
+            assert error(out, scene.expected(window)) < TOLERANCE[torch.float32]
