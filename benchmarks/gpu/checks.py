@@ -20,7 +20,8 @@ from benchmarks.gpu.timing import captured
 from benchmarks.record import ROOT
 from common.contract.kv_layout import KVLayout
 from common.engine.kernels.decode_attention import decode_attention
-from common.engine.kernels.prefill_attention import prefill_attention, query_tiles
+from common.engine.kernels.prefill_attention import prefill_attention
+from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
 from common.engine.kernels.tuning import Tuning
 from common.engine.kv_cache import KVCache
 
@@ -76,6 +77,8 @@ PREFILL = (
     Shape(lens=(2048,), queries=(2048,)),
     Shape(lens=(8192,), queries=(2048,)),
     Shape(lens=(4000, 300, 1, 129), queries=(500, 300, 1, 1)),
+    Shape(lens=(32768,), queries=(33,)),
+    Shape(lens=(20000, 100), queries=(70, 60), window=4096),
     Shape(lens=(2048, 700), queries=(1024, 77), head_dim=64),
     Shape(lens=(1500, 9), queries=(1000, 9), heads=14, kv_heads=2, head_dim=64),
     Shape(lens=(6000, 100), queries=(1000, 100), window=4096),
@@ -174,6 +177,11 @@ class Batch:
         )  # fmt: skip
         self.out = torch.empty_like(self.q)
         self.scale = shape.head_dim**-0.5
+        self._num_processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else _INTERPRETED_PROCESSORS
+        )
         self._tuning = Tuning.of(device) if device.type == "cuda" else Tuning("", 0)
         self._known = {
             "head_dim": shape.head_dim, "itemsize": self.q.itemsize, "block_size": shape.block_size,
@@ -189,17 +197,13 @@ class Batch:
 
     def decode(self, max_seq_len: int) -> Callable[[], object]:
         """A call for a grid made for contexts of that length."""
-        on_gpu = self.q.is_cuda
-        processors = (
-            torch.cuda.get_device_properties(0).multi_processor_count if on_gpu else _INTERPRETED_PROCESSORS
-        )  # fmt: skip
         num_rows = len(self.queries) * self.shape.kv_heads
         tiling = self._tuning.decode(**self._known, num_rows=num_rows, max_seq_len=max_seq_len)
-        if not on_gpu:
+        if not self.q.is_cuda:
             tiling = replace(tiling, tile=16, least_tiles=1)
         return lambda: decode_attention(
             self.q, self.kv_layer, self.tables_BM, self.lens_B, window=self.shape.window, scale=self.scale,
-            max_seq_len=max_seq_len, num_processors=processors, tiling=tiling, out_BHD=self.out,
+            max_seq_len=max_seq_len, num_processors=self._num_processors, tiling=tiling, out_BHD=self.out,
         )  # fmt: skip
 
     def prefill(self) -> Callable[[], object]:
@@ -207,12 +211,13 @@ class Batch:
         tiling, device = self._tuning.prefill(**self._known), self.q.device
         starts = torch.tensor([0, *itertools.accumulate(self.queries)], device=device)
         num_tokens = tiling.num_tokens(self._known["group"])
-        tiles = torch.tensor(
-            query_tiles(self.queries, self.shape.lens, num_tokens, self.shape.window), dtype=torch.int32, device=device
-        )
+        tiles = query_tiles(self.queries, self.shape.lens, num_tokens, tiling.tile, self.shape.window)
+        longest = longest_run(tiles, self.shape.kv_heads, self._num_processors, tiling.least_tiles)
+        runs = query_runs(tiles, longest if self.q.is_cuda else 1)
+        runs_R5, splits_S4 = (torch.tensor(each, dtype=torch.int32, device=device) for each in (runs.runs, runs.splits))
         return lambda: prefill_attention(
-            self.q, self.kv_layer, self.tables_BM, starts, self.lens_B, tiles,
-            window=self.shape.window, scale=self.scale, tiling=tiling, out_THD=self.out,
+            self.q, self.kv_layer, self.tables_BM, starts, self.lens_B, runs_R5, splits_S4,
+            num_places=runs.num_places, window=self.shape.window, scale=self.scale, tiling=tiling, out_THD=self.out,
         )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ from triton.runtime.jit import JITFunction
 from common.contract.kv_layout import KVLayout
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
-from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention, query_tiles
+from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
+from common.engine.kernels.query_runs import query_runs, query_tiles
 from common.engine.kernels.tiles import INTERPRETED
 from common.engine.kernels.tuning import Tuning
 from common.engine.kv_cache import KVCache
@@ -189,10 +190,12 @@ def _attend(case: Case, tuning: Tuning) -> None:
     else:
         tiling = case.tiling or tuning.prefill(**shape)
         assert isinstance(tiling, PrefillTiling)
-        tiles = torch.tensor(query_tiles([2], [2], tiling.num_tokens(case.group), None), dtype=torch.int32)
+        length = 2 * tiling.tile
+        runs = query_runs(query_tiles([2], [length], tiling.num_tokens(case.group), tiling.tile, None), 1)
         prefill_attention(
-            q, kv_layer, tables[:1], torch.tensor([0, 2]), 2 * lens[:1], tiles,
-            window=None, scale=scale, tiling=tiling, out_THD=q,
+            q, kv_layer, tables[:1], torch.tensor([0, 2]), length * lens[:1],
+            torch.tensor(runs.runs, dtype=torch.int32), torch.tensor(runs.splits, dtype=torch.int32),
+            num_places=runs.num_places, window=None, scale=scale, tiling=tiling, out_THD=q,
         )  # fmt: skip
 
 

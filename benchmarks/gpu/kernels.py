@@ -23,7 +23,8 @@ from benchmarks.gpu.timing import copy_bytes_per_s, graph_us, num_copies
 from common.contract.kv_layout import KVLayout
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
-from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention, query_tiles
+from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
+from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
 from common.engine.kernels.tuning import Tuning
 from common.engine.kv_cache import KVCache
 from common.engine.rope import Rope, RopeConfig
@@ -58,6 +59,8 @@ DECODE_SHAPES = (
 )
 PREFILL_CONTEXTS = (2048, 4096, 8192, 16384, 32768)
 PREFILL_CHUNK = 2048
+SHORT_CHUNKS = ((64, 32768), (256, 32768), (1024, 1024))
+"""(tokens, context): those that leave most of the device idle unless contexts are split and long tiles come first."""
 
 
 def decode() -> Iterator[dict[str, Any]]:
@@ -71,7 +74,8 @@ def decode() -> Iterator[dict[str, Any]]:
 
 def prefill() -> Iterator[dict[str, Any]]:
     """TFLOP/s of a chunk at the end of a context."""
-    yield from attempts((f"chunk of {context}", partial(prefill_context, context)) for context in PREFILL_CONTEXTS)
+    shapes = [*((PREFILL_CHUNK, context) for context in PREFILL_CONTEXTS), *SHORT_CHUNKS]
+    yield from attempts((f"{chunk} of {context}", partial(prefill_chunk, chunk, context)) for chunk, context in shapes)
 
 
 def others() -> Iterator[dict[str, Any]]:
@@ -125,7 +129,7 @@ class Scene:
 
 def decode_calls(scene: Scene, tiling: DecodeTiling, max_seq_len: int) -> list[Callable[[], object]]:
     """One call for each copy of the cache."""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    processors = num_processors()
 
     def call(tables: torch.Tensor) -> Callable[[], object]:
         return lambda: decode_attention(
@@ -223,31 +227,36 @@ def told(entry: dict[str, Any]) -> str:
     return ", ".join(f"{name} {entry[f'{name}_us'] or float('nan'):.0f}" for name in ("sdpa", "cudnn"))
 
 
-def prefill_context(context: int) -> dict[str, Any]:
+def prefill_chunk(chunk: int, context: int) -> dict[str, Any]:
     """A row of `prefill`."""
     heads = LLAMA_8B
-    scene = Scene(1, context, PREFILL_CHUNK, 1)
-    flops = 4 * heads.num * heads.dim * (PREFILL_CHUNK * context - PREFILL_CHUNK * (PREFILL_CHUNK - 1) / 2)
+    scene = Scene(1, context, chunk, 1)
+    flops = 4 * heads.num * heads.dim * (chunk * context - chunk * (chunk - 1) / 2)
     us = graph_us([prefill_call(scene, scene.prefill_tiling())])
     entry: dict[str, Any] = {
-        "kind": "prefill_attention", "chunk": PREFILL_CHUNK, "context": context, "us": us,
-        "tflops": 1e-12 * flops / (1e-6 * us), **peers(*gathered(1, PREFILL_CHUNK, context, heads)),
+        "kind": "prefill_attention", "chunk": chunk, "context": context, "us": us,
+        "tflops": 1e-12 * flops / (1e-6 * us), **peers(*gathered(1, chunk, context, heads)),
     }  # fmt: skip
-    entry["text"] = (
-        f"prefill {PREFILL_CHUNK} of {context:6}: {us:8.1f} us, {entry['tflops']:.0f} TFLOP/s, {told(entry)} us"
-    )
+    entry["text"] = f"prefill {chunk:4} of {context:6}: {us:8.1f} us, {entry['tflops']:.0f} TFLOP/s, {told(entry)} us"
     return entry
 
 
 def prefill_call(scene: Scene, tiling: PrefillTiling) -> Callable[[], object]:
     """The chunk's attention."""
-    tiles = query_tiles([PREFILL_CHUNK], scene.lens.tolist(), tiling.num_tokens(scene.heads.group), None)
-    tiles_Q2 = torch.tensor(tiles, dtype=torch.int32, device="cuda")
-    starts = torch.tensor([0, PREFILL_CHUNK], device="cuda")
+    query_len = len(scene.q)
+    tiles = query_tiles([query_len], scene.lens.tolist(), tiling.num_tokens(scene.heads.group), tiling.tile, None)
+    runs = query_runs(tiles, longest_run(tiles, scene.heads.kv, num_processors(), tiling.least_tiles))
+    runs_R5, splits_S4 = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in (runs.runs, runs.splits))
+    starts = torch.tensor([0, query_len], device="cuda")
     return lambda: prefill_attention(
-        scene.q, scene.kv_layer, scene.tables[0], starts, scene.lens, tiles_Q2,
-        window=None, scale=scene.scale, tiling=tiling, out_THD=scene.out,
+        scene.q, scene.kv_layer, scene.tables[0], starts, scene.lens, runs_R5, splits_S4,
+        num_places=runs.num_places, window=None, scale=scene.scale, tiling=tiling, out_THD=scene.out,
     )  # fmt: skip
+
+
+def num_processors() -> int:
+    """Multiprocessors of the GPU."""
+    return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def small_kernels(tokens: int, copy_rate: float) -> Iterator[dict[str, Any]]:

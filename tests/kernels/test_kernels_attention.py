@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.engine.kernels.decode_attention import DecodeTiling, _cut, decode_attention
-from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention, query_tiles
+from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
+from common.engine.kernels.query_runs import WHOLE, query_runs, query_tiles
 from common.engine.kernels.tiles import padded
 from kernels.reference import TOLERANCE, attention, error, examples
 
@@ -124,20 +125,20 @@ def decoded(case: Case, num_processors: int, tiling: DecodeTiling) -> torch.Tens
     return out
 
 
-def prefilled(case: Case, tiling: PrefillTiling) -> torch.Tensor:
-    """What the kernel writes."""
+def prefilled(case: Case, tiling: PrefillTiling, longest: int = WHOLE) -> torch.Tensor:
+    """What the kernels write, with runs of up to `longest` tiles of keys."""
     out = case.poison()
-    group = case.num_heads // case.num_kv_heads
-    tiles = torch.tensor(
-        query_tiles(case.query_lens, case.seq_lens, tiling.num_tokens(group), case.window), device=out.device
-    )
+    num_tokens = tiling.num_tokens(case.num_heads // case.num_kv_heads)
+    runs = query_runs(query_tiles(case.query_lens, case.seq_lens, num_tokens, tiling.tile, case.window), longest)
     prefill_attention(
         case.q_THD,
         case.kv_layer,
         case.tables_BM,
         case.starts_B1,
         case.lens_B,
-        tiles,
+        torch.tensor(runs.runs, dtype=torch.int32, device=out.device),
+        torch.tensor(runs.splits, dtype=torch.int32, device=out.device),
+        num_places=runs.num_places,
         window=case.window,
         scale=case.scale,
         tiling=tiling,
@@ -155,11 +156,16 @@ def test_decode_attention(device: torch.device, case: Case, processors: int, til
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(case=cases(decode=False), rows=st.sampled_from([16, 32, 64]), tile=st.sampled_from([16, 32, 64]))
-def test_prefill_attention(device: torch.device, case: Case, rows: int, tile: int) -> None:
+@given(
+    case=cases(decode=False),
+    rows=st.sampled_from([16, 32, 64]),
+    tile=st.sampled_from([16, 32, 64]),
+    longest=st.sampled_from([WHOLE, 1, 2, 3]),
+)
+def test_prefill_attention(device: torch.device, case: Case, rows: int, tile: int, longest: int) -> None:
     case.make(device)
     rows = min(rows, 32) if case.dtype == torch.float32 else rows  # more do not fit into the registers
-    out = prefilled(case, PrefillTiling(rows=rows, tile=fitting_tile(case, tile)))
+    out = prefilled(case, PrefillTiling(rows=rows, tile=fitting_tile(case, tile)), longest)
     assert error(out, case.expected()) < TOLERANCE[case.dtype]
 
 
@@ -170,6 +176,14 @@ def test_a_decode_token_is_a_chunk_of_one(device: torch.device, dtype: torch.dty
     chunk = prefilled(case, PrefillTiling(rows=32, tile=32)).double()
     difference = error(decoded(case, 4, DecodeTiling(least_tiles=1)), chunk)
     assert difference < TOLERANCE[dtype]
+
+
+def test_a_context_of_many_runs_is_combined(device: torch.device) -> None:
+    """Of more runs than are read at a time; some rows see nothing of the first, and none of the last."""
+    case = Case([5, 40], [700, 690], 6, 2, 64, 16, 650, torch.float32, seed=4)
+    case.make(device)
+    out = prefilled(case, PrefillTiling(rows=32, tile=16), 1)
+    assert error(out, case.expected()) < TOLERANCE[case.dtype]
 
 
 def test_as_many_splits_as_a_sequence_alone_needs_and_few_for_each_of_many() -> None:

@@ -1,37 +1,45 @@
 """In which order the programs of prefill attention start, and how long that keeps a device busy, by a model of it.
 
-The model: a program takes as many units of time as it sees tiles of keys, and a multiprocessor that is free takes the
-next program of the grid, whose fast axis is the heads.
+The model: a program takes as many units of time as its run has tiles of keys, and a multiprocessor that is free takes
+the next program of the grid, whose fast axis is the heads.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import pytest
 
-from common.engine.kernels.prefill_attention import PrefillTiling, query_tiles
+from common.engine.kernels.prefill_attention import PrefillTiling
+from common.engine.kernels.query_runs import (
+    NO_PLACE,
+    WHOLE,
+    QueryRuns,
+    QueryTile,
+    busy_for,
+    longest_run,
+    query_runs,
+    query_tiles,
+)
 
 GROUP, NUM_KV_HEADS, NUM_PROCESSORS = 4, 8, 132
 TILING = PrefillTiling()
 
 
-def num_key_tiles(tile: tuple[int, int], query_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
-    """That a program of this tile of queries sees, without a window."""
-    slice_index, first = tile
-    last = min(first + TILING.num_tokens(GROUP), query_lens[slice_index])
-    return -(-(seq_lens[slice_index] - query_lens[slice_index] + last) // TILING.tile)
+def tiles_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[QueryTile]:
+    """Of a model with 32 heads, without a window."""
+    return query_tiles(query_lens, seq_lens, TILING.num_tokens(GROUP), TILING.tile, None)
 
 
-def efficiency(costs: Sequence[int]) -> float:
-    """Least time that programs of these costs, for each KV head, could take, by what they take in this order."""
-    free_at = [0] * NUM_PROCESSORS
-    for cost in costs:
-        for _ in range(NUM_KV_HEADS):
-            heapq.heapreplace(free_at, free_at[0] + cost)
-    total = sum(costs) * NUM_KV_HEADS
-    return max(total / NUM_PROCESSORS, max(costs)) / max(free_at)
+def cut(tiles: Sequence[QueryTile]) -> QueryRuns:
+    """As the backend does it."""
+    return query_runs(tiles, longest_run(tiles, NUM_KV_HEADS, NUM_PROCESSORS, TILING.least_tiles))
+
+
+def efficiency(runs: QueryRuns) -> float:
+    """Least time in which the device could compute the runs, by what it takes in this order."""
+    costs = [end - begin for _, _, begin, end, _ in runs.runs for _ in range(NUM_KV_HEADS)]
+    return max(sum(costs) / NUM_PROCESSORS, 1) / busy_for(costs, NUM_PROCESSORS)
 
 
 @pytest.mark.parametrize(
@@ -44,21 +52,61 @@ def efficiency(costs: Sequence[int]) -> float:
     ],
 )
 def test_the_last_programs_are_short(query_lens: list[int], seq_lens: list[int], least: float) -> None:
-    tiles = query_tiles(query_lens, seq_lens, TILING.num_tokens(GROUP), None)
-    assert efficiency([num_key_tiles(tile, query_lens, seq_lens) for tile in tiles]) >= least
+    runs = cut(tiles_of(query_lens, seq_lens))
+    assert not runs.splits
+    assert efficiency(runs) >= least
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [
+        ([33], [32768]),
+        ([64], [32768]),
+        ([256], [16384]),
+        ([640], [32768]),
+        ([40, 2000], [32768, 2000]),
+    ],
+)
+def test_a_short_chunk_of_a_long_context_has_the_whole_device(query_lens: list[int], seq_lens: list[int]) -> None:
+    tiles = tiles_of(query_lens, seq_lens)
+    assert efficiency(query_runs(tiles, WHOLE)) < 0.65
+    runs = cut(tiles)
+    assert efficiency(runs) >= 0.9
+    assert runs.num_places == sum(num for _, _, _, num in runs.splits)
+
+
+def test_what_is_short_is_not_cut() -> None:
+    for query_lens, seq_lens in (([64], [64]), ([300], [300]), ([17], [500])):
+        runs = cut(tiles_of(query_lens, seq_lens))
+        assert (runs.splits, runs.num_places) == ([], 0)
+        assert {place for _, _, _, _, place in runs.runs} == {NO_PLACE}
 
 
 def test_tiles_that_see_most_keys_come_first() -> None:
-    assert query_tiles([3, 1, 8], [3, 100, 8], 4, None) == [(1, 0), (2, 4), (2, 0), (0, 0)]
-    assert query_tiles([3, 1, 8], [90, 100, 8], 4, 5) == [(2, 4), (0, 0), (1, 0), (2, 0)]  # they see 8, 7, 5, 4
+    def order(query_lens: list[int], seq_lens: list[int], window: int | None) -> list[tuple[int, int]]:
+        return [(tile.slice_index, tile.first) for tile in query_tiles(query_lens, seq_lens, 4, 1, window)]
+
+    assert order([3, 1, 8], [3, 100, 8], None) == [(1, 0), (2, 4), (2, 0), (0, 0)]
+    assert order([3, 1, 8], [90, 100, 8], 5) == [(2, 4), (0, 0), (1, 0), (2, 0)]  # they see 8, 7, 5, 4
 
 
 def test_tiles_cover_every_token_once() -> None:
-    query_lens, num_tokens = [3, 1, 8, 9], 4
-    tiles = query_tiles(query_lens, [30, 1, 8, 12], num_tokens, None)
-    tokens = [
-        (index, token)
-        for index, first in tiles
-        for token in range(first, min(first + num_tokens, query_lens[index]))
-    ]  # fmt: skip
-    assert sorted(tokens) == [(index, token) for index, num in enumerate(query_lens) for token in range(num)]
+    query_lens, skipped = [1, 3, 1, 8, 9], 1
+    tiles = query_tiles(query_lens, [50, 30, 1, 8, 12], 4, 16, None, skipped)
+    tokens = [(tile.slice_index, tile.first + index) for tile in tiles for index in range(tile.num_tokens)]
+    assert sorted(tokens) == [(row, each) for row in range(skipped, len(query_lens)) for each in range(query_lens[row])]
+    assert sorted(tile.token + index for tile in tiles for index in range(tile.num_tokens)) == list(range(1, 22))
+
+
+def test_the_runs_of_a_tile_cover_its_keys_and_have_places_side_by_side() -> None:
+    tiles = query_tiles([9, 4], [700, 150], 4, 16, 600)
+    runs = query_runs(tiles, 5)
+    for tile in tiles:
+        ours = sorted(run[2:] for run in runs.runs if run[:2] == (tile.slice_index, tile.first))
+        assert [begin for begin, _, _ in ours] == [tile.begin, *(end for _, end, _ in ours[:-1])]
+        assert ours[-1][1] == tile.end
+        assert all(0 < end - begin <= 5 for begin, end, _ in ours)
+        places = [place for _, _, place in ours]
+        assert places == list(range(places[0], places[0] + len(ours)))
+        assert (tile.token, tile.num_tokens, places[0], len(ours)) in runs.splits
+    assert sorted(place for *_, place in runs.runs) == list(range(runs.num_places))

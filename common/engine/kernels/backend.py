@@ -13,10 +13,14 @@ from common.engine.draw import random_numbers, temperatures
 from common.engine.host_copy import to_device
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import decode_attention
-from common.engine.kernels.prefill_attention import prefill_attention, query_tiles
+from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
+from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
 from common.engine.kernels.tuning import Tuning
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles
+
+_Runs = tuple[torch.Tensor, torch.Tensor, int]
+"""Runs, tiles of queries that are cut, and places of partial results, as `prefill_attention` takes them."""
 
 
 class TritonBackend:
@@ -30,8 +34,10 @@ class TritonBackend:
         self._batch: RaggedBatch | None = None
         self._num_decodes = 0
         """Leading slices of `_batch` of one token."""
-        self._tiles: dict[tuple[int, int | None], torch.Tensor] = {}
-        """Tiles of queries of `_batch`, by their number of tokens and the window."""
+        self._runs: dict[int | None, _Runs] = {}
+        """Runs of prefill attention of `_batch`, for each window that layers use."""
+        self._combines = False
+        """Whether the kernel that combines runs has been compiled."""
         self.add_norm = layer.add_norm
         self.silu_mul = layer.silu_mul
         self.best = sampler.best
@@ -61,7 +67,7 @@ class TritonBackend:
     ) -> torch.Tensor:
         """See `Backend.attend`. Leading slices of one token are split along their contexts, beside chunks too."""
         if batch is not self._batch:
-            self._batch, self._num_decodes, self._tiles = batch, _num_decodes(batch), {}
+            self._batch, self._num_decodes, self._runs = batch, _num_decodes(batch), {}
         out_THD = torch.empty_like(q_THD)
         if self._num_decodes:
             self._decode(q_THD, kv_layer, batch, window, scale, out_THD)
@@ -107,13 +113,18 @@ class TritonBackend:
     ) -> None:
         shape = _shape(q_THD, kv_layer)
         tiling = self._tuning.prefill(**shape)
+        if window not in self._runs:
+            self._runs[window] = self._cut(batch, tiling, shape["group"], kv_layer.shape[1], window)
+        runs_R5, splits_S4, num_places = self._runs[window]
         prefill_attention(
             q_THD,
             kv_layer,
             batch.block_tables_BM,
             batch.query_start_B1,
             batch.seq_lens_B,
-            self._tiles_of(batch, tiling.num_tokens(shape["group"]), window),
+            runs_R5,
+            splits_S4,
+            num_places=num_places,
             window=window,
             scale=scale,
             tiling=tiling,
@@ -135,12 +146,18 @@ class TritonBackend:
             hiding=any(each.top_k or each.top_p < 1.0 or each.min_p for each in params),
         )
 
-    def _tiles_of(self, batch: RaggedBatch, num_tokens: int, window: int | None) -> torch.Tensor:
-        """Tiles of queries, made once for all layers of a step that have the same window."""
-        if (num_tokens, window) not in self._tiles:
-            tiles = query_tiles(batch.query_lens, batch.seq_lens, num_tokens, window, self._num_decodes)
-            self._tiles[num_tokens, window] = to_device(tiles, torch.int32, batch.query_start_B1.device)
-        return self._tiles[num_tokens, window]
+    def _cut(
+        self, batch: RaggedBatch, tiling: PrefillTiling, group: int, num_kv_heads: int, window: int | None
+    ) -> _Runs:
+        """For all layers of a step that have the same window."""
+        tiles = query_tiles(
+            batch.query_lens, batch.seq_lens, tiling.num_tokens(group), tiling.tile, window, self._num_decodes
+        )
+        runs = query_runs(tiles, longest_run(tiles, num_kv_heads, self._num_processors, tiling.least_tiles))
+        splits, device = runs.splits, batch.query_start_B1.device
+        if not self._combines:
+            splits, self._combines = splits or [(0, 0, 0, 0)], True  # nothing to combine, but compiled: in a warm-up
+        return to_device(runs.runs, torch.int32, device), to_device(splits, torch.int32, device), runs.num_places
 
 
 def _num_decodes(batch: RaggedBatch) -> int:

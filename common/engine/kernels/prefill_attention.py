@@ -2,20 +2,22 @@
 
 A program takes a tile of queries: some tokens of one sequence, with all the query heads that share a KV head. Keys that
 every row of the tile sees need no mask; those at the diagonal, or at a window's edge, have one. The softmax is online
-("FlashAttention-2", arXiv 2307.08691, algorithm 1).
+("FlashAttention-2", arXiv 2307.08691, algorithm 1). Where the tiles are too few for the device, several programs share
+one, each over a run of its keys: `query_runs`.
 
-Shapes: T tokens of B slices, H query heads, K KV heads, G = H / K, D head dimension, Q tiles of queries.
+Shapes: T tokens of B slices, H query heads, K KV heads, G = H / K, D head dimension, R runs, S tiles of queries that
+are cut into several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from common.engine.kernels.combine import combine
 from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, widens
 
 
@@ -30,28 +32,12 @@ class PrefillTiling:
     num_warps: int = 8
     num_stages: int = 3
     """The address of a tile comes from the block table, by another load: so many keep one tile on its way."""
+    least_tiles: int = 8
+    """Tiles of keys of a run: below this, cutting costs more than it gains."""
 
     def num_tokens(self, group: int) -> int:
         """Tokens of a tile of queries; at least one."""
         return max(1, self.rows // group)
-
-
-def query_tiles(
-    query_lens: Sequence[int], seq_lens: Sequence[int], num_tokens: int, window: int | None, begin: int = 0
-) -> list[tuple[int, int]]:
-    """(slice, first token within it) of each tile of the slices from `begin` on.
-
-    Those that see most keys come first, for they take longest.
-    """
-    tiles = []
-    for index in range(begin, len(query_lens)):
-        query_len, seq_len = query_lens[index], seq_lens[index]
-        for first in range(0, query_len, num_tokens):
-            lowest = seq_len - query_len + first
-            unseen = 0 if window is None else max(0, lowest - window + 1)
-            tiles.append((min(lowest + num_tokens, seq_len) - unseen, index, first))
-    tiles.sort(key=lambda tile: -tile[0])
-    return [(index, first) for _, index, first in tiles]
 
 
 def prefill_attention(
@@ -60,17 +46,20 @@ def prefill_attention(
     block_tables_BM: torch.Tensor,
     query_start_B1: torch.Tensor,
     seq_lens_B: torch.Tensor,
-    tiles_Q2: torch.Tensor,
+    runs_R5: torch.Tensor,
+    splits_S4: torch.Tensor,
     *,
+    num_places: int,
     window: int | None,
     scale: float,
     tiling: PrefillTiling,
     out_THD: torch.Tensor,
 ) -> None:
-    """Write the causal attention of each token of `tiles_Q2` to its sequence in the cache into `out_THD`.
+    """Write the causal attention of each token of the runs to its sequence in the cache into `out_THD`.
 
-    Slice `b` is the last `query_start_B1[b + 1] - query_start_B1[b]` tokens of its `seq_lens_B[b]`; `tiles_Q2` is of
-    `query_tiles`. `kv_layer` is `[num_blocks, K, 2, block_size, D]`, any stride between blocks and between heads.
+    Slice `b` is the last `query_start_B1[b + 1] - query_start_B1[b]` tokens of its `seq_lens_B[b]`. The runs are those
+    of `query_runs`, for this tiling and window, with `num_places` partial results. `kv_layer` is
+    `[num_blocks, K, 2, block_size, D]`, any stride between blocks and between heads.
     """
     _, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, _, block_size, _ = kv_layer.shape
@@ -78,15 +67,20 @@ def prefill_attention(
     num_tokens = tiling.num_tokens(group)
     assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1)
     assert q_THD.stride(2) == out_THD.stride(2) == block_tables_BM.stride(1) == 1
-    # Programs start in this order, the heads of a tile side by side: the longest first, whatever their number.
-    _prefill[num_kv_heads, tiles_Q2.shape[0]](
+    num_rows = padded(num_tokens * group)
+    partial = q_THD.new_empty(max(1, num_places), num_kv_heads, num_rows, head_dim, dtype=torch.float32)
+    stats = q_THD.new_empty(max(1, num_places), num_kv_heads, num_rows, 2, dtype=torch.float32)
+    # Programs start in this order, the heads of a run side by side: the longest first, whatever their number.
+    _prefill[num_kv_heads, runs_R5.shape[0]](
         q_THD,
         kv_layer,
         block_tables_BM,
         query_start_B1,
         seq_lens_B,
-        tiles_Q2,
+        runs_R5,
         out_THD,
+        partial,
+        stats,
         scale * LOG2_E,
         2**31 - 1 if window is None else window,
         q_THD.stride(0),
@@ -98,7 +92,7 @@ def prefill_attention(
         block_tables_BM.stride(0),
         GROUP=group,
         TOKENS=num_tokens,
-        ROWS=padded(num_tokens * group),
+        ROWS=num_rows,
         D=head_dim,
         D_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
@@ -107,6 +101,8 @@ def prefill_attention(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
+    if splits_S4.shape[0]:
+        combine(partial, stats, splits_S4, group, out_THD)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -116,8 +112,10 @@ def _prefill(
     tables_ptr,
     query_start_ptr,
     lens_ptr,
-    tiles_ptr,
+    runs_ptr,
     out_ptr,
+    partial_ptr,
+    stats_ptr,
     scale_log2,
     window,
     q_stride_t,
@@ -137,8 +135,10 @@ def _prefill(
     WIDEN: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    row = tl.load(tiles_ptr + tl.program_id(1) * 2).to(tl.int64)
-    first_token = tl.load(tiles_ptr + tl.program_id(1) * 2 + 1).to(tl.int32)
+    run_ptr = runs_ptr + tl.program_id(1) * 5
+    row = tl.load(run_ptr).to(tl.int64)
+    first_token, begin_tile, end_tile = tl.load(run_ptr + 1), tl.load(run_ptr + 2), tl.load(run_ptr + 3)
+    run_place = tl.load(run_ptr + 4)
     begin = tl.load(query_start_ptr + row)
     query_len = (tl.load(query_start_ptr + row + 1) - begin).to(tl.int32)
     seq_len = tl.load(lens_ptr + row).to(tl.int32)
@@ -157,11 +157,9 @@ def _prefill(
     lowest = seq_len - query_len + first_token
     highest = tl.minimum(lowest + TOKENS, seq_len) - 1
     position_M = tl.minimum(lowest + rows // GROUP, highest)
-    begin_tile = tl.maximum(lowest - window + 1, 0) // TILE
     # Tiles [clear_begin, clear_end) are seen by every row.
     clear_begin = tl.cdiv(tl.maximum(highest - window + 1, 0), TILE)
     clear_end = tl.maximum((lowest + 1) // TILE, clear_begin)
-    end_tile = tl.cdiv(highest + 1, TILE)
 
     max_M = tl.full([ROWS], float("-inf"), tl.float32)
     sum_M = tl.zeros([ROWS], tl.float32)
@@ -173,19 +171,25 @@ def _prefill(
             q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride,
             acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, True,
         )  # fmt: skip
-    for tile in range(clear_begin, clear_end):
+    for tile in range(tl.maximum(begin_tile, clear_begin), tl.minimum(clear_end, end_tile)):
         acc_MD, max_M, sum_M = _take(
             q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride,
             acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, False,
         )  # fmt: skip
-    for tile in range(clear_end, end_tile):
+    for tile in range(tl.maximum(begin_tile, clear_end), end_tile):
         acc_MD, max_M, sum_M = _take(
             q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride,
             acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, True,
         )  # fmt: skip
-    out_MD = acc_MD / sum_M[:, None]
-    place_M = (begin + tokens) * out_stride_t + heads * out_stride_h
-    tl.store(out_ptr + place_M[:, None] + dims[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=inside)
+    if run_place < 0:
+        out_MD = acc_MD / sum_M[:, None]
+        place_M = (begin + tokens) * out_stride_t + heads * out_stride_h
+        tl.store(out_ptr + place_M[:, None] + dims[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        row_M = (run_place.to(tl.int64) * tl.num_programs(0) + kv_head) * ROWS + rows
+        tl.store(partial_ptr + row_M[:, None] * D + dims[None, :], acc_MD, mask=inside)
+        tl.store(stats_ptr + row_M * 2, max_M, mask=ours)
+        tl.store(stats_ptr + row_M * 2 + 1, sum_M, mask=ours)
 
 
 @triton.jit

@@ -1,0 +1,135 @@
+"""Which program of prefill attention takes which queries over which keys, in which order.
+
+A tile of queries is some tokens of one slice, with all the query heads that share a KV head. It is computed by one
+program for each KV head, or, where the tiles are too few for the device, cut along its keys into runs, whose results
+are combined. Plain integers, made on the host once a step for each window.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WHOLE = 2**31 - 1
+"""Tiles of keys of a run where nothing is cut."""
+NO_PLACE = -1
+_PARTS = (1, 2, 3, 4)
+"""Runs for each multiprocessor that are tried."""
+_RUN_COST = 1
+"""To store the partial result of a run, in the time that a tile of keys takes."""
+_COMBINE_COST = 5
+"""To start the kernel that combines them, and wait for it; in the same unit."""
+
+
+class QueryTile(NamedTuple):
+    """Tokens `[first, first + num_tokens)` of a slice, and the tiles of keys `[begin, end)` that they see."""
+
+    slice_index: int
+    first: int
+    num_tokens: int
+    token: int
+    """The place of `first` in the batch."""
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryRuns:
+    """What the kernels read; integers of 32 bits."""
+
+    runs: list[tuple[int, int, int, int, int]]
+    """(slice, first token within it, first tile of keys, one past the last, place of the partial result).
+
+    The longest first. Of a tile of queries that is not cut the place is NO_PLACE.
+    """
+    splits: list[tuple[int, int, int, int]]
+    """(first token in the batch, tokens, first place, places) of each tile of queries that is cut."""
+    num_places: int
+
+
+def query_tiles(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    num_tokens: int,
+    key_tile: int,
+    window: int | None,
+    skipped: int = 0,
+) -> list[QueryTile]:
+    """Tiles of up to `num_tokens` tokens, of every slice but the first `skipped`; those that see most keys come first.
+
+    They take longest: what starts last should be short.
+    """
+    tiles, token = [], sum(query_lens[:skipped])
+    for index in range(skipped, len(query_lens)):
+        query_len, seq_len = query_lens[index], seq_lens[index]
+        for first in range(0, query_len, num_tokens):
+            num = min(num_tokens, query_len - first)
+            lowest = seq_len - query_len + first
+            begin = 0 if window is None else max(0, lowest - window + 1) // key_tile
+            tiles.append(QueryTile(index, first, num, token + first, begin, -(-(lowest + num) // key_tile)))
+        token += query_len
+    tiles.sort(key=lambda tile: tile.begin - tile.end)
+    return tiles
+
+
+def longest_run(tiles: Sequence[QueryTile], num_kv_heads: int, num_processors: int, least_tiles: int) -> int:
+    """Most tiles of keys that a run should have, at least `least_tiles`; WHOLE where cutting costs more than it gains.
+
+    By a model of the device: a multiprocessor runs one program at a time, and takes the next one when it is free. The
+    heads are alike, so each has its share of the multiprocessors.
+    """
+    num = max(1, num_processors // num_kv_heads)
+    costs = [tile.end - tile.begin for tile in tiles]
+    total = sum(costs)
+    best, least_cost = WHOLE, busy_for(costs, num)
+    if least_cost - total / num <= _COMBINE_COST:
+        return WHOLE
+    for parts in _PARTS:
+        longest = max(least_tiles, -(-total // (parts * num)))
+        cut = [cost for tile in tiles for cost in _costs(tile, longest)]
+        cost = busy_for(sorted(cut, reverse=True), num) + _COMBINE_COST
+        if cost < least_cost:
+            best, least_cost = longest, cost
+    return best
+
+
+def busy_for(costs: Sequence[int], num_processors: int) -> int:
+    """When the last one is done of programs that start in this order, each as soon as a processor is free."""
+    free_at = [0] * num_processors
+    for cost in costs:
+        heapq.heapreplace(free_at, free_at[0] + cost)
+    return max(free_at)
+
+
+def query_runs(tiles: Sequence[QueryTile], longest: int) -> QueryRuns:
+    """Cut `tiles` into runs of up to `longest` tiles of keys."""
+    runs, splits, place = [], [], 0
+    for tile in tiles:
+        if tile.end - tile.begin <= longest:
+            runs.append((tile.slice_index, tile.first, tile.begin, tile.end, NO_PLACE))
+            continue
+        size = _run_size(tile, longest)
+        begins = range(tile.begin, tile.end, size)
+        splits.append((tile.token, tile.num_tokens, place, len(begins)))
+        for begin in begins:
+            runs.append((tile.slice_index, tile.first, begin, min(begin + size, tile.end), place))
+            place += 1
+    runs.sort(key=lambda run: run[2] - run[3])
+    return QueryRuns(runs=runs, splits=splits, num_places=place)
+
+
+def _run_size(tile: QueryTile, longest: int) -> int:
+    """Tiles of keys of each run, about as many in the last one as in the others."""
+    num_keys = tile.end - tile.begin
+    return -(-num_keys // -(-num_keys // longest))
+
+
+def _costs(tile: QueryTile, longest: int) -> list[int]:
+    """Of the runs of a tile."""
+    num_keys = tile.end - tile.begin
+    if num_keys <= longest:
+        return [num_keys]
+    size = _run_size(tile, longest)
+    return [min(size, num_keys - begin) + _RUN_COST for begin in range(0, num_keys, size)]
