@@ -201,10 +201,18 @@ class Batch:
         tiling = self._tuning.decode(**self._known, num_rows=num_rows, max_seq_len=max_seq_len)
         if not self.q.is_cuda:
             tiling = replace(tiling, tile=16, least_tiles=1)
-        return lambda: decode_attention(
-            self.q, self.kv_layer, self.tables_BM, self.lens_B, window=self.shape.window, scale=self.scale,
-            max_seq_len=max_seq_len, num_processors=self._num_processors, tiling=tiling, out_BHD=self.out,
-        )  # fmt: skip
+
+        def call() -> None:
+            runs = tiling.runs(
+                self.lens_B, window=self.shape.window, max_seq_len=max_seq_len, num_kv_heads=self.shape.kv_heads,
+                num_processors=self._num_processors,
+            )  # fmt: skip
+            decode_attention(
+                self.q, self.kv_layer, self.tables_BM, self.lens_B, runs,
+                window=self.shape.window, scale=self.scale, tiling=tiling, out_BHD=self.out,
+            )  # fmt: skip
+
+        return call
 
     def prefill(self) -> Callable[[], object]:
         """A call."""

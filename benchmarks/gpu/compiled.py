@@ -183,9 +183,11 @@ def _attend(case: Case, tuning: Tuning) -> None:
     if case.kernel == "decode":
         decode_tiling = case.tiling or tuning.decode(**shape, num_rows=2 * _KV_HEADS, max_seq_len=1024)
         assert isinstance(decode_tiling, DecodeTiling)
+        decode_runs = decode_tiling.runs(
+            lens, window=None, max_seq_len=1024, num_kv_heads=_KV_HEADS, num_processors=132
+        )  # fmt: skip
         decode_attention(
-            q, kv_layer, tables, lens,
-            window=None, scale=scale, max_seq_len=1024, num_processors=132, tiling=decode_tiling, out_BHD=q,
+            q, kv_layer, tables, lens, decode_runs, window=None, scale=scale, tiling=decode_tiling, out_BHD=q
         )  # fmt: skip
     else:
         tiling = case.tiling or tuning.prefill(**shape)

@@ -23,6 +23,7 @@ from benchmarks.gpu.timing import copy_bytes_per_s, graph_us, num_copies
 from common.contract.kv_layout import KVLayout
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
+from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
 from common.engine.kernels.tuning import Tuning
@@ -127,14 +128,21 @@ class Scene:
         )
 
 
+def decode_runs(scene: Scene, tiling: DecodeTiling, max_seq_len: int) -> DecodeRuns:
+    """As the engine makes them once a step."""
+    return tiling.runs(
+        scene.lens, window=None, max_seq_len=max_seq_len, num_kv_heads=scene.heads.kv, num_processors=num_processors()
+    )  # fmt: skip
+
+
 def decode_calls(scene: Scene, tiling: DecodeTiling, max_seq_len: int) -> list[Callable[[], object]]:
-    """One call for each copy of the cache."""
-    processors = num_processors()
+    """One call for each copy of the cache, as a layer makes it."""
+    runs = decode_runs(scene, tiling, max_seq_len)
 
     def call(tables: torch.Tensor) -> Callable[[], object]:
         return lambda: decode_attention(
-            scene.q, scene.kv_layer, tables, scene.lens, window=None, scale=scene.scale, max_seq_len=max_seq_len,
-            num_processors=processors, tiling=tiling, out_BHD=scene.out,
+            scene.q, scene.kv_layer, tables, scene.lens, runs,
+            window=None, scale=scene.scale, tiling=tiling, out_BHD=scene.out,
         )  # fmt: skip
 
     return [call(tables) for tables in scene.tables]
@@ -155,6 +163,7 @@ def decode_shape(batch: int, length: int, copy_rate: float) -> dict[str, Any]:
         "length": length,
         "us": us,
         "longest_us": longest_us,
+        "runs_us": graph_us([partial(decode_runs, scene, scene.decode_tiling(LONGEST), LONGEST)]),
         "of_copy_rate": num_bytes / (1e-6 * us) / copy_rate,
         "fa3_fit_us": 12 + 1e6 * num_bytes / 4.45e12,
         "gather_us": graph_us([partial(scene.kv_layer.index_select, 0, table.flatten()) for table in scene.tables[:8]]),
@@ -162,7 +171,8 @@ def decode_shape(batch: int, length: int, copy_rate: float) -> dict[str, Any]:
     }
     entry["over_fa3_fit"] = us / entry["fa3_fit_us"]
     entry["text"] = (
-        f"decode {batch:4} x {length:6}: {us:8.1f} us, {longest_us:8.1f} in a grid for {LONGEST}, "
+        f"decode {batch:4} x {length:6}: {us:8.1f} us, {longest_us:8.1f} in a grid for {LONGEST} "
+        f"(and {entry['runs_us']:.1f} once a step), "
         f"{entry['of_copy_rate']:.2f} of the copy rate, {entry['over_fa3_fit']:.2f} of FA3's fit, {told(entry)}"
     )
     return entry

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.kernels.decode_attention import DecodeTiling, _cut, decode_attention
+from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import WHOLE, query_runs, query_tiles
 from common.engine.kernels.tiles import padded
@@ -110,15 +108,21 @@ def fitting_tile(case: Case, tile: int) -> int:
 def decoded(case: Case, num_processors: int, tiling: DecodeTiling) -> torch.Tensor:
     """What the kernel writes."""
     out = case.poison()
+    runs = tiling.runs(
+        case.lens_B,
+        window=case.window,
+        max_seq_len=max(1, *case.seq_lens),
+        num_kv_heads=case.num_kv_heads,
+        num_processors=num_processors,
+    )
     decode_attention(
         case.q_THD,
         case.kv_layer,
         case.tables_BM,
         case.lens_B,
+        runs,
         window=case.window,
         scale=case.scale,
-        max_seq_len=max(1, *case.seq_lens),
-        num_processors=num_processors,
         tiling=tiling,
         out_BHD=out,
     )
@@ -184,63 +188,3 @@ def test_a_context_of_many_runs_is_combined(device: torch.device) -> None:
     case.make(device)
     out = prefilled(case, PrefillTiling(rows=32, tile=16), 1)
     assert error(out, case.expected()) < TOLERANCE[case.dtype]
-
-
-def test_as_many_splits_as_a_sequence_alone_needs_and_few_for_each_of_many() -> None:
-    tiling = DecodeTiling(tile=64, programs_per_processor=2.0, least_tiles=2)
-    assert tiling.num_splits(1, 8, 128 * 1024, 132) == 32
-    assert tiling.num_splits(1, 8, 1024, 132) == 8
-    assert tiling.num_splits(8, 8, 32 * 1024, 132) == 32
-    assert tiling.num_splits(64, 8, 32 * 1024, 132) == 4
-    assert tiling.num_splits(1024, 8, 32 * 1024, 132) == 4
-    assert tiling.num_splits(1, 8, 10, 132) == 1
-
-
-@triton.jit
-def cuts(lens_ptr, out_ptr, window, num_runs, num_splits, tile, least_tiles):
-    """A row's cut, as the kernels see it."""
-    row = tl.program_id(0)
-    _, _, begin, end, per_run = _cut(lens_ptr, row, window, num_runs, num_splits, tile, least_tiles)
-    tl.store(out_ptr + row * 3, begin)
-    tl.store(out_ptr + row * 3 + 1, end)
-    tl.store(out_ptr + row * 3 + 2, per_run)
-
-
-def runs_of(device: torch.device, lens: list[int], window: int, num_runs: int, splits: int) -> list[list[int]]:
-    """(first tile, one past the last, tiles of a run) of each row; tiles of 16 keys, two in a run at least."""
-    out = torch.empty(len(lens), 3, dtype=torch.int32, device=device)
-    cuts[(len(lens),)](torch.tensor(lens, device=device), out, window, num_runs, splits, 16, 2)
-    rows: list[list[int]] = out.tolist()
-    return rows
-
-
-def test_one_long_context_among_short_ones_is_cut_and_they_are_not(device: torch.device) -> None:
-    lens = [16 * 512, *[16 * 4] * 130]
-    long, *short = runs_of(device, lens, 2**31 - 1, 32, 64)
-    assert long == [0, 512, 32]  # a run is a thirty-second of all tiles, 33, and those of one row are as long as can be
-    assert short == [[0, 4, 4]] * 130
-
-
-def test_of_one_length_all_are_cut_alike(device: torch.device) -> None:
-    assert runs_of(device, [16 * 64] * 4, 2**31 - 1, 16, 64) == [[0, 64, 16]] * 4
-    assert runs_of(device, [16 * 64] * 4, 2**31 - 1, 5, 64) == [[0, 64, 64]] * 4  # shares of 52: no second run for 12
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    lens=st.lists(st.integers(0, 3000), min_size=1, max_size=12),
-    window=st.sampled_from([1, 100, 2**31 - 1]),
-    num_runs=st.integers(1, 40),
-    splits=st.sampled_from([1, 4, 32]),
-)
-def test_no_run_is_much_longer_than_its_share(
-    device: torch.device, lens: list[int], window: int, num_runs: int, splits: int
-) -> None:
-    rows = runs_of(device, lens, window, num_runs, splits)
-    share = max(2, -(-sum(-(-min(length, window) // 16) for length in lens) // num_runs))
-    for (begin, end, per_run), length in zip(rows, lens, strict=True):
-        assert begin == max(0, length - window) // 16
-        assert end == -(-length // 16)
-        used = -(-(end - begin) // max(1, per_run))
-        assert used <= splits
-        assert per_run < 1.5 * share + 1 or used == splits

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from common.engine.batch import Slice
 from common.engine.kernels.backend import TritonBackend
+from common.engine.kernels.decode_attention import DecodeTiling
+from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.ragged import RaggedBatch
 from kernels.reference import TOLERANCE, attention, error
 
@@ -26,14 +29,17 @@ class Scene:
         self.kv_layer = cache.to(device)[:, :, 1]
         self.q_THD = torch.randn(sum(query_lens), HEADS, HEAD_DIM, generator=generator).to(device)
 
-    def attend(self, backend: TritonBackend, num: int, window: int | None = None) -> torch.Tensor:
-        """The backend's, of the first so many slices."""
+    def batch(self, num: int) -> RaggedBatch:
+        """The first so many slices."""
         lens = zip(self.query_lens[:num], self.seq_lens, self.tables, strict=False)
         slices = [
             Slice(token_ids=[0] * query_len, start=seq_len - query_len, block_table=table)
             for query_len, seq_len, table in lens
         ]
-        batch = RaggedBatch.of(slices, BLOCK_SIZE, self.device)
+        return RaggedBatch.of(slices, BLOCK_SIZE, self.device)
+
+    def attend(self, backend: TritonBackend, batch: RaggedBatch, window: int | None = None) -> torch.Tensor:
+        """The backend's."""
         return backend.attend(self.q_THD[: batch.num_tokens], self.kv_layer, batch, window, SCALE)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
@@ -44,9 +50,9 @@ class Scene:
 def test_decode_tokens_are_computed_beside_chunks_as_without_them(device: torch.device) -> None:
     """Bit by bit: their contexts are split in the same way."""
     backend, scene = TritonBackend(device), Scene(device, [1, 1, 1, 20, 1, 3], [300, 5, 64, 50, 40, 3])
-    mixed = scene.attend(backend, 6)
+    mixed = scene.attend(backend, scene.batch(6))
     assert error(mixed, scene.expected()) < TOLERANCE[torch.float32]
-    assert torch.equal(mixed[:3], scene.attend(backend, 3))
+    assert torch.equal(mixed[:3], scene.attend(backend, scene.batch(3)))
 
 
 def test_batches_one_after_another_and_windows_side_by_side(device: torch.device) -> None:
@@ -55,5 +61,22 @@ def test_batches_one_after_another_and_windows_side_by_side(device: torch.device
     for query_lens in ([1, 1, 30], [20, 1], [1], [1, 40]):
         scene = Scene(device, query_lens, [60 + index for index in range(len(query_lens))])
         for window in (None, 7, None):
-            out = scene.attend(backend, len(query_lens), window)
+            out = scene.attend(backend, scene.batch(len(query_lens)), window)
             assert error(out, scene.expected(window)) < TOLERANCE[torch.float32]
+
+
+def test_runs_are_made_once_a_step_for_each_window(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make = DecodeTiling.runs
+
+    def counted(tiling: DecodeTiling, seq_lens_B: torch.Tensor, *, window: int | None, **sizes: int) -> DecodeRuns:
+        made.append(window)
+        return make(tiling, seq_lens_B, window=window, **sizes)
+
+    monkeypatch.setattr(DecodeTiling, "runs", counted)
+    backend, scene = TritonBackend(device), Scene(device, [1, 1], [300, 5])
+    for num in (2, 1):
+        batch = scene.batch(num)
+        for window in (None, 7, None, 7):
+            scene.attend(backend, batch, window)
+    assert made == [None, 7] * 2

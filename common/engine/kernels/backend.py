@@ -13,6 +13,7 @@ from common.engine.draw import random_numbers, temperatures
 from common.engine.host_copy import to_device
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import decode_attention
+from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
 from common.engine.kernels.tuning import Tuning
@@ -36,6 +37,10 @@ class TritonBackend:
         """Leading slices of `_batch` of one token."""
         self._runs: dict[int | None, _Runs] = {}
         """Runs of prefill attention of `_batch`, for each window that layers use."""
+        self._decode_runs: dict[int | None, DecodeRuns] = {}
+        """Those of decode attention."""
+        self._captured = False
+        """Whether `_batch` is computed by a graph that is being captured."""
         self._combines = False
         """Whether the kernel that combines runs has been compiled."""
         self.add_norm = layer.add_norm
@@ -66,8 +71,11 @@ class TritonBackend:
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
     ) -> torch.Tensor:
         """See `Backend.attend`. Leading slices of one token are split along their contexts, beside chunks too."""
-        if batch is not self._batch:
-            self._batch, self._num_decodes, self._runs = batch, _num_decodes(batch), {}
+        # A graph must make its runs itself, from the lengths that it finds.
+        captured = q_THD.is_cuda and torch.cuda.is_current_stream_capturing()
+        if batch is not self._batch or captured != self._captured:
+            self._batch, self._captured, self._num_decodes = batch, captured, _num_decodes(batch)
+            self._runs, self._decode_runs = {}, {}
         out_THD = torch.empty_like(q_THD)
         if self._num_decodes:
             self._decode(q_THD, kv_layer, batch, window, scale, out_THD)
@@ -89,15 +97,23 @@ class TritonBackend:
         tiling = self._tuning.decode(
             **_shape(q_THD, kv_layer), num_rows=num * num_kv_heads, max_seq_len=longest
         )  # fmt: skip
+        seq_lens_B = batch.seq_lens_B[:num]
+        if window not in self._decode_runs:
+            self._decode_runs[window] = tiling.runs(
+                seq_lens_B,
+                window=window,
+                max_seq_len=longest,
+                num_kv_heads=num_kv_heads,
+                num_processors=self._num_processors,
+            )
         decode_attention(
             q_THD[:num],
             kv_layer,
             batch.block_tables_BM[:num],
-            batch.seq_lens_B[:num],
+            seq_lens_B,
+            self._decode_runs[window],
             window=window,
             scale=scale,
-            max_seq_len=longest,
-            num_processors=self._num_processors,
             tiling=tiling,
             out_BHD=out_THD[:num],
         )

@@ -1,12 +1,10 @@
 """Attention of one token per sequence to the paged cache, split along the context ("Flash-Decoding", 2023).
 
-A program takes the query heads of one KV head, of one sequence, over a run of key tiles. The grid is fixed by the
-batch, so that a captured graph can be replayed. Into how many runs each context is cut is decided on the device, by the
-lengths of all: runs are about as long as it takes for every multiprocessor to have its share, so that one long sequence
-among short ones does not keep a few of them busy while the others wait. Programs without a run end at once. The only
-run of a sequence is written to the output; of several the results are combined by a second kernel.
+A program takes the query heads of one KV head, of one sequence, over a run of key tiles: `decode_runs`. The grid is
+fixed by the batch, so that a captured graph can be replayed; programs without a run end at once. The only run of a
+sequence is written to the output; of several the results are combined by a second kernel.
 
-Shapes: B sequences, H query heads, K KV heads, G = H / K, D head dimension, M blocks of the longest table, S splits.
+Shapes: B sequences, H query heads, K KV heads, G = H / K, D head dimension, M blocks of the longest table, R runs.
 """
 
 from __future__ import annotations
@@ -17,13 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from common.engine.kernels.combine import combine
+from common.engine.kernels.decode_runs import DecodeRuns, decode_runs
 from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, widens
-
-MAX_SPLITS = 128
-_PROGRAMS = 16
-"""For each multiprocessor, in a grid; most of them have no run."""
-_LENS = tl.constexpr(128)
-"""Lengths that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,27 +30,22 @@ class DecodeTiling:
     num_stages: int = 5
     """The address of a tile comes from the block table, by another load: so many keep two tiles on their way."""
     programs_per_processor: float = 2.0
-    """The context is split until there are so many programs for each multiprocessor."""
+    """Contexts are split until there are so many programs for each multiprocessor."""
     least_tiles: int = 2
-    """Tiles of a split: below this, splitting costs more than it gains."""
+    """Tiles of a run: below this, splitting costs more than it gains."""
 
-    def num_runs(self, num_kv_heads: int, num_processors: int) -> int:
-        """Of all sequences together, for each KV head."""
-        return max(1, round(self.programs_per_processor * num_processors / num_kv_heads))
-
-    def num_splits(self, batch: int, num_kv_heads: int, max_seq_len: int, num_processors: int) -> int:
-        """Most runs of one sequence, a power of two: enough for a sequence that is alone, but for large batches.
-
-        Those would have too many programs without a run; what few splits they have are for sequences that are longer
-        than the others.
-        """
-        wanted = self.num_runs(num_kv_heads, num_processors)
-        most = min(MAX_SPLITS, max_seq_len // (self.tile * self.least_tiles))
-        most = min(most, max(4, _PROGRAMS * num_processors // (batch * num_kv_heads)))
-        num = 1
-        while 2 * num <= most and 1.5 * num < wanted:
-            num *= 2
-        return num
+    def runs(
+        self, seq_lens_B: torch.Tensor, *, window: int | None, max_seq_len: int, num_kv_heads: int, num_processors: int
+    ) -> DecodeRuns:
+        """Of sequences up to `max_seq_len` long, by which the grid is made; for every layer with this window."""
+        return decode_runs(
+            seq_lens_B,
+            window=window,
+            max_seq_len=max_seq_len,
+            tile=self.tile,
+            wanted=max(1, round(self.programs_per_processor * num_processors / num_kv_heads)),
+            least_tiles=self.least_tiles,
+        )
 
 
 def decode_attention(
@@ -64,39 +53,37 @@ def decode_attention(
     kv_layer: torch.Tensor,
     block_tables_BM: torch.Tensor,
     seq_lens_B: torch.Tensor,
+    runs: DecodeRuns,
     *,
     window: int | None,
     scale: float,
-    max_seq_len: int,
-    num_processors: int,
     tiling: DecodeTiling,
     out_BHD: torch.Tensor,
 ) -> None:
     """Write each token's attention to its sequence into `out_BHD`: positions `[max(0, len - window), len)`.
 
     `kv_layer` is `[num_blocks, K, 2, block_size, D]`, any stride between blocks and between heads. A length of 0 gives
-    zeros; none is above `max_seq_len`, by which the grid is made.
+    zeros. The runs are those of this tiling, these lengths and this window.
     """
     batch, num_heads, head_dim = q_BHD.shape
     _, num_kv_heads, _, block_size, _ = kv_layer.shape
-    group = num_heads // num_kv_heads
+    group, most_runs = num_heads // num_kv_heads, runs.runs_R4.shape[0]
     assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1)
     assert q_BHD.stride(2) == out_BHD.stride(2) == block_tables_BM.stride(1) == 1
-    num_splits = tiling.num_splits(batch, num_kv_heads, max_seq_len, num_processors)
-    num_runs = tiling.num_runs(num_kv_heads, num_processors)
-    partial = q_BHD.new_empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32)
-    stats = q_BHD.new_empty(batch, num_heads, num_splits, 2, dtype=torch.float32)
-    _decode[batch, num_kv_heads, num_splits](
+    partial = q_BHD.new_empty(most_runs, num_kv_heads, group, head_dim, dtype=torch.float32)
+    stats = q_BHD.new_empty(most_runs, num_kv_heads, group, 2, dtype=torch.float32)
+    _decode[num_kv_heads, most_runs](
         q_BHD,
         kv_layer,
         block_tables_BM,
         seq_lens_B,
+        runs.runs_R4,
+        runs.num_runs_1,
         out_BHD,
         partial,
         stats,
         scale * LOG2_E,
         2**31 - 1 if window is None else window,
-        num_runs,
         q_BHD.stride(0),
         q_BHD.stride(1),
         out_BHD.stride(0),
@@ -110,58 +97,27 @@ def decode_attention(
         D_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
-        LEAST_TILES=tiling.least_tiles,
         WIDEN=widens(q_BHD),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    if num_splits > 1:
-        _combine[batch, num_heads](
-            partial,
-            stats,
-            seq_lens_B,
-            out_BHD,
-            2**31 - 1 if window is None else window,
-            num_runs,
-            out_BHD.stride(0),
-            out_BHD.stride(1),
-            tiling.tile,
-            tiling.least_tiles,
-            D=head_dim,
-            D_PAD=padded(head_dim),
-            SPLITS=num_splits,
-            num_warps=4,
-        )
+    if most_runs > batch:
+        combine(partial, stats, runs.splits_B4, group, out_BHD)
 
 
-@triton.jit
-def _cut(lens_ptr, row, window, num_runs, num_splits, tile, least_tiles):
-    """(length of a row's sequence, first position that it sees, its first tile, one past its last, tiles of a run)."""
-    total = 0
-    for start in range(0, tl.num_programs(0), _LENS):
-        rows = start + tl.arange(0, _LENS)
-        lens = tl.load(lens_ptr + rows, mask=rows < tl.num_programs(0), other=0).to(tl.int32)
-        total += tl.sum(tl.cdiv(tl.minimum(lens, window), tile), axis=0)
-    seq_len = tl.load(lens_ptr + row).to(tl.int32)
-    first = tl.maximum(seq_len - window, 0)
-    begin, end = first // tile, tl.cdiv(seq_len, tile)
-    share = tl.maximum(tl.cdiv(total, num_runs), least_tiles)
-    runs = tl.minimum((end - begin + share // 2) // share, num_splits)
-    return seq_len, first, begin, end, tl.cdiv(end - begin, tl.maximum(runs, 1))
-
-
-@triton.jit(do_not_specialize=["table_stride", "num_runs"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     q_ptr,
     kv_ptr,
     tables_ptr,
     lens_ptr,
+    runs_ptr,
+    num_runs_ptr,
     out_ptr,
     partial_ptr,
     stats_ptr,
     scale_log2,
     window,
-    num_runs,
     q_stride_b,
     q_stride_h,
     out_stride_b,
@@ -175,17 +131,16 @@ def _decode(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    LEAST_TILES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    seq_len, first, begin, end, per_run = _cut(
-        lens_ptr, row, window, num_runs, tl.num_programs(2), TILE, LEAST_TILES
-    )  # fmt: skip
-    alone = per_run >= end - begin
-    begin += split * per_run
-    if (split > 0) & (begin >= end):
+    kv_head, run = tl.program_id(0), tl.program_id(1)
+    if run >= tl.load(num_runs_ptr):
         return
+    run_ptr = runs_ptr + run * 4
+    row = tl.load(run_ptr).to(tl.int64)
+    begin, end, alone = tl.load(run_ptr + 1), tl.load(run_ptr + 2), tl.load(run_ptr + 3)
+    seq_len = tl.load(lens_ptr + row).to(tl.int32)
+    first = tl.maximum(seq_len - window, 0)
     heads = kv_head * GROUP + tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, D_PAD)
     inside = (tl.arange(0, GROUP_PAD) < GROUP)[:, None] & (dims < D)[None, :]
@@ -196,7 +151,7 @@ def _decode(
     max_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     sum_G = tl.zeros([GROUP_PAD], tl.float32)
     acc_GD = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-    for tile in range(begin, tl.minimum(begin + per_run, end)):
+    for tile in range(begin, end):
         start = tile * TILE
         positions = start + tl.arange(0, TILE)
         written = positions < seq_len
@@ -207,51 +162,13 @@ def _decode(
         v_ND = load_tile(keys_ptr + BLOCK_SIZE * D, offsets, written, D, D_PAD, WIDEN, True, q_GD)
         visible = (written & (positions >= first))[None, :]
         acc_GD, max_G, sum_G = soften(q_GD, k_ND, v_ND, visible, acc_GD, max_G, sum_G, scale_log2, True)
-    if alone:
+    if alone != 0:
         out = acc_GD / tl.where(sum_G > 0, sum_G, 1.0)[:, None]
         place = out_ptr + row * out_stride_b + heads[:, None] * out_stride_h + dims[None, :]
         tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        num_heads = tl.num_programs(1) * GROUP
-        run_G = (row * num_heads + heads) * tl.num_programs(2) + split
+        run_G = run.to(tl.int64) * tl.num_programs(0) * GROUP + heads
         tl.store(partial_ptr + run_G[:, None] * D + dims[None, :], acc_GD, mask=inside)
         one_of_ours = tl.arange(0, GROUP_PAD) < GROUP
         tl.store(stats_ptr + run_G * 2, max_G, mask=one_of_ours)
         tl.store(stats_ptr + run_G * 2 + 1, sum_G, mask=one_of_ours)
-
-
-@triton.jit(do_not_specialize=["num_runs"])
-def _combine(
-    partial_ptr,
-    stats_ptr,
-    lens_ptr,
-    out_ptr,
-    window,
-    num_runs,
-    out_stride_b,
-    out_stride_h,
-    tile,
-    least_tiles,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Of the runs of a sequence that has several: the other splits have written nothing."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, begin, end, per_run = _cut(lens_ptr, row, window, num_runs, SPLITS, tile, least_tiles)
-    if per_run >= end - begin:
-        return
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
-    used_S = begin + splits * per_run < end
-    run_S = (row * tl.num_programs(1) + head) * SPLITS + splits
-    max_S = tl.load(stats_ptr + run_S * 2, mask=used_S, other=float("-inf"))
-    sum_S = tl.load(stats_ptr + run_S * 2 + 1, mask=used_S, other=0.0)
-    highest = tl.max(max_S, axis=0)
-    weight_S = tl.exp2(max_S - tl.where(highest == float("-inf"), 0.0, highest))
-    partial = tl.load(
-        partial_ptr + run_S[:, None] * D + dims[None, :], mask=used_S[:, None] & (dims < D)[None, :], other=0.0
-    )
-    total = tl.sum(sum_S * weight_S, axis=0)
-    out = tl.sum(partial * weight_S[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    place = out_ptr + row * out_stride_b + head * out_stride_h + dims
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=dims < D)

@@ -1,0 +1,114 @@
+"""Which program of decode attention takes which sequence over which keys: a list made on the device, once a step.
+
+A context is cut into runs that are about as long as it takes for every multiprocessor to have its share, by the lengths
+of all sequences, so that one long sequence among short ones does not keep a few multiprocessors busy while the others
+wait. The list has room for as many runs as there can be, which is what the grid of a captured graph has: few more than
+there are, for each sequence has one, and all of them together have one for each share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_AT_ONCE = tl.constexpr(128)
+"""Lengths that are read, and runs that are written, at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeRuns:
+    """R runs, at most, of B sequences; integers of 32 bits, on the device."""
+
+    runs_R4: torch.Tensor
+    """(sequence, first tile of keys, one past the last, 1 if the sequence has no other run). A run's partial result has
+    its number for a place."""
+    num_runs_1: torch.Tensor
+    """How many there are."""
+    splits_B4: torch.Tensor
+    """(sequence, 1, first place, places), as `combine` wants them."""
+
+
+def most_runs(batch: int, wanted: int, max_tiles: int, least_tiles: int) -> int:
+    """Most runs of so many sequences of up to `max_tiles` tiles of keys: where this is `batch`, nothing is cut."""
+    return min(batch + wanted, batch * max(1, (max_tiles + least_tiles // 2) // least_tiles))
+
+
+def decode_runs(
+    seq_lens_B: torch.Tensor, *, window: int | None, max_seq_len: int, tile: int, wanted: int, least_tiles: int
+) -> DecodeRuns:
+    """Cut contexts into about `wanted` runs of tiles of `tile` keys, none shorter than about `least_tiles`.
+
+    No length is above `max_seq_len`; a sequence of length 0 has a run without keys.
+    """
+    batch, device = seq_lens_B.shape[0], seq_lens_B.device
+    most_keys = max_seq_len if window is None else min(max_seq_len, window + tile - 1)  # a window may begin in a tile
+    most = most_runs(batch, wanted, triton.cdiv(most_keys, tile), least_tiles)
+    runs = DecodeRuns(
+        runs_R4=torch.empty(most, 4, dtype=torch.int32, device=device),
+        num_runs_1=torch.empty(1, dtype=torch.int32, device=device),
+        splits_B4=torch.empty(batch, 4, dtype=torch.int32, device=device),
+    )
+    _cut[(batch,)](
+        seq_lens_B,
+        runs.runs_R4,
+        runs.num_runs_1,
+        runs.splits_B4,
+        2**31 - 1 if window is None else window,
+        tile,
+        wanted,
+        least_tiles,
+        num_warps=4,
+    )
+    return runs
+
+
+@triton.jit
+def _span(lens_ptr, rows, inside, window, tile):
+    """The tiles of keys that sequences see: (first, one past the last)."""
+    lens = tl.load(lens_ptr + rows, mask=inside, other=0).to(tl.int32)
+    return tl.maximum(lens - window, 0) // tile, tl.cdiv(lens, tile)
+
+
+@triton.jit
+def _runs_of(num_tiles, share):
+    """(tiles of a run, runs) of contexts of so many tiles, one run at least."""
+    size = tl.maximum(tl.cdiv(num_tiles, tl.maximum((num_tiles + share // 2) // share, 1)), 1)
+    return size, tl.maximum(tl.cdiv(num_tiles, size), 1)
+
+
+@triton.jit(do_not_specialize=["window", "tile", "wanted", "least_tiles"])
+def _cut(lens_ptr, runs_ptr, num_runs_ptr, splits_ptr, window, tile, wanted, least_tiles):
+    """The runs of one sequence, after those of the sequences before it."""
+    row, batch = tl.program_id(0), tl.num_programs(0)
+    total = 0
+    for start in range(0, batch, _AT_ONCE):
+        rows = start + tl.arange(0, _AT_ONCE)
+        begins, ends = _span(lens_ptr, rows, rows < batch, window, tile)
+        total += tl.sum(ends - begins, axis=0)
+    share = tl.maximum(tl.cdiv(total, wanted), least_tiles)
+    place = 0
+    for start in range(0, row, _AT_ONCE):
+        rows = start + tl.arange(0, _AT_ONCE)
+        begins, ends = _span(lens_ptr, rows, rows < row, window, tile)
+        _, nums = _runs_of(ends - begins, share)
+        place += tl.sum(tl.where(rows < row, nums, 0), axis=0)
+    begin, end = _span(lens_ptr, row, True, window, tile)
+    size, num = _runs_of(end - begin, share)
+    for start in range(0, num, _AT_ONCE):
+        each = start + tl.arange(0, _AT_ONCE)
+        inside = each < num
+        run_ptr = runs_ptr + (place + each) * 4
+        tl.store(run_ptr, row, mask=inside)
+        tl.store(run_ptr + 1, begin + each * size, mask=inside)
+        tl.store(run_ptr + 2, tl.minimum(begin + (each + 1) * size, end), mask=inside)
+        tl.store(run_ptr + 3, (num == 1).to(tl.int32), mask=inside)
+    split_ptr = splits_ptr + row * 4
+    tl.store(split_ptr, row)
+    tl.store(split_ptr + 1, 1)
+    tl.store(split_ptr + 2, place)
+    tl.store(split_ptr + 3, num)
+    if row == batch - 1:
+        tl.store(num_runs_ptr, place + num)
