@@ -217,7 +217,7 @@ def _layer(dtype_name: str, head_dim: int, block_size: int) -> None:
     layer.add_norm(hidden, hidden, hidden[0], 1e-5)
     layer.silu_mul(hidden)
     for norms in (None, (weight, weight)):
-        layer.rotate_and_write(qkv, kv_layer, slots, slots, heads, norms, 1e-5, angles, angles)
+        layer.rotate_and_write(qkv, kv_layer, slots, slots, heads, norms, 1e-5, (angles, slots))
 
 
 def _sample(vocab_size: int = 131072) -> None:

@@ -280,13 +280,13 @@ def small_kernels(tokens: int, copy_rate: float) -> Iterator[dict[str, Any]]:
     kv_layer = Scene(1, tokens, 1, 1).kv_layer
     slots = torch.arange(tokens, device="cuda")
     blocks, offsets = slots // BLOCK, slots % BLOCK
-    cos, sin = Rope(RopeConfig(theta=5e5), heads.dim, h.device).angles(slots, torch.bfloat16)
+    table = Rope(RopeConfig(theta=5e5), heads.dim, tokens, h.device).table(torch.bfloat16)
     calls: dict[str, tuple[float, Callable[[], object]]] = {
         "add_norm": (4 * h.nbytes, lambda: layer.add_norm(h, delta, weight, 1e-5)),
         "silu_mul": (1.5 * gate_up.nbytes, lambda: layer.silu_mul(gate_up)),
         "rotate_and_write": (
             2 * qkv.nbytes,
-            lambda: layer.rotate_and_write(qkv, kv_layer, blocks, offsets, heads.num, None, 1e-5, cos, sin),
+            lambda: layer.rotate_and_write(qkv, kv_layer, blocks, offsets, heads.num, None, 1e-5, (table, slots)),
         ),
     }
     for name, (num_bytes, call) in calls.items():

@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm as normalize
 from common.engine.batch import Sample
 from common.engine.draw import draw
 from common.engine.ragged import RaggedBatch
-from common.engine.rope import Angles, rotate
+from common.engine.rope import Angles, Rope, rotate
 
 Norms = tuple[torch.Tensor, torch.Tensor]
 """Weights `[D]` of the normalisation of queries, and of keys."""
@@ -34,6 +34,9 @@ class Backend(Protocol):
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Add `delta_TE` to `h_TE`, in place; returns its root mean square normalisation, weighted."""
+
+    def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
+        """What tokens at these positions are rotated by, in the form that `rotate_and_write` takes."""
 
     def rotate_and_write(
         self,
@@ -83,6 +86,10 @@ class TorchBackend(ABC):
         if delta_TE is not None:
             h_TE += delta_TE
         return _rms_norm(h_TE, weight_E, eps)
+
+    def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
+        """See `Backend.angles`."""
+        return rope.angles(positions_T, dtype)
 
     def rotate_and_write(
         self,

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: a step of hundreds of launches is replayed by one.
 
-A graph is captured for each batch size of a ladder, over buffers that stay where they are; a batch is copied into them,
-and filled up to the next size with places that are nobody's: no tokens, and written nowhere.
+A graph is captured for each batch size of a ladder, over buffers that stay where they are. A batch is copied into them,
+all but its block tables at once, and filled up to the next size with places that are nobody's: no tokens, and written
+nowhere. A token that the step before has chosen is looked up inside the graph.
 
 Shapes: N sequences of a batch, P places of a graph, M blocks of the longest table, V vocabulary.
 """
@@ -9,18 +10,27 @@ Shapes: N sequences of a batch, P places of a graph, M blocks of the longest tab
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
 from common.engine.backend import Backend
+from common.engine.host_copy import to_device
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
-from common.engine.ragged import RaggedBatch
+from common.engine.ragged import RaggedBatch, Rows
 
 Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs to capture)."""
 NOWHERE = -1
 """The block of a token whose KV is not stored."""
+_NOBODY = -1
+_INPUTS = ("token_ids_T", "positions_T", "slot_blocks_T", "slot_offsets_T", "seq_lens_B", "sources", "begun_blocks")
+"""What is copied for each place: arrays of `Rows`, and by which sample of the step before its token was chosen, or
+`_NOBODY`. A step of decode tokens begins no more blocks than it has sequences."""
+_SOURCES, _BEGUN = _INPUTS.index("sources"), _INPUTS.index("begun_blocks")
+_OF_NOBODY = np.array([0, 0, NOWHERE, 0, 0, _NOBODY, 0])
 
 
 def ladder(most: int) -> list[int]:
@@ -29,6 +39,11 @@ def ladder(most: int) -> list[int]:
     while sizes[-1] < most:
         sizes.append(sizes[-1] // 8 * 8 + max(8, sizes[-1] // 128 * 8))
     return [size for size in sizes if size < most] + [most]
+
+
+def _nobodys(num: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Inputs of places that nobody has: no token is written, or attends to anything."""
+    return np.repeat(_OF_NOBODY[:, None], num, axis=1)
 
 
 class DecodeGraphs:
@@ -45,12 +60,12 @@ class DecodeGraphs:
         self._logits_PV = torch.empty(0)
         """Where every graph leaves its logits."""
 
-        def places(value: int, *more: int) -> torch.Tensor:
-            return torch.full((max_num_seqs, *more), value, dtype=torch.int64, device=cache.device)
-
-        self._token_ids, self._positions, self._seq_lens = places(0), places(0), places(0)
-        self._slot_blocks, self._slot_offsets = places(NOWHERE), places(0)
-        self._block_tables = places(0, max_blocks)
+        self._inputs = torch.empty(len(_INPUTS), max_num_seqs, dtype=torch.int64, device=cache.device)
+        """By rows, in the order of `_INPUTS`."""
+        self._inputs.copy_(to_device(_nobodys(max_num_seqs), torch.int64, cache.device))
+        self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int64, device=cache.device)
+        self._chosen = torch.zeros(max_num_seqs, dtype=torch.int64, device=cache.device)
+        """The first tokens that the step before has chosen."""
         self._query_start = torch.arange(max_num_seqs + 1, device=cache.device)
 
     @torch.inference_mode()
@@ -59,64 +74,74 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for index, size in enumerate(reversed(self._sizes)):
-            batch = self._places(size)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles kernels, and lets libraries allocate what they need
-                logits_PV = self._decoder.forward(batch, self._cache, self._backend)
+                logits_PV = self._forward(size)
             torch.cuda.current_stream().wait_stream(stream)
             if index == 0:
                 self._logits_PV = torch.empty_like(logits_PV)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._logits_PV[:size] = self._decoder.forward(batch, self._cache, self._backend)
+                self._logits_PV[:size] = self._forward(size)
             self._graphs[size] = graph
             if progress is not None:
                 progress(index + 1, len(self._sizes))
 
-    def logits(self, batch: RaggedBatch) -> torch.Tensor | None:
+    def logits(self, rows: Rows, chosen_N: torch.Tensor) -> torch.Tensor | None:
         """Compute a batch and store its KV, as `Decoder.forward` does: the logits `[N, V]`, until the next call.
 
-        None, with nothing done, for a batch that is not of decode tokens alone, each with a sample, or is too large.
+        `chosen_N` are the tokens that the step before has chosen. None, with nothing done, for a batch that is not of
+        decode tokens alone, each with a sample, or is too large.
         """
-        num = len(batch.query_lens)
-        fits = num <= self._sizes[-1] and batch.block_tables_BM.shape[1] <= self._max_blocks
-        if not fits or batch.num_tokens != num or batch.logit_rows_R.numel() != num:
+        num = len(rows.query_lens)
+        fits = num <= self._sizes[-1] and rows.arrays["block_tables_BM"].shape[1] <= self._max_blocks
+        known = max((each for each in rows.follows if each is not None), default=-1) < len(self._chosen)
+        if not (fits and known) or rows.num_tokens != num or rows.arrays["logit_rows_R"].size != num:
             return None
         size = next(size for size in self._sizes if size >= num)
-        self._cache.clear(batch.begun_blocks)
-        self._fill(batch, num, size)
+        self._fill(rows, chosen_N)
         return self._replay(size)[:num]
 
     def _replay(self, size: int) -> torch.Tensor:
         self._graphs[size].replay()
         return self._logits_PV
 
-    def _fill(self, batch: RaggedBatch, num: int, size: int) -> None:
-        """Copy a batch into the first places, and empty the others of the graph's."""
-        self._token_ids[:num] = batch.token_ids_T
-        self._positions[:num] = batch.positions_T
-        self._seq_lens[:num] = batch.seq_lens_B
-        self._slot_blocks[:num] = batch.slot_blocks_T
-        self._slot_offsets[:num] = batch.slot_offsets_T
-        self._block_tables[:num, : batch.block_tables_BM.shape[1]] = batch.block_tables_BM
-        if num < size:
-            self._seq_lens[num:size].zero_()
-            self._slot_blocks[num:size].fill_(NOWHERE)
+    def _fill(self, rows: Rows, chosen_N: torch.Tensor) -> None:
+        """Copy a batch into the first places, empty the others, and zero the blocks that it begins."""
+        inputs = _nobodys(self._inputs.shape[1])
+        for values, name in zip(inputs, _INPUTS, strict=True):
+            if name in rows.arrays:
+                values[: rows.arrays[name].size] = rows.arrays[name]
+        inputs[_SOURCES, : len(rows.follows)] = [_NOBODY if each is None else each for each in rows.follows]
+        device = self._inputs.device
+        self._inputs.copy_(to_device(inputs, torch.int64, device))
+        tables_NM = rows.arrays["block_tables_BM"]
+        self._block_tables[: tables_NM.shape[0], : tables_NM.shape[1]] = to_device(tables_NM, torch.int64, device)
+        if any(each is not None for each in rows.follows):
+            num = min(len(chosen_N), len(self._chosen))
+            self._chosen[:num] = chosen_N[:num]
+        if num_begun := rows.arrays["begun_blocks"].size:
+            self._cache.clear(self._inputs[_BEGUN, :num_begun])
+
+    def _forward(self, size: int) -> torch.Tensor:
+        """What a graph of this size computes: the logits of its places `[P, V]`."""
+        return self._decoder.forward(self._places(size), self._cache, self._backend)
 
     def _places(self, size: int) -> RaggedBatch:
-        """The batch that a graph of this size computes. For the host, which decides how the work is cut, every sequence
-        is as long as any can be."""
+        """The batch of all places of a graph. The host cuts the work by lengths: for it every sequence is as long as
+        any can be."""
+        token_ids, positions, slot_blocks, slot_offsets, seq_lens, sources, _ = self._inputs[:, :size]
+        token_ids = torch.where(sources == _NOBODY, token_ids, self._chosen[sources.clamp_min(0)])
         return RaggedBatch(
-            token_ids_T=self._token_ids[:size],
-            positions_T=self._positions[:size],
-            slot_blocks_T=self._slot_blocks[:size],
-            slot_offsets_T=self._slot_offsets[:size],
-            begun_blocks=self._token_ids[:0],
+            token_ids_T=token_ids,
+            positions_T=positions,
+            slot_blocks_T=slot_blocks,
+            slot_offsets_T=slot_offsets,
+            begun_blocks=token_ids[:0],
             query_start_B1=self._query_start[: size + 1],
-            seq_lens_B=self._seq_lens[:size],
+            seq_lens_B=seq_lens,
             block_tables_BM=self._block_tables[:size],
             logit_rows_R=self._query_start[:size],
-            sample_rows_N=self._query_start[:size],
             block_size=self._cache.layout.block_size,
             num_tokens=size,
             query_lens=(1,) * size,

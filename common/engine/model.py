@@ -24,7 +24,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self._weights = weights
-        self._rope = Rope(config.rope, config.head_dim, weights.embedding.device)
+        self._rope = Rope(config.rope, config.head_dim, config.max_sequence_tokens, weights.embedding.device)
 
     def forward(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> torch.Tensor:
         """Compute the batch's tokens, store their KV, and return the logits `[R, V]` of `batch.logit_rows_R`."""
@@ -35,7 +35,7 @@ class Decoder:
         config, eps = self.config, self.config.rms_norm_eps
         cache.clear(batch.begun_blocks)
         h_TE = backend.embed(batch.token_ids_T, self._weights.embedding)
-        angles = self._rope.angles(batch.positions_T, h_TE.dtype)
+        angles = backend.angles(self._rope, batch.positions_T, h_TE.dtype)
         delta_TE: torch.Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             x_TE = backend.add_norm(h_TE, delta_TE, layer.input_norm, eps)

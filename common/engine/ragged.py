@@ -42,27 +42,45 @@ class RaggedBatch:
     """Beyond a sequence's length: blocks of its own, or block 0."""
     logit_rows_R: torch.Tensor
     """Tokens whose logits are wanted: the last ones of the slices with samples."""
-    sample_rows_N: torch.Tensor
-    """The row of logits that each sample is taken from, in the order of the slices."""
-
     block_size: int
     num_tokens: int
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
 
-    def follow(self, slices: Sequence[Slice], chosen_N: torch.Tensor) -> None:
-        """Put the tokens that the samples of the step before have chosen in the places of `slices` that follow them."""
-        sources = [each.follows for each in slices if each.follows is not None]
+    def follow(self, follows: Sequence[int | None], chosen_N: torch.Tensor) -> None:
+        """Put the tokens that the samples of the step before have chosen in the places of the slices that follow them
+        (`Slice.follows`)."""
+        sources = [each for each in follows if each is not None]
         if not sources:
             return
         ends = accumulate(self.query_lens)
-        places = [end - 1 for end, each in zip(ends, slices, strict=True) if each.follows is not None]
+        places = [end - 1 for end, each in zip(ends, follows, strict=True) if each is not None]
         device = chosen_N.device
         self.token_ids_T[to_device(places, torch.int64, device)] = chosen_N[to_device(sources, torch.int64, device)]
 
     @classmethod
     def of(cls, slices: Sequence[Slice], block_size: int, device: torch.device) -> RaggedBatch:
         """Lay `slices` (at least one) out as tensors."""
+        return Rows.of(slices, block_size).on(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """A `RaggedBatch` that is still on the host: its tensors as int64 arrays, by their names."""
+
+    arrays: dict[str, _Ints]
+    sample_rows_N: _Ints
+    """The row of logits that each sample is taken from, in the order of the slices."""
+    follows: tuple[int | None, ...]
+    """See `Slice.follows`."""
+    block_size: int
+    num_tokens: int
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, slices: Sequence[Slice], block_size: int) -> Rows:
+        """Lay `slices` (at least one) out."""
         query_lens = np.array([len(each.token_ids) for each in slices])
         starts = np.array([each.start for each in slices])
         of_tables = [_block_bytes(each.block_table) for each in slices]  # once: they may grow meanwhile
@@ -90,7 +108,6 @@ class RaggedBatch:
 
         num_samples = np.array([len(each.samples) for each in slices])
         sampled = num_samples > 0
-        sample_rows = np.repeat(np.arange(int(sampled.sum())), num_samples[sampled])
         arrays = {
             "token_ids_T": token_ids,
             "positions_T": positions,
@@ -101,14 +118,25 @@ class RaggedBatch:
             "seq_lens_B": seq_lens,
             "block_tables_BM": tables,
             "logit_rows_R": query_start[1:][sampled] - 1,
-            "sample_rows_N": sample_rows,
         }
         return cls(
-            **dict(zip(arrays, _together(list(arrays.values()), device), strict=True)),
+            arrays=arrays,
+            sample_rows_N=np.repeat(np.arange(int(sampled.sum())), num_samples[sampled]),
+            follows=tuple(each.follows for each in slices),
             block_size=block_size,
             num_tokens=num_tokens,
             query_lens=tuple(query_lens.tolist()),
             seq_lens=tuple(seq_lens.tolist()),
+        )
+
+    def on(self, device: torch.device) -> RaggedBatch:
+        """On the device, by one copy."""
+        return RaggedBatch(
+            **dict(zip(self.arrays, _together(list(self.arrays.values()), device), strict=True)),
+            block_size=self.block_size,
+            num_tokens=self.num_tokens,
+            query_lens=self.query_lens,
+            seq_lens=self.seq_lens,
         )
 
 

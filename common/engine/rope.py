@@ -42,7 +42,8 @@ class YarnScaling:
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines, `[T, 1, D]` each: a sine of the first half of D is negated."""
+"""Cosines and signed sines, `[T, 1, D]` each: a sine of the first half of D is negated. Triton's kernels take a table
+of all positions (`Rope.table`) and the positions, `[T]`, instead."""
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
@@ -58,15 +59,29 @@ class RopeConfig:
 class Rope:
     """Rotation angles of a model."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+    def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
+        self._num_positions = num_positions
+        self._tables: dict[torch.dtype, torch.Tensor] = {}
         self._inv_freq = inverse_frequencies(config, head_dim).to(device)
         self._factor = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
 
     def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """What tokens at these positions are rotated by, computed in float32 and cast to `dtype`."""
-        freqs = positions_T[:, None].float() * self._inv_freq
-        cos, sin = freqs.cos() * self._factor, freqs.sin() * self._factor
+        cos, sin = self._of(positions_T)
         return torch.cat((cos, cos), dim=-1)[:, None].to(dtype), torch.cat((-sin, sin), dim=-1)[:, None].to(dtype)
+
+    def table(self, dtype: torch.dtype) -> torch.Tensor:
+        """Cosines, then sines, of half of D each, for every position of the model's context: `[positions, D]`, computed
+        at the first call."""
+        if dtype not in self._tables:
+            positions = torch.arange(self._num_positions, device=self._inv_freq.device)
+            self._tables[dtype] = torch.cat(self._of(positions), dim=-1).to(dtype)
+        return self._tables[dtype]
+
+    def _of(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, `[T, D / 2]` each, in float32."""
+        freqs = positions_T[:, None].float() * self._inv_freq
+        return freqs.cos() * self._factor, freqs.sin() * self._factor
 
 
 def rotate(x_THD: torch.Tensor, angles: Angles) -> torch.Tensor:

@@ -24,7 +24,7 @@ from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
 from common.engine.cpu_attention import CpuAttention
 from common.engine.grammar import Grammars
 from common.engine.graphs import DecodeGraphs
-from common.engine.host_copy import HostCopy
+from common.engine.host_copy import HostCopy, to_device
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
 from common.engine.linear import multiplies_natively
@@ -32,7 +32,7 @@ from common.engine.logprobs import Scores
 from common.engine.model import Decoder, Hidden
 from common.engine.model_config import ModelConfig
 from common.engine.native.backend import NativeBackend
-from common.engine.ragged import RaggedBatch
+from common.engine.ragged import Rows
 from common.engine.sampler import Choice, choose
 from common.engine.weights import Progress, load_weights, resolve_dtype
 
@@ -163,20 +163,21 @@ class ModelRunner:
         """
         if not slices:
             return Submitted(slices, None, self._cache)
-        batch = RaggedBatch.of(slices, self.layout.block_size, self._cache.device)
-        batch.follow(slices, self._chosen_N)
+        rows = Rows.of(slices, self.layout.block_size)
         samples: list[Sample] = [each for one in slices for each in one.samples]
         scores = None
-        logits_RV = None if self._graphs is None else self._graphs.logits(batch)
+        logits_RV = None if self._graphs is None else self._graphs.logits(rows, self._chosen_N)
         if logits_RV is None:
+            batch = rows.on(self._cache.device)
+            batch.follow(rows.follows, self._chosen_N)
             hidden = self._decoder.hidden(batch, self._cache, self._backend)
             logits_RV = self._decoder.logits(hidden, batch.logit_rows_R, self._backend)
             scores = self._score(slices, hidden)
         if not samples:
             return Submitted(slices, None, self._cache, scores)
-        # Several choices may be sampled from one row; otherwise there is nothing to copy.
-        logits_NV = logits_RV if len(samples) == logits_RV.shape[0] else logits_RV[batch.sample_rows_N]
-        choice = choose(logits_NV, samples, self.config.eos_token_ids, self._backend)
+        if len(samples) != logits_RV.shape[0]:  # several choices are sampled from one row
+            logits_RV = logits_RV[to_device(rows.sample_rows_N, torch.int64, logits_RV.device)]
+        choice = choose(logits_RV, samples, self.config.eos_token_ids, self._backend)
         self._chosen_N = choice.tokens_N
         return Submitted(slices, choice, self._cache, scores)
 

@@ -67,9 +67,9 @@ def test_rotate_and_write(
     num_tokens, block_size, num_heads = len(slots), 8, kv_heads * group
     qkv = torch.randn(num_tokens, (num_heads + 2 * kv_heads) * head_dim).to(device, dtype)
     norms = (torch.randn(head_dim).to(device), torch.randn(head_dim).to(device)) if with_norms else None
-    angles = Rope(RopeConfig(theta=10000.0), head_dim, device).angles(
-        torch.randint(0, 5000, (num_tokens,), device=device), torch.float32
-    )
+    rope = Rope(RopeConfig(theta=10000.0), head_dim, 5000, device)
+    positions = torch.randint(0, 5000, (num_tokens,), device=device)
+    angles = rope.angles(positions, torch.float32)
     cache = torch.full((5, kv_heads, 2, 2, block_size, head_dim), float("nan"), dtype=dtype).to(device)
 
     heads = qkv.double().view(num_tokens, -1, head_dim)
@@ -87,8 +87,7 @@ def test_rotate_and_write(
         num_heads,
         norms,
         EPS,
-        angles[0],
-        angles[1],
+        (rope.table(torch.float32), positions),
     )
     assert error(q_THD, q) < TOLERANCE[dtype]
     for token, slot in enumerate(slots):

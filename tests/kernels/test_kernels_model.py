@@ -13,14 +13,14 @@ from checkpoints import FAMILIES, VOCAB_SIZE
 from common.contract.sampling import SamplingParams
 from common.engine.attention import ReferenceAttention
 from common.engine.backend import Backend
-from common.engine.batch import Sample, SampledToken, Slice
+from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.graphs import DecodeGraphs, ladder
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
-from common.engine.ragged import RaggedBatch
+from common.engine.ragged import Rows
 from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.engine.weights import load_weights
 
@@ -87,7 +87,7 @@ class EagerGraphs(DecodeGraphs):
 
     def _replay(self, size: int) -> torch.Tensor:
         self.replayed = size
-        return self._decoder.forward(self._places(size), self._cache, self._backend)
+        return self._forward(size)
 
 
 def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(
@@ -103,24 +103,62 @@ def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(
         runner.step([Slice(token_ids=token_ids[row][:length], start=0, block_table=tables[row])])
     before = runner.cache.blocks.clone()
 
-    def batch(rows: list[int]) -> RaggedBatch:
+    def batch(rows: list[int]) -> Rows:
         slices = [
             Slice(token_ids=[token_ids[row][lens[row]]], start=lens[row], block_table=tables[row], samples=(ANY,))
             for row in rows
         ]
-        return RaggedBatch.of(slices, BLOCK_SIZE, device)
+        return Rows.of(slices, BLOCK_SIZE)
 
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
     for rows, places in (([0, 1, 2, 3, 4], 6), ([3, 0, 2], 4), ([1], 1)):
         runner.cache.blocks.copy_(before)
-        expected = runner._decoder.forward(batch(rows), runner.cache, runner._backend)
+        expected = runner._decoder.forward(batch(rows).on(device), runner.cache, runner._backend)
         written = runner.cache.blocks.clone()
         runner.cache.blocks.copy_(before)
-        logits = graphs.logits(batch(rows))
+        logits = graphs.logits(batch(rows), nothing)
         assert graphs.replayed == places
         assert logits is not None
         # Torch sums a row of a product in another order when other rows are beside it.
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(runner.cache.blocks, written, rtol=1e-4, atol=1e-4)
+
+
+def follow_step_by_step(runner: ModelRunner) -> list[list[tuple[Sampled, ...]]]:
+    """Three prompts in one step, then steps that are planned before the tokens are known; sequences leave, and change
+    places."""
+    prompts = [list(range(10, 30)), list(range(40, 71)), [5]]
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    submitted, before = [], [0, 1, 2]
+    for step, order in enumerate(([0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1])):
+        slices = []
+        for row in order:
+            position = len(prompts[row]) + step
+            sample = Sample(params=params, choice=0, position=position, token_ids=(), prompt_len=len(prompts[row]))
+            slices.append(
+                Slice(
+                    token_ids=[0] if step else prompts[row],
+                    start=position - 1 if step else 0,
+                    block_table=list(range(4 * row, 4 * row + 4)),
+                    samples=(sample,),
+                    follows=before.index(row) if step else None,
+                )
+            )
+        submitted.append(runner.submit(slices))
+        before = order
+    return [each.outcomes() for each in submitted]
+
+
+def test_tokens_that_follow_the_step_before_are_looked_up_in_the_graph(
+    device: torch.device, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = checkpoint("llama")
+    expected = follow_step_by_step(runner_of(folder, device, TritonBackend(device)))
+    runner = runner_of(folder, device, TritonBackend(device))
+    runner._graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=4, max_blocks=4)
+    assert follow_step_by_step(runner) == expected
+    assert runner._graphs.replayed == 2
+    assert len({str(each) for each in expected}) == 4
 
 
 def test_what_is_no_batch_of_decode_tokens_has_no_graph(
@@ -129,13 +167,15 @@ def test_what_is_no_batch_of_decode_tokens_has_no_graph(
     runner = runner_of(checkpoint("llama"), device, TritonBackend(device))
     graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=2, max_blocks=4)
     decode = Slice(token_ids=[7], start=3, block_table=[0], samples=(ANY,))
+    chosen = torch.tensor([7, 8, 9], device=device)
     for slices in (
+        [Slice(token_ids=[0], start=3, block_table=[0], samples=(ANY,), follows=2)],
         [Slice(token_ids=[7, 8], start=0, block_table=[1], samples=(ANY,))],
         [decode, Slice(token_ids=[7], start=0, block_table=[1])],
         [decode] * 3,
         [Slice(token_ids=[7], start=70, block_table=[0, 1, 2, 3, 4], samples=(ANY,))],
     ):
-        assert graphs.logits(RaggedBatch.of(slices, BLOCK_SIZE, device)) is None
+        assert graphs.logits(Rows.of(slices, BLOCK_SIZE), chosen) is None
 
 
 def test_sizes_that_have_a_graph() -> None:

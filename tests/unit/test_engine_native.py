@@ -88,7 +88,7 @@ def test_threads_change_nothing(kernels: Kernels) -> None:
     packed, x = pack(torch.randn(300, 64)), torch.randn(2100, 64)
     q, layer, tables, lens = scene(torch.float32, 64, 4, 2, (5, 70, 33))
     prompt = torch.randn(60, 8, 64)
-    angles = Rope(RopeConfig(theta=1e4), 64, CPU).angles(torch.arange(2100), torch.float32)
+    angles = Rope(RopeConfig(theta=1e4), 64, 2100, CPU).angles(torch.arange(2100), torch.float32)
     results = []
     for number in (1, 2, 3):
         torch.set_num_threads(number)
@@ -326,7 +326,7 @@ def test_adding_and_normalising(kernels: Kernels, size: int) -> None:
 def test_rotation(kernels: Kernels, head_dim: int, normalised: bool) -> None:
     qkv = torch.randn(4, 7 * head_dim)
     norms = (torch.randn(head_dim), torch.randn(head_dim)) if normalised else None
-    angles = Rope(RopeConfig(theta=1e4), head_dim, CPU).angles(torch.tensor([0, 3, 900, 70000]), torch.float64)
+    angles = Rope(RopeConfig(theta=1e4), head_dim, 70001, CPU).angles(torch.tensor([0, 3, 900, 70000]), torch.float64)
     double = None if norms is None else (norms[0].double(), norms[1].double())
     expected = DoubleBackend().rotate(qkv.double(), 3, 2, double, 1e-5, angles)
     kernels.rotate(qkv, 3, 2, norms, 1e-5, (angles[0].float(), angles[1].float()))

@@ -7,7 +7,7 @@ import torch
 
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
-from common.engine.ragged import RaggedBatch
+from common.engine.ragged import RaggedBatch, Rows
 
 CPU = torch.device("cpu")
 
@@ -17,15 +17,15 @@ def sample(choice: int = 0) -> Sample:
 
 
 def test_lays_chunks_and_decode_tokens_side_by_side() -> None:
-    batch = RaggedBatch.of(
+    rows = Rows.of(
         [
             Slice(token_ids=[11, 12, 13], start=3, block_table=[7, 2]),
             Slice(token_ids=(21,), start=8, block_table=(4, 5, 6, 9), samples=(sample(0), sample(1))),
             Slice(token_ids=[31, 32], start=0, block_table=[1], samples=(sample(),)),
         ],
         block_size=4,
-        device=CPU,
     )
+    batch = rows.on(CPU)
     assert batch.token_ids_T.tolist() == [11, 12, 13, 21, 31, 32]
     assert batch.positions_T.tolist() == [3, 4, 5, 8, 0, 1]
     assert batch.slot_blocks_T.tolist() == [7, 2, 2, 6, 1, 1]
@@ -34,7 +34,7 @@ def test_lays_chunks_and_decode_tokens_side_by_side() -> None:
     assert batch.seq_lens_B.tolist() == [6, 9, 2]
     assert batch.block_tables_BM.tolist() == [[7, 2, 0], [4, 5, 6], [1, 0, 0]]
     assert batch.logit_rows_R.tolist() == [3, 5]
-    assert batch.sample_rows_N.tolist() == [0, 0, 1]
+    assert rows.sample_rows_N.tolist() == [0, 0, 1]
     assert (batch.query_lens, batch.seq_lens) == ((3, 1, 2), (6, 9, 2))
     assert batch.num_tokens == 6
 

@@ -18,7 +18,7 @@ from common.engine.kernels.prefill_attention import PrefillTiling, prefill_atten
 from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
 from common.engine.kernels.tuning import Tuning
 from common.engine.ragged import RaggedBatch
-from common.engine.rope import Angles
+from common.engine.rope import Angles, Rope
 
 _Runs = tuple[torch.Tensor, torch.Tensor, int]
 """Runs, tiles of queries that are cut, and places of partial results, as `prefill_attention` takes them."""
@@ -51,6 +51,10 @@ class TritonBackend:
         """See `Backend.embed`."""
         return embedding(token_ids_T, table_VE)
 
+    def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
+        """See `Backend.angles`."""
+        return rope.table(dtype), positions_T
+
     def rotate_and_write(
         self,
         qkv_TF: torch.Tensor,
@@ -62,9 +66,8 @@ class TritonBackend:
         angles: Angles,
     ) -> torch.Tensor:
         """See `Backend.rotate_and_write`."""
-        cos_TD, sin_TD = angles
         return layer.rotate_and_write(
-            qkv_TF, kv_layer, batch.slot_blocks_T, batch.slot_offsets_T, num_heads, norms, eps, cos_TD, sin_TD
+            qkv_TF, kv_layer, batch.slot_blocks_T, batch.slot_offsets_T, num_heads, norms, eps, angles
         )
 
     def attend(

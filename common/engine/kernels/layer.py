@@ -61,17 +61,19 @@ def rotate_and_write(
     num_heads: int,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
-    cos_TD: torch.Tensor,
-    sin_TD: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Queries `[T, H, D]`, rotated; keys, rotated, and values go to their slots of `kv_layer`.
 
-    Rows of `qkv_TF` hold H queries, K keys and K values. With `norms`, queries and keys are normalised before. `cos_TD`
-    and `sin_TD` are of `common.engine.rope.Angles`. A token whose block is negative is written nowhere.
+    Rows of `qkv_TF` hold H queries, K keys and K values. With `norms`, queries and keys are normalised before. `angles`
+    are a table of `common.engine.rope.Rope.table` and the positions `[T]`, int64. A token whose block is negative is
+    written nowhere.
     """
     _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     num_tokens = qkv_TF.shape[0]
-    assert all(each.is_contiguous() for each in (qkv_TF, cos_TD, sin_TD))
+    table, positions_T = angles
+    assert all(each.is_contiguous() for each in (qkv_TF, table, positions_T))
+    assert table.shape[1] == head_dim
     assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1)
     q_THD = qkv_TF.new_empty(num_tokens, num_heads, head_dim)
     grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_TILE))
@@ -83,8 +85,8 @@ def rotate_and_write(
         slot_offsets_T,
         qkv_TF if norms is None else norms[0],
         qkv_TF if norms is None else norms[1],
-        cos_TD,
-        sin_TD,
+        table,
+        positions_T,
         eps,
         kv_layer.stride(0),
         kv_layer.stride(1),
@@ -109,8 +111,8 @@ def _rotate_and_write(
     slot_offsets_ptr,
     q_norm_ptr,
     k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
+    table_ptr,
+    positions_ptr,
     eps,
     block_stride,
     head_stride,
@@ -141,8 +143,9 @@ def _rotate_and_write(
         k_high = tl.load(k_norm_ptr + HALF + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
         new_low = low * scale[:, None] * tl.where(is_q[:, None], q_low[None, :], k_low[None, :])
         new_high = high * scale[:, None] * tl.where(is_q[:, None], q_high[None, :], k_high[None, :])
-    cos = tl.load(cos_ptr + token * D + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + token * D + HALF + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)[None, :]
+    angles_ptr = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * D + pairs
+    cos = tl.load(angles_ptr, mask=pairs < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angles_ptr + HALF, mask=pairs < HALF, other=0.0).to(tl.float32)[None, :]
     rotated_low = new_low * cos - new_high * sin
     rotated_high = new_high * cos + new_low * sin
     low = tl.where(is_v[:, None], low, rotated_low)

@@ -12,7 +12,7 @@ from common.engine.batch import Sample
 from common.engine.draw import random_numbers, temperatures
 from common.engine.native import Kernels
 from common.engine.ragged import RaggedBatch
-from common.engine.rope import Angles
+from common.engine.rope import Angles, Rope
 
 
 class NativeBackend:
@@ -27,6 +27,10 @@ class NativeBackend:
     def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
         """See `Backend.embed`."""
         return embedding(token_ids_T, table_VE).float()
+
+    def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
+        """See `Backend.angles`."""
+        return rope.angles(positions_T, dtype)
 
     def rotate_and_write(
         self,
