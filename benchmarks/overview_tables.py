@@ -6,17 +6,22 @@ from collections import Counter
 from collections.abc import Callable
 
 from benchmarks.record import Run
-from benchmarks.result_tables import table
+from benchmarks.result_tables import of_rounds, table
 
 
 def beside_vllm(*runs: Run) -> str:
-    """Output tokens per second in multiples of vLLM's: from the least to the most over the requests at a time."""
+    """Output tokens per second in multiples of vLLM's: from the least to the most over the requests at a time.
+
+    Medians of the rounds, then the least and the most of any round.
+    """
     rows = []
     for run in runs:
         row = [f"{run['workload']['dtype']}, {' '.join(map(str, run['workload']['concurrency']))} at a time"]
         for pair in ("baton pair", "baton colocated"):
-            of = [each["output_tokens_per_s"]["ratio"] for each in run["figures"]["ratios"] if each["ours"] == pair]
-            row.append(f"{min(of):.2f} to {max(of):.2f} times")
+            of = [each["output_tokens_per_s"] for each in run["figures"]["ratios"] if each["ours"] == pair]
+            middle = f"{min(each['ratio'] for each in of):.2f} to {max(each['ratio'] for each in of):.2f} times"
+            least, most = min(each["ratio_min"] for each in of), max(each["ratio_max"] for each in of)
+            row.append(f"{middle} ({least:.2f} to {most:.2f})")
         rows.append(row)
     return table(["weights", "a pair beside vLLM's pair", "one worker beside one vLLM"], rows)
 
@@ -24,7 +29,7 @@ def beside_vllm(*runs: Run) -> str:
 def handoff(*runs: Run) -> str:
     """What the parts add to an engine in one process."""
     rows = [
-        [name, *(f"{run['figures'][figure]['p50']:.1f} ms" for run in runs)]
+        [name, *("{p50:.1f} ms (P90 {p90:.1f})".format(**run["figures"][figure]) for run in runs)]
         for name, figure in (
             ("time to first token, engine alone, in one process", "isolated_ttft_ms"),
             ("time to first token over HTTP, through gateway and prefill worker", "ttft_ms"),
@@ -56,7 +61,7 @@ def idle(run: Run) -> list[list[str]]:
     """Of a stack that nobody asks anything."""
     total = run["figures"]["total_percent_of_a_core"]
     name = "the whole stack without a request, of one core"
-    return [[name, f"{total['p50']:.2f} % ({total['min']:.2f} to {total['max']:.2f})"]]
+    return [[name, of_rounds(total, "{:.2f}", " %")]]
 
 
 def long_prompt(run: Run) -> list[list[str]]:

@@ -16,6 +16,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def of_rounds(figure: dict[str, float], form: str, unit: str = "") -> str:
+    """Median, and from the least to the most of the rounds."""
+    middle, least, most = (form.format(figure[name]) for name in ("p50", "min", "max"))
+    return f"{middle}{unit} ({least} to {most})"
+
+
 def versus(run: Run) -> str:
     """Baton beside vLLM: medians, ratios of the rounds."""
     rows = []
@@ -315,16 +321,15 @@ def gateway(run: Run) -> str:
     rows = []
     for streams, each in run["figures"].items():
         if streams.isdigit():
-            mid = {figure: spread["p50"] for figure, spread in each.items()}
             rows.append(
                 [
                     streams,
-                    f"{mid['added_p50_ms']:.2f}",
-                    f"{mid['added_p99_ms']:.1f}",
-                    f"{mid['tokens_per_s']:,.0f}",
-                    f"{mid['moderate_cpu_us_per_token']:.0f}",
-                    f"{mid['cpu_us_per_token']:.0f}",
-                    f"{mid['gateway_share']:.0%}".replace("%", " %"),
+                    of_rounds(each["added_p50_ms"], "{:.2f}"),
+                    of_rounds(each["added_p99_ms"], "{:.1f}"),
+                    of_rounds(each["tokens_per_s"], "{:,.0f}"),
+                    of_rounds(each["moderate_cpu_us_per_token"], "{:.0f}"),
+                    of_rounds(each["cpu_us_per_token"], "{:.0f}"),
+                    f"{each['gateway_share']['p50']:.0%}".replace("%", " %"),
                 ]
             )
     head = [
@@ -341,9 +346,9 @@ def gateway(run: Run) -> str:
 
 def gateway_requests(run: Run) -> str:
     """The same, with short answers."""
-    mid = {figure: spread["p50"] for figure, spread in run["figures"]["requests"].items()}
-    share = f"{mid['gateway_share']:.0%}".replace("%", " %")
-    row = [f"{mid['requests_per_s']:.0f}", f"{mid['cpu_us_per_request']:.0f}", share]
+    figures = run["figures"]["requests"]
+    share = f"{figures['gateway_share']['p50']:.0%}".replace("%", " %")
+    row = [of_rounds(figures["requests_per_s"], "{:.0f}"), of_rounds(figures["cpu_us_per_request"], "{:.0f}"), share]
     return table(["requests/s", "µs a request", "of a core"], [row])
 
 

@@ -155,6 +155,8 @@ class ScriptedGenerator:
     hang: bool = False
     """Wait for ever once `num_before` deltas of each choice are out."""
     num_before: int = 0
+    gate: asyncio.Event | None = None
+    """Wait for it once `num_before` deltas of each choice are out."""
     pause_s: float = 0.0
     readiness: Readiness = READY
     generations: list[Generation] = field(default_factory=list)
@@ -194,6 +196,8 @@ class ScriptedGenerator:
         if self.hang:
             self.hanging.set()
             await asyncio.Event().wait()
+        if self.gate is not None:
+            await self.gate.wait()
 
     def _rounds(self, generation: Generation) -> list[list[Delta]]:
         """One delta of each choice, again and again."""

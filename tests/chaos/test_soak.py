@@ -60,6 +60,8 @@ class Chaos:
         self.happened: Counter[str] = Counter()
         self.last_kill = 0.0
         self.busy: set[int] = set()
+        self.failed: list[BaseException] = []
+        """Why faults did not happen."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -73,19 +75,16 @@ class Chaos:
                     under_way.add(task)
                     task.add_done_callback(under_way.discard)
         finally:
-            await asyncio.gather(*under_way)
+            await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _drain(self, actor: Actor) -> None:
         """An operator drains a worker, and changes his mind."""
-        try:
-            async with aiohttp.ClientSession(f"{self.admin}/workers/{actor.address}/") as session:
-                async with session.post("drain") as response:
-                    self.happened[f"drain {actor.role.value}"] += response.status == 202
-                await asyncio.sleep(self.draw.uniform(0.3, 4.0))
-                while (await session.post("resume")).status != 202:
-                    await asyncio.sleep(0.1)
-        finally:
-            self.busy.discard(self.stage.actors.index(actor))
+        async with aiohttp.ClientSession(f"{self.admin}/workers/{actor.address}/") as session:
+            async with session.post("drain") as response:
+                self.happened[f"drain {actor.role.value}"] += response.status == 202
+            await asyncio.sleep(self.draw.uniform(0.3, 4.0))
+            while (await session.post("resume")).status != 202 and actor.process.popen.poll() is None:
+                await asyncio.sleep(0.1)
 
     def _victim(self) -> int | None:
         free = [index for index in range(4) if index not in self.busy]
@@ -94,8 +93,24 @@ class Chaos:
         return self.draw.choice(free) if free else None
 
     async def _happen(self, index: int) -> None:
+        """A fault of one worker, or its new start if UCX has aborted it."""
         self.busy.add(index)
         actor: Actor = self.stage.actors[index]
+        try:
+            if actor.process.popen.poll() is None:
+                await self._befall(actor)
+        except (AssertionError, OSError, aiohttp.ClientError) as error:
+            # UCX may abort a worker at any moment, and a process that is gone cannot be frozen.
+            if actor.process.popen.poll() is None:
+                self.failed.append(error)
+        try:
+            if actor.process.popen.poll() is not None:
+                self.failed += map(AssertionError, self.stage.unexpected_deaths())
+                await self._restart(actor)
+        finally:
+            self.busy.discard(index)
+
+    async def _befall(self, actor: Actor) -> None:
         name = self.draw.choice([*FAULTS, "drain"])
         if name == "drain":
             await self._drain(actor)
@@ -103,19 +118,17 @@ class Chaos:
         if name == "kill" and time.monotonic() - self.last_kill < KILL_SPACING_S:
             name = "freeze"
         fault = FAULTS[name]()
-        try:
-            if name == "kill":
-                self.last_kill = time.monotonic()
-            await asyncio.to_thread(fault.begin, actor)
-            self.happened[f"{name} {actor.role.value}"] += 1
-            await asyncio.sleep(self.draw.uniform(0.3, 4.0))
-            await asyncio.to_thread(fault.end, actor)
-            if name == "kill":
-                actor.start()
-                await asyncio.to_thread(actor.ready)
-                await asyncio.sleep(1.0)
-        finally:
-            self.busy.discard(index)
+        if name == "kill":
+            self.last_kill = time.monotonic()
+        await asyncio.to_thread(fault.begin, actor)
+        self.happened[f"{name} {actor.role.value}"] += 1
+        await asyncio.sleep(self.draw.uniform(0.3, 4.0))
+        await asyncio.to_thread(fault.end, actor)
+
+    async def _restart(self, actor: Actor) -> None:
+        actor.start()
+        await asyncio.to_thread(actor.ready)
+        await asyncio.sleep(1.0)
 
 
 def _transports() -> list[Any]:
@@ -159,6 +172,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(
         num_near_ties = len(different) - len(wrong)
         print(f"{number} requests in {seconds:.0f} s; faults: {dict(chaos.happened)}; near ties: {num_near_ties}")
         print("\n".join(line for line in text.splitlines() if "failovers_total{" in line or "trials_total{" in line))
+        assert not chaos.failed, chaos.failed
         assert sum(chaos.happened.values()) > seconds / 4, "hardly anything happened"
         assert not wrong, [
             (index, found[index].error, expected[index].tokens, found[index].tokens) for index in wrong[:3]

@@ -55,11 +55,13 @@ def asked(generator: ScriptedGenerator, number: int) -> str:
 
 
 async def test_an_answer_grows_as_it_comes(browser: Browser) -> None:
-    generator = ScriptedGenerator(text=STORY, pause_s=0.03)
+    generator = ScriptedGenerator(text=STORY, num_before=3, gate=asyncio.Event())
     async with serve_dashboard(generator) as server, visit(browser, server.url) as seen:
         page = await seen.live()
         await page.evaluate(LOOK_EACH_FRAME)
         await say(page, "tell me")
+        await page.wait_for_function("() => window.lengths.at(-1) > 0")
+        generator.gate.set()
         answer = await end_of_answer(page)
         assert await answer.locator(".said").text_content() == STORY
         lengths = await page.evaluate("window.lengths")

@@ -39,7 +39,7 @@ def test_pulled_blocks_are_the_sources_and_one_corrupted_block_changes_the_answe
     prompt = f"{facts} What is the code of {asked}?"
     command = [sys.executable, str(Path(__file__).parent.parent / "kv_sink.py")]
     command += [workers.prefill[0].facts["control"], name, str(DEMO_FOLDER), prompt]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["valid"]

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import zmq
@@ -980,6 +981,54 @@ async def test_a_heartbeat_is_made_once_for_all_clients(net: Net) -> None:
     assert len(made) == len(set(made))
     assert len(made) >= 4
     assert all("resync" not in client.events for client in clients), "each has counts of its own"
+
+
+def steps_between(numbers: list[int]) -> list[int]:
+    return [later - earlier for earlier, later in pairwise(numbers)]
+
+
+async def test_a_worker_that_exchanges_nothing_tells_every_second_heartbeat_and_the_next_message_ends_that(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def until_a_message(seconds: float, pulse: Pulse, until: asyncio.Event | None = None) -> float:
+        return await ends.sleep(seconds if until is None or not held else 3600, pulse, until)
+
+    held = False
+    monkeypatch.setattr(server_end, "sleep", until_a_message)
+    worker = net.worker()
+    client = await net.client(worker.address).opened()
+    numbers: list[int] = []
+    make = worker.heartbeat
+
+    def noting(number: int) -> Heartbeat:
+        numbers.append(number)
+        return make(number)
+
+    worker.heartbeat = noting  # type: ignore[method-assign]
+    await worker.events.until(lambda: steps_between(numbers)[-3:] == [2, 2, 2])
+    held = True  # from the next one on, time alone brings no heartbeat
+    await worker.beats(2)
+    del numbers[:]
+    client.link.send(abort(1))
+    await worker.events.until(lambda: len(numbers) >= 9)
+    assert steps_between(numbers) == [1] * 8
+    assert client.events == ["open"]
+
+
+async def test_where_the_timeout_is_short_no_heartbeat_is_left_out(net: Net) -> None:
+    worker = net.worker(pulse=Pulse(interval_s=0.02, timeout_s=0.11))
+    await net.client(worker.address, pulse=Pulse(interval_s=0.02, timeout_s=0.11)).opened()
+    first = worker.beat
+    numbers: list[int] = []
+    make = worker.heartbeat
+
+    def noting(number: int) -> Heartbeat:
+        numbers.append(number)
+        return make(number)
+
+    worker.heartbeat = noting  # type: ignore[method-assign]
+    await worker.events.until(lambda: worker.beat > first + 15)
+    assert set(steps_between(numbers)) == {1}
 
 
 # --- order, bursts, backpressure ---------------------------------------------------------------------------------

@@ -224,7 +224,10 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
 def test_beside_vllm_the_least_is_told_with_the_most() -> None:
     def run(dtype: str, **ratios: tuple[float, ...]) -> Run:
         each = [
-            {"ours": ours.replace("_", " "), "output_tokens_per_s": {"ratio": ratio}}
+            {
+                "ours": ours.replace("_", " "),
+                "output_tokens_per_s": {"ratio": ratio, "ratio_min": ratio - 0.02, "ratio_max": ratio + 0.1},
+            }
             for ours, found in ratios.items()
             for ratio in found
         ]
@@ -233,24 +236,24 @@ def test_beside_vllm_the_least_is_told_with_the_most() -> None:
     one = run("float32", baton_pair=(1.5, 1.04), baton_colocated=(0.98, 1.7))
     other = run("bfloat16", baton_pair=(3.4, 5.3), baton_colocated=(3.6, 2.4))
     assert beside_vllm(one, other).splitlines()[2:] == [
-        "| float32, 1 32 at a time | 1.04 to 1.50 times | 0.98 to 1.70 times |",
-        "| bfloat16, 1 32 at a time | 3.40 to 5.30 times | 2.40 to 3.60 times |",
+        "| float32, 1 32 at a time | 1.04 to 1.50 times (1.02 to 1.60) | 0.98 to 1.70 times (0.96 to 1.80) |",
+        "| bfloat16, 1 32 at a time | 3.40 to 5.30 times (3.38 to 5.40) | 2.40 to 3.60 times (2.38 to 3.70) |",
     ]
 
 
 def test_the_handoff_of_two_models_is_side_by_side() -> None:
     def run(model: str, ms: float) -> Run:
         names = ("isolated_ttft_ms", "ttft_ms", "gap_ms", "first_gap_ms")
-        figures = {name: {"p50": ms + number} for number, name in enumerate(names)}
+        figures = {name: {"p50": ms + number, "p90": 2 * ms} for number, name in enumerate(names)}
         return {"workload": {"model": model}, "figures": figures | {"first_gap_in_decode_steps": ms / 10}}
 
     lines = handoff(run("demo", 10.0), run("15m", 20.0)).splitlines()
     assert lines[0] == "|  | demo model (0.5 M weights) | random Llama (15 M weights) |"
     assert [line.split(" | ")[1:] for line in lines[2:]] == [
-        ["10.0 ms", "20.0 ms |"],
-        ["11.0 ms", "21.0 ms |"],
-        ["12.0 ms", "22.0 ms |"],
-        ["13.0 ms", "23.0 ms |"],
+        ["10.0 ms (P90 20.0)", "20.0 ms (P90 40.0) |"],
+        ["11.0 ms (P90 20.0)", "21.0 ms (P90 40.0) |"],
+        ["12.0 ms (P90 20.0)", "22.0 ms (P90 40.0) |"],
+        ["13.0 ms (P90 20.0)", "23.0 ms (P90 40.0) |"],
         ["1.0", "2.0 |"],
     ]
 

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
 """Clients of one worker."""
+_CALM_BEATS = 8
+"""Heartbeats between which no message came or went, after which every second one is left out."""
 _GOODBYE_S = 0.05
 """Time for the last frames to be read before the connections go: what is unread then may be dropped."""
 
@@ -103,6 +105,9 @@ class ControlServer:
         """Peers that do not read: they are tried again by a timer of their own, and delay nobody else."""
         self._flush_scheduled = False
         self._beat = 0
+        """Intervals that have begun."""
+        self._busy = asyncio.Event()
+        """Set when a message comes or goes."""
         self.traffic = Traffic()
 
     def bind(self, host: str, port: int) -> int:
@@ -132,6 +137,7 @@ class ControlServer:
         if session is None:
             return
         session.outbox.append(message)
+        self._busy.set()
         if peer in self._stalled:
             return
         self._flush_soon(peer)
@@ -204,6 +210,7 @@ class ControlServer:
                 self._end(peer, GOODBYE)
             else:
                 session.received += 1
+                self._busy.set()
                 self._handler.on_message(peer, message)
 
     def _greet(self, peer: Incarnation, hello: Hello) -> None:
@@ -228,9 +235,19 @@ class ControlServer:
         self._handler.on_open(peer, hello.role)
 
     async def _pulse_loop(self) -> None:
+        """Tell every client how this worker is, once an interval. While no message comes or goes, it is told every
+        second interval, as long as three such heartbeats fit in the timeout: idle processes wake up half as often. The
+        first message then is followed by a heartbeat at once."""
+        num_calm = 0
         while True:
-            stall_s = await sleep(self._pulse.interval_s, self._pulse)
-            self._beat += 1
+            calm = num_calm >= _CALM_BEATS and 6 * self._pulse.interval_s <= self._pulse.timeout_s
+            if calm:
+                stall_s = await sleep(2 * self._pulse.interval_s, self._pulse, self._busy)
+            else:
+                stall_s = await sleep(self._pulse.interval_s, self._pulse)
+            self._beat += 2 if calm else 1
+            num_calm = 0 if self._busy.is_set() else num_calm + 1
+            self._busy.clear()
             now = self._clock()
             heartbeat: Heartbeat | None = None
             for peer, session in list(self._sessions.items()):
