@@ -1,10 +1,10 @@
-"""The CPU engine of this tree beside that of another checkout: decode steps and decode attention, taking turns.
+"""Compare the CPU engine of this tree with that of another checkout: decode steps and decode attention, in turns.
 
     git worktree add --detach /tmp/before COMMIT
     python -m benchmarks.against /tmp/before [--rounds 15] [--threads 1]
 
-Each tree computes in a process of its own. In a round each takes a turn, the order alternates, and what counts is the
-ratio of the two turns: it holds on a machine whose speed drifts.
+Each tree computes in a process of its own. In a round each tree takes one turn, in alternating order. The result is the
+ratio of the two turns, which stays valid on a machine whose speed drifts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = (
     ("0.5b", "bfloat16", 8, 512),
     ("0.5b", "bfloat16", 8, 2048),
 )
-"""Model, type, sequences and context of a decode step."""
+"""(model, dtype, sequences, context in tokens) of each decode step."""
 ATTENTION = (
     ("float32", 6, 1, 48, 16, 512, 8),
     ("float32", 4, 2, 64, 16, 128, 32),
@@ -45,9 +45,9 @@ ATTENTION = (
     ("bfloat16", 8, 4, 128, 16, 2048, 4),
     ("bfloat16", 8, 4, 128, 64, 2048, 4),
 )
-"""Type, KV heads, query heads of each, head dimension, block size, context and sequences of one layer's attention."""
+"""(dtype, KV heads, query heads per KV head, head dimension, block size, context, sequences) of a layer's attention."""
 _KV_BYTES = 192 * 2**20
-"""KV of the layers that attention goes through in turn: more than caches hold."""
+"""Bytes of KV over all layers that attention goes through in turn: more than the processor's caches hold."""
 
 
 class Tree:
@@ -65,7 +65,7 @@ class Tree:
         )
 
     def seconds(self, case: list[Any]) -> float:
-        """One turn. The first one of a case prepares it."""
+        """Seconds of one turn of this case. The first turn of a case also prepares it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(case) + "\n")
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _turns(trees: list[Tree], case: list[Any], rounds: int) -> list[list[float]]:
-    """Seconds of each tree's turns; a first one of each does not count."""
+    """Seconds of each tree's turns, without a first turn of each that warms up."""
     times: list[list[float]] = [[] for _ in trees]
     for number in range(rounds + 1):
         for index in (0, 1) if number % 2 else (1, 0):
@@ -132,14 +132,14 @@ def _turns(trees: list[Tree], case: list[Any], rounds: int) -> list[list[float]]
 
 
 def child(models: dict[str, str]) -> None:
-    """Take a case from each line of standard input, and answer with the seconds that it took."""
+    """Read one case from each line of standard input, run it, and print the seconds that it took."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     prepare = {"steps": lambda *case: _step(models, *case), "attention": _attention}
     ready: tuple[list[Any], Callable[[], None]] | None = None
     for line in sys.stdin:
         case = json.loads(line)
         if ready is None or ready[0] != case:
-            ready = None  # gives the memory of the last case back first
+            ready = None  # frees the memory of the last case first
             ready = case, prepare[case[0]](*case[1:])
             ready[1]()
         begin = time.perf_counter()
@@ -148,7 +148,7 @@ def child(models: dict[str, str]) -> None:
 
 
 def _step(models: dict[str, str], model: str, dtype: str, batch: int, context: int) -> Callable[[], None]:
-    """Some greedy decode steps of a model, at one position."""
+    """Return a function that runs some greedy decode steps of a model, all at one position."""
     from common.contract.sampling import SamplingParams
     from common.engine.batch import Sample, Slice
     from common.engine.runner import load_runner
@@ -174,7 +174,7 @@ def _step(models: dict[str, str], model: str, dtype: str, batch: int, context: i
 def _attention(
     dtype: str, num_kv_heads: int, group: int, head_dim: int, block_size: int, context: int, batch: int
 ) -> Callable[[], None]:
-    """Decode attention of the layers of a cache that no processor's cache holds."""
+    """Return a function that runs decode attention over the layers of a KV cache larger than the processor's caches."""
     from common.contract.kv_layout import DTYPE_BYTES, KVLayout
     from common.engine.kv_cache import KVCache
     from common.engine.native import kernels

@@ -1,9 +1,10 @@
-"""`baton bench` and `vllm bench serve` measure the same: runs of the same load on the same stack, taking turns.
+"""Check that `baton bench` and `vllm bench serve` agree: both run the same load on the same stack, in turns.
 
     python -m benchmarks.agreement
 
-Prompts of 40 words and answers of 32 tokens, 4 at a time, to a local stack with the model of 15 million weights; each
-run has prompts of its own. Needs `python -m benchmarks.peers.install_vllm`, for the client alone.
+The load is prompts of 40 words and answers of 32 tokens, 4 requests at a time, on a local stack with the model of
+15 million weights; each run has prompts of its own. Needs `python -m benchmarks.peers.install_vllm`, only for vLLM's
+client.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def summary(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
-    """For each figure the medians of both, and the rounds' ratios."""
+    """For each figure, the medians of both clients and the ratios of the rounds."""
     made = {}
     for name in rounds[0]["ours"]:
         pairs = [(each["ours"][name], each["theirs"][name]) for each in rounds]
@@ -75,7 +76,7 @@ def summary(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 
 
 def ours(url: str, options: argparse.Namespace, seed: int, folder: Path) -> Figures:
-    """`baton bench`."""
+    """The figures of one run of `baton bench`."""
     output = folder / "ours.json"
     command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--text", "--input-tokens", str(options.words)]
     command += ["--output-tokens", str(options.output_tokens), "--requests", str(options.requests)]
@@ -94,7 +95,7 @@ def ours(url: str, options: argparse.Namespace, seed: int, folder: Path) -> Figu
 
 
 def theirs(url: str, options: argparse.Namespace, seed: int, folder: Path) -> Figures:
-    """`vllm bench serve`, with prompts made of the same words."""
+    """The figures of one run of `vllm bench serve`, with prompts made of the same words."""
     prompts, output = folder / "prompts.jsonl", folder / "theirs.json"
     draw = Random(f"theirs {seed}")
     lines = [{"prompt": " ".join(draw.choices(WORDS, k=options.words))} for _ in range(options.requests)]

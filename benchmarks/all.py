@@ -1,10 +1,10 @@
-"""Every record anew, one after another, from one commit.
+"""Record every measurement again, one after another, from one commit.
 
     python -m benchmarks.all [--only NAME ...] [--skip NAME ...]
 
-What fails, or takes twice as long as it should, is told at the end; the others are recorded all the same, and the
-documents' tables are made again. Nothing else should run on the machine. `versus` and `agreement` need
-`python -m benchmarks.peers.install_vllm`, the soaks root and iproute2.
+A measurement that fails, or takes twice its expected time, is reported at the end; the others are recorded all the
+same, and the documents' tables are made again. Nothing else should run on the machine. `versus` and `agreement` need
+`python -m benchmarks.peers.install_vllm`; the soaks need root and iproute2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """Its module, and what tells it from others of that module."""
+        """The name of its module, with the arguments that distinguish it from other measurements of that module."""
         words = self.command.removeprefix("benchmarks.").replace("--model ", "").replace("--dtype ", "").split()
         told = [word for word in words if not word.startswith("-") and not word.replace(".", "").isdigit()]
         return "-".join(told)
@@ -71,7 +71,7 @@ MEASUREMENTS = (
 
 
 def measure(measurement: Measurement) -> tuple[str, float]:
-    """Run it; what became of it, and the minutes that it took."""
+    """Run a measurement; return (its outcome, the minutes that it took)."""
     began = time.monotonic()
     environment = os.environ | {"SOAK_REQUESTS": "500", "SOAK_RECORD": "1"}
     command = [sys.executable, "-m", *measurement.command.split()]

@@ -1,11 +1,11 @@
-"""A pool of prefill workers and its autoscaler on a modelled clock, through a step of the load.
+"""Simulate a pool of prefill workers and its autoscaler on a modelled clock, through a step of the load.
 
     python -m benchmarks.autoscale
 
 The scheduler, the admission, the recording rules and the autoscaler's `behavior` are the product's; the rules are
 evaluated by Prometheus' own engine (`promtool`, which must be installed), from samples as a scrape every 15 s would
-find them. Time, the workers' speed, their start-up and Kubernetes' autoscaler are modelled. For comparison the same is
-scaled by the length of the queue alone.
+find them. Time, the workers' speed, their start-up and Kubernetes' autoscaler are modelled. For comparison, the same
+pool is also scaled by the length of the queue alone.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
 
 K8S: Final = Path(__file__).parents[1] / "k8s"
 SCRAPE_S: Final = 15
-"""Between scrapes, evaluations of the rules, and looks of the autoscaler."""
+"""Seconds between two scrapes, between two evaluations of the rules, and between two decisions of the autoscaler."""
 LATE: Final = 2
-"""The autoscaler sees what the rules gave so many looks ago: nothing makes the three happen together, and adapters keep
-what they have been told for a while."""
+"""Number of intervals by which the autoscaler sees the rules' results late: scrape, evaluation and decision are not
+synchronised, and metric adapters cache values for a while."""
 WINDOW: Final = 20
-"""Samples of each series that the rules get: more than their longest window."""
+"""Number of samples of each series that the rules see: more than their longest window."""
 START_S: Final = 60.0
-"""From a worker's being wanted to its being ready: an image that is there, weights from a local disk."""
+"""Seconds from requesting a worker until it is ready, with its image present and its weights on a local disk."""
 TOKEN_S: Final = 0.0002
 STEP_S: Final = 0.005
-"""A step takes so long, and so long for each of its tokens."""
+"""A step takes `STEP_S`, and `TOKEN_S` more for each of its tokens."""
 BLOCK_SIZE: Final = 256
 MEAN_TOKENS, DEVIATION_TOKENS = 1155.0, 1109.0
-"""Of prompts, log-normal: Azure's conversations of 2023."""
+"""Mean and standard deviation of the prompts' tokens, log-normal: Azure's conversations of 2023."""
 WANTED: Final = "baton:prefill_workers:wanted"
 
 
@@ -71,7 +71,7 @@ def autoscaler(role: str) -> dict[str, Any]:
 
 
 def evaluate(samples: dict[str, list[float | None]], query: str, folder: Path, spec: dict[str, Any]) -> float | None:
-    """What a query gives at the last of these samples, with the rules; None for nothing."""
+    """Evaluate `query`, with the rules, at the last of the samples; None if the result is empty."""
     (folder / "rules.yaml").write_text(json.dumps(spec))
     num = max(len(values) for values in samples.values())
     words = {name: " ".join("_" if v is None else f"{v:.9g}" for v in values) for name, values in samples.items()}
@@ -95,7 +95,7 @@ def evaluate(samples: dict[str, list[float | None]], query: str, folder: Path, s
     (folder / "test.yaml").write_text(json.dumps(test))
     command = ["promtool", "test", "rules", str(folder / "test.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    # The test expects nothing, so that what there is is told.
+    # The test expects an empty result, so promtool's failure message contains the real one.
     found = re.search(r"got:\s*(.*)", done.stderr + done.stdout)
     assert found is not None, done.stderr + done.stdout
     values = [
@@ -128,17 +128,17 @@ class Worker:
 
     @property
     def queued_s(self) -> float:
-        """`baton_prefill_queued_seconds`."""
+        """The value of `baton_prefill_queued_seconds`."""
         return self._scheduler.num_uncomputed * TOKEN_S
 
     def add(self, work: Prefill, now: float) -> None:
-        """A prompt comes."""
+        """A prompt arrives."""
         if not self._scheduler.requests():
             self.now = max(self.now, now)
         self._scheduler.add(PrefillRequest(work, Incarnation("g"), arrived=now, deadline=math.inf))
 
     def run(self, until: float) -> Iterator[tuple[RequestId, float]]:
-        """Compute up to a moment: prompts whose first tokens are there, and when."""
+        """Compute until the time `until`; yield (prompt, time of its first token) for each prompt that is done."""
         while self._scheduler.requests() and self.now < until:
             self._scheduler.admit(self.now)
             chunks = self._scheduler.schedule(self.now)
@@ -158,7 +158,7 @@ class Worker:
 
 @dataclass
 class Story:
-    """What has happened, sampled each time that the autoscaler looked."""
+    """The course of a simulation, sampled at each decision of the autoscaler."""
 
     times_s: list[float] = field(default_factory=list)
     replicas: list[int] = field(default_factory=list)
@@ -167,10 +167,10 @@ class Story:
     ttft_s: list[tuple[float, float]] = field(default_factory=list)
     """(arrival, time to first token)."""
     refused: list[float] = field(default_factory=list)
-    """Arrivals."""
+    """Arrival times of refused requests."""
 
     def reversals(self, after_s: float = 0.0) -> int:
-        """How often the number of workers changed its direction."""
+        """Number of times that scaling changed its direction."""
         steps = [
             b - a
             for (t, a), b in zip(zip(self.times_s, self.replicas, strict=True), self.replicas[1:], strict=False)
@@ -180,7 +180,7 @@ class Story:
         return sum(a != b for a, b in itertools.pairwise(signs))
 
     def first(self, replicas: int, since_s: float) -> float:
-        """Seconds from a moment until so many were asked for."""
+        """Seconds from `since_s` until at least `replicas` workers were requested; infinite if never."""
         return (
             next(
                 (t for t, n in zip(self.times_s, self.replicas, strict=True) if t >= since_s and n >= replicas),
@@ -190,19 +190,19 @@ class Story:
         )
 
     def p90_ttft_s(self, begin_s: float, end_s: float) -> float:
-        """Of those who came in between."""
+        """90th percentile of the time to first token of requests that arrived in `[begin_s, end_s)`."""
         some = sorted(ttft for arrived, ttft in self.ttft_s if begin_s <= arrived < end_s)
         return some[int(0.9 * len(some))] if some else math.nan
 
     def met_after_s(self, target_s: float, since_s: float) -> float:
-        """Seconds from a moment until nine in ten first tokens of a minute came within the target."""
+        """Seconds from `since_s` until a minute began in which 90 % of the first tokens came within `target_s`."""
         end_s = self.times_s[-1]
         minutes = itertools.takewhile(lambda begin: begin + 60 <= end_s, itertools.count(since_s, SCRAPE_S))
         return next((m - since_s for m in minutes if self.p90_ttft_s(m, m + 60) <= target_s), math.inf)
 
 
 class Pool:
-    """The workers, the gateway in front of them, and what Prometheus has scraped of both."""
+    """The workers, the gateway in front of them, and the samples that Prometheus has scraped from both."""
 
     def __init__(self, rate: Callable[[float], float], seed: int) -> None:
         self._draw = random.Random(seed)
@@ -229,7 +229,7 @@ class Pool:
                 return
 
     def run(self, until: float) -> None:
-        """Requests arrive and are computed up to a moment."""
+        """Let requests arrive and be computed until the time `until`."""
         while self._coming < until:
             self._work(self._coming)
             self._arrive(self._coming)
@@ -271,7 +271,7 @@ class Pool:
         chosen.add(work, now)
 
     def scale(self, replicas: int, now: float) -> None:
-        """There are to be so many: more start, or the youngest drain."""
+        """Change the pool to `replicas` workers: start new ones, or drain the youngest."""
         staying = [worker for worker in self.workers if not worker.draining]
         for _ in range(replicas - len(staying)):
             self.workers.append(Worker(next(self._names), now + START_S))
@@ -298,7 +298,7 @@ class Pool:
                     more = "".join(f', {name}="{value}"' for name, value in sample.labels.items())
                     found[f"{sample.name}{{{labels}{more}}}"] = sample.value
         for name in {*self._scraped, *found}:
-            # Of a target that is gone the last sample is marked stale; promtool has no word for that in a gap.
+            # Prometheus marks the series of a vanished target as stale; promtool's notation cannot do so in a gap.
             series = self._scraped.setdefault(name, [None] * self._num_scrapes)
             series.append(found.get(name))
         self._num_scrapes += 1
@@ -309,7 +309,7 @@ class Pool:
 def simulate(
     rate: Callable[[float], float], end_s: float, seed: int, spec: dict[str, Any], query: str = WANTED
 ) -> Story:
-    """The whole story: requests at `rate(t)` a second, scaled by what `query` gives."""
+    """Simulate `end_s` seconds with `rate(t)` requests per second, scaled by the result of `query`."""
     pool, scaler = Pool(rate, seed), Autoscaler(autoscaler("prefill"))
     replicas = 1
     with TemporaryDirectory() as scratch:
@@ -329,22 +329,22 @@ def simulate(
 
 
 def step(before: float, after: float, at_s: float, back_at_s: float = math.inf) -> Callable[[float], float]:
-    """So many requests a second, and from a moment on so many others, perhaps for a time."""
+    """A rate of `before` requests per second, and of `after` in `[at_s, back_at_s)`."""
     return lambda t: after if at_s <= t < back_at_s else before
 
 
 QUEUE_ALONE: Final = "sum by (namespace) (baton_prefill_queued_seconds) / 1"
-"""As many workers as there are seconds of queued work: what many do."""
+"""One worker for each second of queued work: a common rule."""
 STEP_AT_S: Final = 300.0
 BEFORE, AFTER = 2.0, 11.0
-"""Requests a second: half of what one worker can do, and what needs four at three quarters."""
+"""Requests per second: half the capacity of one worker, and the load of four workers at three quarters of theirs."""
 NEEDED: Final = 4
 TARGET_S: Final = 2.0
-"""To the first token, for nine in ten."""
+"""Target for the 90th percentile of the time to first token."""
 
 
 def figures(story: Story, end_s: float) -> dict[str, Any]:
-    """What is worth telling of a run."""
+    """The figures of a run that are recorded."""
     return {
         "seconds_until_needed_are_asked_for": story.first(NEEDED, STEP_AT_S),
         "seconds_until_the_target_is_met": story.met_after_s(TARGET_S, STEP_AT_S),
@@ -360,7 +360,7 @@ def figures(story: Story, end_s: float) -> dict[str, Any]:
 
 
 def changes(replicas: Sequence[tuple[float, int]]) -> list[tuple[tuple[float, int], tuple[float, int]]]:
-    """What was before and after each change."""
+    """For each change of the number of replicas, the samples before and after it."""
     return [(before, after) for before, after in itertools.pairwise(replicas) if before[1] != after[1]]
 
 

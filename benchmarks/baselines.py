@@ -1,7 +1,7 @@
-"""Batching as it was before it was continuous, on the product's own scheduler and engine: for comparison only.
+"""Batching without iteration-level scheduling, on the product's own scheduler and engine: for comparison only.
 
-A batch is let in as a whole, and the next one when its last sequence has ended. Sequences that have ended leave their
-place empty but, unlike in a naive implementation, cost no compute: what is compared is the scheduling alone.
+A batch is admitted as a whole, and the next batch when its last sequence has ended. Sequences that have ended leave
+their place empty but, unlike in a naive implementation, cost no compute, so that only the scheduling is compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from decode_worker.scheduler import DecodeScheduler, Reservation
 
 
 class BatchAtATime:
-    """A decode scheduler that sees its requests in batches; everything else is the scheduler's own.
+    """A decode scheduler that receives its requests in batches; everything else is the product's scheduler.
 
     With `window_s` infinite a batch waits until it is full (static batching); otherwise until it is full, or its first
     request has waited that long (windowed dynamic batching).
@@ -33,7 +33,7 @@ class BatchAtATime:
         return getattr(self._scheduler, name)
 
     def want(self, request: DecodeRequest, now: float) -> None:
-        """The request waits for its batch."""
+        """Queue the request until its batch is admitted."""
         self._queue.append((now, request))
 
     def no_more(self) -> None:
@@ -41,13 +41,13 @@ class BatchAtATime:
         self._no_more = True
 
     def opens_at(self) -> float:
-        """When a batch that is not full will be let in."""
+        """The time at which a batch that is not full is admitted."""
         if not self._queue:
             return math.inf
         return 0.0 if self._no_more else self._queue[0][0] + self._window_s
 
     def reserve(self, now: float) -> Sequence[Reservation]:
-        """Let the next batch in, once the last one has ended."""
+        """Admit the next batch if the last one has ended; then reserve as the product's scheduler does."""
         inner = self._scheduler
         busy = inner.num_running + inner.num_waiting + inner.num_pulling + inner.num_computing + inner.num_preempted
         if not busy and (len(self._queue) >= self._batch_size or self.opens_at() <= now):

@@ -1,8 +1,8 @@
-"""The whole fault matrix: every fault in every state over every transport, counted.
+"""Run the whole fault matrix (every fault in every state over every transport), and count the results.
 
     python -m benchmarks.chaos       # as root; about an hour
 
-Runs `tests/chaos` without the soaks, which `make chaos` has besides, and records how many cells passed.
+Runs `tests/chaos` without the soaks, which only `make chaos` includes, and records how many cells passed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.record import ROOT, record
 
 _CELL = re.compile(r"(?P<test>\w+)(\[(?P<transport>nixl-tcp|nixl|zmq)?-?(?P<fault>cut-in|cut-out|\w+)?)?")
 _MATRIX = ("test_the_stream_goes_on", "test_a_gateway_is_gone")
-"""Beginnings of the names of tests whose second parameter is a fault."""
+"""Prefixes of the names of tests whose second parameter is a fault."""
 _ANY_TRANSPORT = "nixl"
-"""Where a test has no transport among its parameters."""
+"""The transport of a test that has none among its parameters."""
 
 
 def counted(cases: Iterable[tuple[str, bool]]) -> dict[str, dict[str, dict[str, int]]]:
-    """Cells that passed and that failed, by transport and fault, of tests' names and whether they passed."""
+    """Numbers of passed and failed cells, by transport and fault. `cases` are (test name, whether it passed)."""
     found: dict[str, dict[str, Counter[str]]] = {"passed": {}, "failed": {}}
     for name, passed in cases:
         cell = _CELL.match(name)
@@ -38,7 +38,7 @@ def counted(cases: Iterable[tuple[str, bool]]) -> dict[str, dict[str, dict[str, 
 
 
 def aborts(cases: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """How often UCX ended a worker (docs/log.md), by transport, of tests' names and what they printed."""
+    """Number of times that UCX aborted a worker (docs/log.md), by transport. `cases` are (test name, its output)."""
     found: Counter[str] = Counter()
     for name, printed in cases:
         cell = _CELL.match(name)

@@ -1,17 +1,18 @@
-"""The field's claims for continuous batching and paged memory, each repeated on this scheduler.
+"""Repeat published claims for continuous batching and paged memory on this scheduler.
 
     python -m benchmarks.claims
 
-* Iteration-level scheduling has 36.9 times the throughput of FasterTransformer at equal latency (Orca, OSDI 2022); 8
-  times that of static batching by scheduling alone, 23 times with paged memory (Anyscale, 2023). Here it depends on how
-  much the lengths of the outputs vary. All requests are there at the start, and continuous batching has as many places
-  as static batching, or as many as fit into a cache in which static batching reserves the longest sequence for each.
+* Iteration-level scheduling has 36.9 times the throughput of FasterTransformer at equal latency (Orca, OSDI 2022). It
+  has 8 times that of static batching by scheduling alone, 23 times with paged memory (Anyscale, 2023). Here the ratio
+  is measured over the variation of the output lengths. All requests are present at the start, and continuous batching
+  has as many places as static batching, or as many as fit into a cache in which static batching reserves the longest
+  sequence for each place.
 * Under 4 % of a paged cache is reserved and empty, and 62 to 80 % of a pre-allocated one (vLLM, SOSP 2023, figure 2).
-* Ragged batches need no padding (Orca's selective batching): how much that is.
+* Ragged batches need no padding (Orca's selective batching): the padding that is saved is computed.
 
-The scheduler, the block pool and static batching are those of the other benchmarks; the clock has timed the steps of
-the real engine in the same run, and is checked against it at one point. On a CPU a step costs more with every sequence;
-`ratio_of_steps` is what the ratio would be if it did not, which is nearer to a GPU.
+The scheduler, the block pool and static batching are those of the other benchmarks. Time comes from a clock that is
+fitted to steps of the real engine in the same run, and checked against the engine at one point. On a CPU a step costs
+more with every sequence; `ratio_of_steps` is the ratio if it did not, which is nearer to a GPU.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 MAX_PROMPT = 512
 MEAN_TOKENS = 64
-"""Of a prompt and of an output, where batching is compared."""
+"""Mean tokens of a prompt, and of an output, in the comparison of batching."""
 PLENTY = 16384
-"""Blocks with which memory limits nobody."""
+"""Enough blocks that memory limits no request."""
 CACHE_SLOTS = 8192
-"""Slots of the cache where memory is the limit."""
+"""Token slots of the cache in the comparison where memory is the limit."""
 MAX_TOKENS = 512
-"""What every client allows, where memory is measured."""
+"""`max_tokens` of every request in the measurement of memory."""
 KV_BYTES = 256 * 2**20
 
 TIMED_BATCHES = (1, 2, 4, 6, 8, 16, 32, 64, 128)
@@ -60,20 +61,20 @@ TIMED_OUTPUT, TIMED_PROMPT, TIMED_ROUNDS = 32, 256, 3
 
 
 class Size(NamedTuple):
-    """Tokens of a request."""
+    """Prompt and output tokens of a request."""
 
     prompt: int
     output: int
 
 
 def draw_sizes(prompts: Lengths, outputs: Lengths, num: int, seed: int) -> list[Size]:
-    """Prompts are the same whatever the outputs."""
+    """Draw `num` sizes. The prompts depend only on the seed, not on the distribution of the outputs."""
     prompt_draw, output_draw = Random(f"prompt {seed}"), Random(f"output {seed}")
     return [Size(prompts.draw(prompt_draw), outputs.draw(output_draw)) for _ in range(num)]
 
 
 def varied_sizes(cv: float, num: int, seed: int) -> list[Size]:
-    """Outputs of one mean, with this coefficient of variation before they are cut to fit."""
+    """Sizes whose outputs have one mean and the coefficient of variation `cv`, before they are cut to fit."""
     prompts = clipped(LogNormal(MEAN_TOKENS, MEAN_TOKENS), MAX_PROMPT)
     outputs = LogNormal(MEAN_TOKENS, cv * MEAN_TOKENS) if cv else Fixed(MEAN_TOKENS)
     return draw_sizes(prompts, clipped(outputs, MAX_MODEL_LEN - MAX_PROMPT), num, seed)
@@ -89,7 +90,7 @@ def serve(
     max_tokens: int = MAX_MODEL_LEN,
     handoff: bool = False,
 ) -> tuple[Driver, list[Story]]:
-    """All requests are there at the start. Static batches compute their prompts first, then decode."""
+    """Serve requests that are all present at the start. Static batches compute their prompts first, then decode."""
     pool = BlockPool(num_blocks, prefix_cache=False)
     policy = Policy(
         block_size=BLOCK_SIZE, max_num_seqs=places, max_sequence_tokens=MAX_MODEL_LEN, prefill_priority=static
@@ -111,7 +112,7 @@ def serve(
 
 
 def tokens_per_s(stories: Sequence[Story]) -> float:
-    """From the start to the last token."""
+    """Output tokens per second, from the start to the last token."""
     return sum(len(story.token_ids) for story in stories) / max(story.times_s[-1] for story in stories)
 
 
@@ -119,9 +120,9 @@ def tokens_per_s(stories: Sequence[Story]) -> float:
 
 
 class Clock:
-    """No engine: a step takes what it took on one, linear between the batches that were timed.
+    """Models an engine: a step takes the measured time, interpolated linearly between the timed batch sizes.
 
-    One line through all of them, a `Timing`, misses the short steps of few sequences, with which static batches end.
+    A single line through all of them (`Timing`) misses the short steps of few sequences, with which static batches end.
     """
 
     def __init__(self, decode_step_s: Mapping[int, float], prompt_token_s: float) -> None:
@@ -129,21 +130,23 @@ class Clock:
         self._prompt_token_s = prompt_token_s
 
     def step_s(self, num_decodes: int, num_prompt: int) -> float:
-        """Of a step with so many sequences that decode, and so many tokens of prompts."""
+        """Seconds of a step that decodes `num_decodes` sequences and computes `num_prompt` prompt tokens."""
         return float(np.interp(num_decodes, self._batches, self._seconds)) + self._prompt_token_s * num_prompt
 
     def run(self, step: Step) -> list[tuple[Sampled, ...]]:
-        """Tokens that nobody reads."""
+        """Return arbitrary tokens, which nothing reads."""
         return Modelled(Timing()).run(step)
 
     def seconds(self, step: Step) -> float:
-        """By what was timed."""
+        """Seconds of the step, by the measured times."""
         return self.step_s(len(step.decodes), sum(chunk.end - chunk.start for chunk in step.chunks))
 
 
 def timed(runner: ModelRunner) -> tuple[dict[int, float], float]:
-    """Seconds, scheduling included, of a decode step at each size of the batch, and of a prompt. Of the medians of the
-    rounds the least counts: other processes make steps longer only."""
+    """(seconds of a decode step for each batch size, seconds of a prompt), both including scheduling.
+
+    Each is the minimum over the rounds of the round's median, since other processes can only make steps longer.
+    """
 
     engine, num_blocks = Real(runner), runner.cache.num_blocks
 
@@ -164,7 +167,8 @@ def timed(runner: ModelRunner) -> tuple[dict[int, float], float]:
 
 
 def fit(decode_step_s: Mapping[int, float], prompt_s: float) -> tuple[Clock, Timing]:
-    """The clock, and the cost model that is linear in the batch. A step without decodes continues the first two."""
+    """The clock, and the cost model that is linear in the batch size. The time of a step without decodes is
+    extrapolated from batches of one and two."""
     one, two = decode_step_s[1], decode_step_s[2]
     base_s = max(0.0, 2 * one - two)
     clock = Clock({0: base_s, **decode_step_s}, (prompt_s - base_s) / TIMED_PROMPT)
@@ -174,7 +178,7 @@ def fit(decode_step_s: Mapping[int, float], prompt_s: float) -> tuple[Clock, Tim
 
 
 def check(runner: ModelRunner, clock: Clock, line: Timing, *, num: int, rounds: int, seed: int) -> dict[str, Any]:
-    """Continuous over static throughput at one point, by the clock, by the linear model, and on the engine."""
+    """Ratio of continuous to static throughput at one point, by the clock, by the linear model, and on the engine."""
     cv, batch, num_blocks = 1, 8, runner.cache.num_blocks
     sizes = varied_sizes(cv, num, seed)
 
@@ -193,13 +197,13 @@ def check(runner: ModelRunner, clock: Clock, line: Timing, *, num: int, rounds: 
 
 
 def batches(sizes: Sequence[Size], batch: int) -> Iterable[Sequence[Size]]:
-    """As static batching has them."""
+    """Split the requests into the batches of static batching."""
     return (sizes[start : start + batch] for start in range(0, len(sizes), batch))
 
 
 def naive_static_s(sizes: Sequence[Size], batch: int, clock: Clock) -> float:
-    """Static batching in which every sequence costs what the batch's longest one costs: the prompts are padded, and who
-    has ended goes on until all have. The step of the prompts makes the first tokens."""
+    """Seconds of static batching in which every sequence costs as much as the longest one of its batch: prompts are
+    padded, and ended sequences are computed until all have ended. The step of the prompts gives the first tokens."""
     total_s = 0.0
     for members in batches(sizes, batch):
         prompt = max(size.prompt for size in members)
@@ -209,7 +213,7 @@ def naive_static_s(sizes: Sequence[Size], batch: int, clock: Clock) -> float:
 
 
 def static_utilisation(sizes: Sequence[Size], batch: int) -> float:
-    """Tokens made / (places x steps)."""
+    """Output tokens / (places x steps)."""
     num_steps = sum(max(size.output for size in members) for members in batches(sizes, batch))
     return sum(size.output for size in sizes) / (batch * num_steps)
 
@@ -217,7 +221,8 @@ def static_utilisation(sizes: Sequence[Size], batch: int) -> float:
 def compare(
     sizes: Sequence[Size], clock: Clock, batch: int, *, places: int | None = None, num_blocks: int = PLENTY
 ) -> dict[str, float]:
-    """Static batches of `batch`, naive ones, and continuous batching, which alone has `places` and `num_blocks`."""
+    """Compare static batches of `batch` requests, naive ones, and continuous batching. `places` and `num_blocks` limit
+    only continuous batching."""
     places = places or batch
     driver, stories = serve(sizes, clock, places, num_blocks=num_blocks)
     baseline, static_stories = serve(sizes, clock, batch, static=True)
@@ -243,7 +248,7 @@ def compare(
 
 
 def stored(size: Size) -> range:
-    """Tokens in the cache after each decode step of a request; the last token of an output never is."""
+    """Tokens in the cache after each decode step of a request; the last output token is never stored."""
     return range(size.prompt + 1, size.prompt + size.output)
 
 
@@ -254,13 +259,13 @@ def empty_share(sizes: Sequence[Size], reserved: Callable[[Size], int]) -> float
 
 
 def paged_empty_share(sizes: Sequence[Size]) -> float:
-    """The same of the blocks in use, as the pool counts them."""
+    """Share of the slots of the blocks in use, as the pool counts them, without a token, over all decode steps."""
     driver, _ = serve(sizes, Modelled(Timing()), len(sizes), max_tokens=MAX_TOKENS, handoff=True)
     return 1 - sum(sum(stored(size)) for size in sizes) / (BLOCK_SIZE * driver.block_steps)
 
 
 def memory(num: int, seed: int) -> dict[str, float]:
-    """Shares of slots that are reserved and empty, of requests like ShareGPT's."""
+    """Shares of slots that are reserved and empty, for requests with ShareGPT's lengths."""
     prompts, outputs = WORKLOADS["sharegpt"]
     prompts, outputs = clipped(prompts, MAX_MODEL_LEN - MAX_TOKENS), clipped(outputs, MAX_TOKENS)
     sizes = draw_sizes(prompts, outputs, num, seed)
@@ -272,12 +277,12 @@ def memory(num: int, seed: int) -> dict[str, float]:
 
 
 def padding(prompts: Sequence[int]) -> int:
-    """Tokens that a batch computes for nothing when its prompts are padded to the longest."""
+    """Padding tokens of a batch whose prompts are padded to the longest."""
     return len(prompts) * max(prompts) - sum(prompts)
 
 
 def mean_padding(batch: int, num_batches: int, seed: int) -> dict[str, float]:
-    """Tokens in a batch, and the share of what is computed, of prompts like ShareGPT's; ragged batches have none."""
+    """Mean padding tokens of a batch of prompts with ShareGPT's lengths, and their share of all computed tokens."""
     prompts, outputs = WORKLOADS["sharegpt"]
     sizes = draw_sizes(prompts, outputs, batch * num_batches, seed)
     groups = [[size.prompt for size in members] for members in batches(sizes, batch)]
@@ -290,7 +295,7 @@ def mean_padding(batch: int, num_batches: int, seed: int) -> dict[str, float]:
 
 
 def show(title: str, rows: Sequence[dict[str, Any]], *names: str) -> None:
-    """A table."""
+    """Print a table."""
     print(f"\n{title}")
     print("  ".join(f"{name:>{max(10, len(name))}}" for name in names))
     for row in rows:

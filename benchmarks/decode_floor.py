@@ -1,11 +1,11 @@
-"""How far a decode step is from what the machine can do: read its bytes, and multiply and add.
+"""Compare decode steps with the least time in which the machine can read their bytes, and do their multiply-adds.
 
     python -m benchmarks.decode_floor --model 0.5b --threads 1
 
-The floor of a step is (weights, in the checkpoint's type, + the KV of its sequences) / the best bandwidth at which an
-independent loop (`floor.c`, over 512 MiB) reads in the same run, by as many threads. On a CPU that multiplies in
-float32 there is a second one: the multiply-adds of the weights, at the best rate that a loop over registers reaches.
-Steps and loops take turns.
+The floor of a step is (bytes of weights in the checkpoint's dtype + bytes of its sequences' KV) / (best bandwidth at
+which an independent loop, `floor.c` over 512 MiB, reads in the same run with as many threads). On a CPU that multiplies
+in float32 there is a second floor: the multiply-adds of the weights, at the best rate that a loop over registers
+reaches. Steps and loops take turns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOOP_ROUNDS = 2_000_000
 
 
 class Machine:
-    """The loops of `floor.c`, by several threads, and the best rates that they have reached."""
+    """Runs the loops of `floor.c` with several threads, and keeps the best rates that they have reached."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         library = folder / "floor.so"
@@ -52,7 +52,7 @@ class Machine:
         self.bytes_per_s = self.flops_per_s = 0.0
 
     def measure(self) -> None:
-        """One turn of each loop."""
+        """Run one turn of each loop."""
         seconds = self._time(lambda part: self._loops.read_all(part.data_ptr(), part.numel()))
         self.bytes_per_s = max(self.bytes_per_s, 4 * self._parts.numel() / seconds)
         seconds = self._time(lambda part: self._loops.multiply_add(LOOP_ROUNDS, 1e-9))
@@ -119,7 +119,7 @@ def measure(runner: ModelRunner, machine: Machine, options: argparse.Namespace) 
 
 
 def weight_bytes(runner: ModelRunner) -> int:
-    """Of the matrices, all of which a step reads, in the checkpoint's type, whatever they are held in."""
+    """Bytes of the weight matrices that a step reads, counted in the checkpoint's dtype, not in that of the engine."""
     c = runner.config
     q_out, kv_out = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layer = (2 * q_out + 2 * kv_out + 3 * c.intermediate_size) * c.hidden_size
@@ -127,7 +127,7 @@ def weight_bytes(runner: ModelRunner) -> int:
 
 
 def _steps(runner: ModelRunner, batch: int, context: int, num_steps: int, machine: Machine) -> Iterator[float]:
-    """Seconds of decode steps; the machine's turn is between them."""
+    """Yield the seconds of each decode step; the machine's loops run between the steps."""
     block_size = runner.layout.block_size
     per_sequence = -(-(context + num_steps + 1) // block_size)
     tables = [list(range(row * per_sequence, (row + 1) * per_sequence)) for row in range(batch)]

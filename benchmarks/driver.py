@@ -1,7 +1,8 @@
-"""The decode scheduler of the product, driven without a wire: on a real engine, or on the clock of a cost model.
+"""Drives the product's decode scheduler without a network: on a real engine, or on the clock of a cost model.
 
-One worker does both (colocated), or prompts arrive computed after a delay (what a decode worker sees of a handoff). The
-scheduler is the one that decode workers run, so that policies can be compared on one trace, baselines included.
+One worker computes prompts and decodes (colocated), or prompts arrive already computed after a delay (a handoff as a
+decode worker sees it). The scheduler is the one that decode workers run, so that policies and baselines can be compared
+on one trace.
 """
 
 from __future__ import annotations
@@ -39,51 +40,51 @@ class Arrival:
     time_s: float
     prompt: tuple[int, ...]
     num_output: int
-    """Tokens after which it ends: the model of a cost model knows, a real one is stopped there."""
+    """Output tokens after which the driver ends the request."""
     max_tokens: int
-    """What the client has allowed, and the scheduler is told."""
+    """The client's limit on output tokens, which the scheduler knows."""
     tier: Tier = Tier.STANDARD
     tenant: str = ""
     handoff: bool = False
-    """Whether its prompt is computed elsewhere."""
+    """Whether the prompt is computed elsewhere."""
 
 
 @dataclass(slots=True, eq=False)
 class Story:
-    """What became of a request."""
+    """The course of one request."""
 
     arrival: Arrival
     token_ids: list[int] = field(default_factory=list)
-    """The output."""
+    """The output tokens."""
     times_s: list[float] = field(default_factory=list)
-    """When each token was there."""
+    """The time of each output token."""
     steps: list[int] = field(default_factory=list)
-    """The step that made it."""
+    """The number of the step that generated each output token."""
 
 
 class Execution(Protocol):
-    """Something that carries out a step."""
+    """Carries out steps: a real engine or a model of one."""
 
     def run(self, step: Step) -> list[tuple[Sampled, ...]]:
         """The outcomes of the step's decodes, then of its chunks."""
 
     def seconds(self, step: Step) -> float:
-        """How long the last step took; 0 when the clock has seen it itself."""
+        """Simulated seconds of the last step; 0 if it took real time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """A cost model of a step, in seconds, fitted to a machine or made up; say which."""
+    """A cost model of a step, in seconds. A record must say whether it is fitted to a machine or assumed."""
 
     step_s: float = 0.010
     decode_s: float = 0.0001
-    """For each sequence that decodes."""
+    """Seconds for each sequence that decodes."""
     prompt_token_s: float = 0.0001
     swap_block_s: float = 0.0001
 
 
 class Modelled:
-    """No engine: every token is the position, and a step takes what `timing` says."""
+    """Models an engine: every token is its position, and a step takes the time that `timing` gives."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -98,7 +99,7 @@ class Modelled:
         return decodes + chunks
 
     def seconds(self, step: Step) -> float:
-        """By the cost model."""
+        """Seconds of the step, by the cost model."""
         timing = self._timing
         num_prompt = sum(chunk.end - chunk.start for chunk in step.chunks)
         num_swapped = len(step.swap_outs) + len(step.swap_ins)
@@ -111,13 +112,13 @@ class Modelled:
 
 
 class Real:
-    """A model runner."""
+    """A real engine: a model runner."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
     def run(self, step: Step) -> list[tuple[Sampled, ...]]:
-        """As the decode worker's engine does it."""
+        """Carry the step out as the decode worker's engine does."""
         for source, destination in step.copies:
             self._runner.copy_block(source, destination)
         self._runner.swap_out(step.swap_outs)
@@ -125,7 +126,7 @@ class Real:
         return self._runner.step(step.slices())
 
     def seconds(self, step: Step) -> float:
-        """The real clock has run."""
+        """0: the step took real time."""
         return 0.0
 
 
@@ -153,7 +154,7 @@ class Driver:
         self.slot_steps = 0
         """Tokens generated in steps, summed over the steps."""
         self.scheduler_s: list[float] = []
-        """Time that each step's scheduling took, from the real clock."""
+        """Real seconds of each step's scheduling."""
         self._execution = execution
         self._block_size = block_size
         self._max_sequence_tokens = max_sequence_tokens
@@ -164,7 +165,7 @@ class Driver:
         self._open: dict[RequestId, DecodeRequest] = {}
 
     def run(self, arrivals: Iterable[Arrival], *, until_s: float = float("inf")) -> list[Story]:
-        """Every request to its end, or until a moment; in the order of arrival."""
+        """Serve every request to its end, or until `until_s`; return the stories in the order of arrival."""
         coming = sorted(arrivals, key=lambda arrival: arrival.time_s)
         due = deque(coming)
         while (due or self._open) and self._time() < until_s:
@@ -214,7 +215,7 @@ class Driver:
         self.scheduler.want(request, self.now)
 
     def _step(self) -> bool:
-        """One step; whether there was anything to do."""
+        """Run one step; return whether there was anything to do."""
         began = time.perf_counter()
         for reservation in self.scheduler.reserve(self.now):
             request = reservation.request
@@ -305,7 +306,7 @@ class Driver:
 
 
 def gaps_s(stories: Iterable[Story]) -> list[float]:
-    """Seconds between the tokens of each request, of all together (ITL)."""
+    """Seconds between consecutive tokens of each request (ITL), over all requests."""
     return [later - earlier for story in stories for earlier, later in itertools.pairwise(story.times_s)]
 
 

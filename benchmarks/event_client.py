@@ -1,4 +1,4 @@
-"""Clients of streamed answers that cost as little as they can: they count events, and look at nothing else."""
+"""Clients of streamed answers that use as little processor time as possible: they only count events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from common.runtime.clock import monotonic
 
 _EVENT_END = b"}\n\n"
-"""Ends every event but the last one, which is no object."""
+"""The end of every event except the last, which is not a JSON object."""
 
 
 def post(path: str, body: Mapping[str, Any]) -> bytes:
@@ -23,29 +23,29 @@ def post(path: str, body: Mapping[str, Any]) -> bytes:
 
 
 class EventClient(asyncio.Protocol):
-    """One connection: a request, and its answer's events as they come."""
+    """One connection: it sends a request and counts the events of the answer."""
 
     def __init__(self, request: bytes, *, again: bool = False) -> None:
-        """`again`: when an answer is complete, the same is asked once more."""
+        """`again`: send the same request again whenever an answer is complete."""
         self.num_events = 0
         self.num_answers = 0
         self.arrivals: list[tuple[float, int]] | None = None
-        """Once it is a list: (when, events so far) of whatever is received."""
+        """If set to a list: (time, events so far) is appended at each receipt of data."""
         self.first = asyncio.get_running_loop().create_future()
-        """The answer has begun."""
+        """Done when the answer has begun."""
         self.ended = asyncio.get_running_loop().create_future()
-        """The first answer is complete."""
+        """Done when the first answer is complete."""
         self._request = request
         self._again = again
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """Send the request."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Count."""
+        """Count the events in the data."""
         now = monotonic()
         self.num_events += data.count(_EVENT_END) + (self._tail + data[:2]).count(_EVENT_END)
         self._tail = (self._tail + data[-2:])[-2:]
@@ -60,14 +60,14 @@ class EventClient(asyncio.Protocol):
             self._answered()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end, which is not expected before the answer's."""
+        """The connection has ended: fail the futures that are not done."""
         for waiting in (self.first, self.ended):
             if not waiting.done():
                 waiting.set_exception(exc or ConnectionError("the gateway has closed the connection"))
-                waiting.exception()  # it may be that nobody waits any more
+                waiting.exception()  # marks it as retrieved: perhaps nothing awaits it any more
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         self._again = False
         self._transport.close()
 

@@ -1,18 +1,18 @@
-"""The gateway alone, on one core: streamed tokens and requests a second, and what it adds to each token.
+"""Measure the gateway alone, on one core: streamed tokens and requests per second, and the delay that it adds.
 
-    python -m benchmarks.gateway                        # some five minutes
+    python -m benchmarks.gateway                        # about five minutes
 
-A gateway process, pinned to one core, between scripted workers (`benchmarks.scripted_workers`) and clients that only
-count (`benchmarks.event_client`); both are in this process, on the other cores. Workers speak the real protocol, and
-there is one decode worker for each 64 streams, as many as a decode worker has by default, with steps at different
-times. Every event has one token, and at the end each stream must have had each of its tokens.
+A gateway process, pinned to one core, runs between scripted workers (`benchmarks.scripted_workers`) and clients that
+only count (`benchmarks.event_client`); workers and clients are in this process, on the other cores. Workers speak the
+real protocol. There is one decode worker for each 64 streams, the default batch of a decode worker, and their steps are
+at different times. Every event has one token, and at the end each stream must have received each of its tokens.
 
-* `added`: from a worker's handing a token to its channel to the client's having its event, at a moderate pace.
-* `streams`: the pace is raised, whether the gateway keeps up or not, until less arrives than is sent.
-* `requests`: answers of two tokens to prompts of a few hundred words, a fixed number at a time.
+* `added`: time from a worker's handing a token to its channel until the client has its event, at a moderate pace.
+* `streams`: the pace is raised until fewer tokens arrive than are sent; workers never wait for the gateway.
+* `requests`: answers of two tokens to prompts of 200 words, a fixed number at a time.
 
-Processor time is the gateway process's, of all its threads: what it takes for a token or a request does not depend on
-what else runs here. Each configuration has a gateway of its own, and they take turns.
+Processor time is that of all threads of the gateway process, so the time for a token or a request does not depend on
+other processes. Each configuration has a gateway of its own, and configurations take turns.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from common.runtime.checkpoint import DEMO_FOLDER, config_hash
 from common.runtime.clock import Pulse
 
 STREAMS = {1: 0.01, 100: 0.02, 1000: 0.2}
-"""Open streams → seconds between a worker's steps at a moderate pace."""
+"""Number of open streams → seconds between a worker's steps at the moderate pace."""
 BATCH = 64
-"""Streams of a decode worker."""
+"""Streams per decode worker."""
 PROMPT_TOKENS = 128
 CLIENTS = 64
-"""Requests at a time, where these are counted."""
+"""Requests at a time in the measurement of requests."""
 PULSE = Pulse(timeout_s=60.0)
-"""Patient: a gateway that is given more than it can pass on is to fall behind, and not to lose its workers."""
+"""A long timeout: a gateway that gets more than it can forward must fall behind, and not lose its workers."""
 FASTER = 1.2
-"""From one pace to the next."""
+"""Factor from one pace to the next."""
 KEPT_UP = 0.96
-"""Share of the tokens sent that must arrive for the pace to be raised."""
+"""Share of the offered tokens per second that must arrive for the pace to be raised again."""
 
 Figures = dict[str, Any]
 
@@ -66,7 +66,7 @@ Figures = dict[str, Any]
 
 
 class GatewayProcess:
-    """`baton gateway`, pinned to a core if one is named."""
+    """A `baton gateway` process, pinned to a core if one is given."""
 
     def __init__(self, folder: Path, pool: ScriptedPool, core: int | None, options: list[str]) -> None:
         self._log = folder / "gateway.log"
@@ -86,7 +86,7 @@ class GatewayProcess:
         self._announcements = os.fdopen(reader)
 
     def wait_ready(self) -> int:
-        """Its port, once it serves."""
+        """Wait until it serves; return its port."""
         for line in self._announcements:
             said = json.loads(line)
             if said.get("ready"):
@@ -94,11 +94,11 @@ class GatewayProcess:
         raise SystemExit("the gateway has not started")
 
     def log_tail(self) -> str:
-        """The last that it said."""
+        """The end of its log."""
         return self._log.read_text()[-2000:]
 
     def cpu_s(self) -> float:
-        """Processor time of all its threads, by the nanosecond (Linux makes a clock of each process id)."""
+        """Processor time of all its threads, in seconds, to the nanosecond (Linux has a clock for each process id)."""
         return time.clock_gettime((~self.process.pid << 3) | 2)
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class GatewayProcess:
 async def serving(
     folder: Path, num_decode: int, script: Script, options: argparse.Namespace
 ) -> AsyncIterator[tuple[ScriptedPool, GatewayProcess, int]]:
-    """A pool, a gateway of it, and the gateway's port."""
+    """A context with a pool, its gateway, and the gateway's port."""
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash="", layout=layout)
     pool = ScriptedPool(fingerprint, num_decode, script, PULSE)
@@ -131,7 +131,7 @@ async def serving(
 
 
 def model_folder(folder: Path) -> Path:
-    """What a gateway wants of a model: the demo model's tokenizer, and a configuration with room for long answers."""
+    """Write the files that a gateway reads: the demo model's tokenizer, and a configuration for long answers."""
     config = json.loads((DEMO_FOLDER / "config.json").read_text()) | {"max_position_embeddings": 2**20}
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -140,7 +140,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def tokens_with_text(folder: Path) -> tuple[int, ...]:
-    """Those that are whole text by themselves, so that each of them is an event."""
+    """The token ids that are complete text by themselves, so that each of them gives one event."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
     return tuple(token for token, text in texts.items() if text and "\N{REPLACEMENT CHARACTER}" not in text)
@@ -150,8 +150,11 @@ def tokens_with_text(folder: Path) -> tuple[int, ...]:
 
 
 def journeys_ms(arrivals: Iterable[tuple[float, int]], step_times: list[float]) -> list[float]:
-    """What each token of a stream has taken: `arrivals` say when so many events had come, the first of them the prefill
-    worker's; the others are of these steps, one of each."""
+    """Milliseconds from the step to the client of each token of a stream, without the first token.
+
+    `arrivals` are (time, events so far). The first event is the prefill worker's token; each further event is the token
+    of one step in `step_times`.
+    """
     taken: list[float] = []
     for when, count in arrivals:
         taken += [1e3 * (when - step_times[step]) for step in range(len(taken), count - 1)]
@@ -159,7 +162,7 @@ def journeys_ms(arrivals: Iterable[tuple[float, int]], step_times: list[float]) 
 
 
 def stream_figures(moderate: Figures, journeys: list[float], paces: list[Figures]) -> Figures:
-    """Of one configuration. At most: at the pace at which most arrived."""
+    """The figures of one configuration. The maximum throughput is that of the pace at which most tokens arrived."""
     taken, best = sorted(journeys), max(paces, key=lambda pace: pace["received_per_s"])
     return {
         "added_p50_ms": statistics.median(taken),
@@ -175,14 +178,14 @@ def stream_figures(moderate: Figures, journeys: list[float], paces: list[Figures
 
 
 class Streams:
-    """Open streams, and what has come of them."""
+    """Open streams through one gateway, and their measurements."""
 
     def __init__(self, pool: ScriptedPool, gateway: GatewayProcess, clients: list[EventClient]) -> None:
         self.pool, self.gateway, self.clients = pool, gateway, clients
 
     @classmethod
     async def open(cls, pool: ScriptedPool, gateway: GatewayProcess, port: int, number: int, seed: int) -> Streams:
-        """Begin `number` of them; each has its first token."""
+        """Open `number` streams; return when each has its first token."""
         draw = random.Random(seed)
         loop = asyncio.get_running_loop()
         clients = []
@@ -198,7 +201,7 @@ class Streams:
         return cls(pool, gateway, clients)
 
     async def measure(self, interval_s: float, seconds: float) -> Figures:
-        """Workers that step each `interval_s`, observed for a while after a beginning."""
+        """Figures over `seconds`, after a warm-up of 0.5 s, with workers that step every `interval_s`."""
         self.pool.script.interval_s = interval_s
         await asyncio.sleep(0.5)
         before = self._counts()
@@ -218,7 +221,7 @@ class Streams:
         return time.perf_counter(), self.gateway.cpu_s(), time.process_time(), self.pool.num_sent, received
 
     async def added(self, interval_s: float, seconds: float) -> tuple[Figures, list[float]]:
-        """The same, and the milliseconds that each token has taken from its worker to its client."""
+        """The same figures, and the milliseconds of each token from its worker to its client."""
         for client in self.clients:
             client.arrivals = []
         figures = await self.measure(interval_s, seconds)
@@ -229,19 +232,19 @@ class Streams:
         return figures, taken
 
     def _places(self) -> list[tuple[EventClient, ScriptedWorker, Sequence]]:
-        """Each stream's client, decode worker and sequence: its prompt begins with its number."""
+        """The client, decode worker and sequence of each stream; a stream's prompt begins with the stream's number."""
         places = self.pool.sequences()
         return [(self.clients[each.work.token_ids[0] * 256 + each.work.token_ids[1]], w, each) for w, each in places]
 
     async def caught_up(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Stop the steps, and wait until every token that was sent has arrived."""
         self.pool.script.interval_s = None
         async with asyncio.timeout(60):
             while sum(client.num_events for client in self.clients) < len(self.clients) + self.pool.num_sent:
                 await asyncio.sleep(0.01)
 
     async def finish(self) -> None:
-        """End all of them, and see that each has had each token, and its end."""
+        """End all streams; require that each has received each of its tokens, and its end."""
         places = self._places()
         self.pool.script.last_step = True
         self.pool.script.interval_s = 0.01
@@ -251,7 +254,7 @@ class Streams:
 
 
 async def stream(folder: Path, tokens: tuple[int, ...], number: int, options: argparse.Namespace, seed: int) -> Figures:
-    """One configuration: what is added at a moderate pace, and how far the pace can be raised."""
+    """One configuration: the delay added at a moderate pace, and how far the pace can be raised."""
     async with serving(folder, -(-number // BATCH), Script(tokens), options) as (pool, gateway, port):
         streams = await Streams.open(pool, gateway, port, number, seed)
         moderate, taken = await streams.added(STREAMS[number], options.seconds)
@@ -269,7 +272,7 @@ async def stream(folder: Path, tokens: tuple[int, ...], number: int, options: ar
 
 
 async def requests(folder: Path, tokens: tuple[int, ...], options: argparse.Namespace, seed: int) -> Figures:
-    """As many as a core can, some at a time."""
+    """Requests per second, with `CLIENTS` requests at a time."""
     draw = random.Random(seed)
     script = Script(tokens, short=True)
     async with serving(folder, 1, script, options) as (_, gateway, port):
@@ -300,7 +303,7 @@ async def requests(folder: Path, tokens: tuple[int, ...], options: argparse.Name
 
 
 async def measure(folder: Path, options: argparse.Namespace) -> list[Figures]:
-    """Every configuration, taking turns."""
+    """Measure every configuration, in turns."""
     tokens = tokens_with_text(folder)
     rounds = []
     for number in range(options.rounds):
@@ -316,7 +319,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> list[Figures]:
 
 
 def line(figures: Figures) -> str:
-    """For the eye."""
+    """One line for the terminal."""
     return "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
 
 

@@ -1,11 +1,11 @@
-"""What disaggregation costs one request: TTFT against an isolated engine, and the gap at the handoff.
+"""Measure the cost of disaggregation for one request: TTFT against an isolated engine, and the gap at the handoff.
 
     python -m benchmarks.handoff [--model demo|15m] [--requests 40] [--prompt 512] [--seed 0]
 
-One request at a time, turns taken: a run of the same prompt in an engine of this process (no server, no handoff), then
-the same prompt over HTTP through gateway and prefill worker (TTFT: from sending the request to the first chunk of the
-stream), then once more through the gateway's dispatcher in this process, for the gaps between the tokens' arrivals. A
-decode step is the median of the later gaps: step, wire and event loops.
+There is one request at a time, in turns: the prompt runs in an engine of this process (no server, no handoff); then the
+same prompt goes over HTTP through gateway and prefill worker (TTFT: from sending the request to the first chunk of the
+stream); then once more through the gateway's dispatcher in this process, for the gaps between the tokens' arrivals. The
+time of a decode step is the median of the later gaps, and includes the step, the network and the event loops.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Isolated:
         self._runner: ModelRunner = load_runner(folder, kv_cache_bytes=64 * 2**20)
 
     def run(self, prompt: list[int]) -> tuple[float, list[float]]:
-        """Seconds to the first token, and of each decode step."""
+        """(seconds to the first token, seconds of each decode step)."""
         tokens = list(prompt)
         table = list(range(self._runner.layout.blocks_for(len(prompt) + DECODE_TOKENS)))
         times: list[float] = []
@@ -89,7 +89,7 @@ async def gaps_of(dispatcher: Dispatcher, prompt: list[int]) -> list[float]:
 
 
 async def measure(args: argparse.Namespace, local: Local, folder: Path) -> dict[str, list[float]]:
-    """Take turns, one request at a time."""
+    """Measure in turns, one request at a time."""
     draw = random.Random(args.seed)
     engine = Isolated(folder)
     connection = http.client.HTTPConnection(local.url.removeprefix("http://"))

@@ -1,4 +1,4 @@
-"""What the local stack costs when nobody asks anything: CPU time of every process over a quiet period.
+"""Measure the cost of an idle local stack: CPU time of every process over a period without requests.
 
 python -m benchmarks.idle [--seconds 20] [--rounds 5]
 """
@@ -17,13 +17,13 @@ from benchmarks.record import record, spread
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """User and system time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def ask(local: Local) -> None:
-    """One request, so that links, pulls and caches exist as they do in a stack that has served."""
+    """Send one request, so that links, pulls and caches exist as in a stack that has served."""
     body = json.dumps({"prompt": "The code of Mira is 4817.", "max_tokens": 8}).encode()
     request = urllib.request.Request(f"{local.url}/v1/completions", body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=60).read()
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measured(local: Local, seconds: float) -> dict[str, float]:
-    """Percent of a core that each process takes over so many seconds."""
+    """Percent of a core that each process uses over `seconds`."""
     before = {name: cpu_seconds(pid) for name, pid in local.pids.items()}
     time.sleep(seconds)
     return {name.split()[0]: 100 * (cpu_seconds(pid) - before[name]) / seconds for name, pid in local.pids.items()}

@@ -1,21 +1,21 @@
-"""What other people's work does to interactive streams: a very long prompt, a flood of the batch tier, or grammars.
+"""Measure how other work disturbs interactive streams: a very long prompt, a flood of the batch tier, or grammars.
 
     python -m benchmarks.interference long-prompt [--prompt 32000] [--streams 8]
     python -m benchmarks.interference flood [--flood 200]
     python -m benchmarks.interference grammar [--streams 8] [--rounds 5]
 
-`long-prompt`: streams decode steadily; a long prompt comes in; the gaps between the streams' tokens (ITL) while it is
-computed are compared with those before, for several chunk sizes, on one worker that does both with two threads
-(colocated) and on a prefill and a decode worker with one thread each (disaggregated).
+`long-prompt`: streams decode steadily; a long prompt arrives; the gaps between the streams' tokens (ITL) while it is
+computed are compared with those before. This is repeated for several chunk sizes, on one worker that computes prompts
+and decodes with two threads (colocated), and on a prefill and a decode worker with one thread each (disaggregated).
 
-`flood`: interactive requests arrive one by one while a flood of long requests of the batch tier, or, for comparison, of
-the interactive tier, is being served by a prefill and a decode worker whose cache holds a fraction of it.
+`flood`: interactive requests arrive one by one while a prefill and a decode worker serve a flood of long requests of
+the batch tier or, for comparison, of the interactive tier. The decode worker's cache holds a fraction of the flood.
 
-`grammar`: streams of the demo model decode steadily on a decode worker; a request of 16 choices comes in that are free,
-or follow a grammar, in turn: a usual one, and some that are expensive to compile or to follow. Gateways refuse most of
-the latter; here they come past that, to the worker.
+`grammar`: streams of the demo model decode steadily on a decode worker; a request of 16 choices arrives. In turn, its
+choices are free, follow a usual grammar, or follow one that is expensive to compile or to follow. Gateways refuse most
+of the expensive grammars; here they bypass that check and reach the worker.
 
-Tokens are taken at the gateway's dispatcher in this process.
+Tokens are received at the gateway's dispatcher, which runs in this process.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from gateway.workers.registry import Registry
 
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
 BEFORE_S = 2.0
-"""Seconds before the long prompt that it is compared with."""
+"""Seconds before the long prompt with which its time is compared."""
 
 
 def share(values: Sequence[float], quantile: float) -> float:
-    """A quantile that is one of the values; of two that could be, the larger: P99 of a hundred is the largest."""
+    """A quantile that is one of the values: between two values, the larger one, so P99 of 100 values is the largest."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
@@ -70,7 +70,7 @@ def summary_ms(values: Sequence[float]) -> dict[str, float]:
 
 @asynccontextmanager
 async def connected(local: Local, folder: Path, routing: Routing = "expected") -> AsyncIterator[Dispatcher]:
-    """A dispatcher of this process, on the workers of a local stack."""
+    """A context with a dispatcher in this process, connected to the workers of a local stack."""
     connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
     connection.request("GET", "/ready")
     workers = json.loads(connection.getresponse().read())["details"]["workers"]
@@ -87,18 +87,18 @@ async def connected(local: Local, folder: Path, routing: Routing = "expected") -
 
 
 def work(prompt: Sequence[int], max_tokens: int, tier: Tier = Tier.INTERACTIVE) -> Generation:
-    """A greedy generation of exactly so many tokens."""
+    """A greedy generation of exactly `max_tokens` tokens."""
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return Generation(token_ids=tuple(prompt), num_choices=1, sampling=sampling, budget_s=3600, tier=tier)
 
 
 def tokens(draw: random.Random, num: int) -> list[int]:
-    """A prompt that nobody has asked before."""
+    """A random prompt, so that no cache holds it."""
     return [draw.randrange(10, 200) for _ in range(num)]
 
 
 async def stream(dispatcher: Dispatcher, generation: Generation, times: list[float]) -> None:
-    """Note when each token arrives."""
+    """Run the generation, and append the arrival time of each token to `times`."""
     async for delta in dispatcher.generate(generation):
         assert isinstance(delta, Delta)
         times += [time.perf_counter()] * len(delta.token_ids)
@@ -127,8 +127,8 @@ async def long_prompt(dispatcher: Dispatcher, args: argparse.Namespace) -> dict[
 
 
 def gaps_around(streams: Sequence[Sequence[float]], injected: float, ended: float) -> tuple[list[float], list[float]]:
-    """Gaps between the tokens of each stream: those that ended in the `BEFORE_S` before the prompt came, and those any
-    part of which is in its time. None is in both: the gap into which it came counts as beside it."""
+    """(gaps before, gaps during) of all streams: gaps that ended within `BEFORE_S` before the prompt arrived, and gaps
+    that overlap with the time of the prompt. The gap in which the prompt arrived counts only as during."""
     gaps = [(a, b) for times in streams for a, b in itertools.pairwise(times)]
     before = [b - a for a, b in gaps if injected - BEFORE_S < b <= injected]
     during = [b - a for a, b in gaps if b > injected and a < ended]
@@ -136,7 +136,7 @@ def gaps_around(streams: Sequence[Sequence[float]], injected: float, ended: floa
 
 
 def measure_long_prompt(args: argparse.Namespace, folder: Path, chunk: int, *, colocated: bool) -> dict[str, object]:
-    """One stack, one injection."""
+    """Start a stack and measure one long prompt on it."""
     environment = {
         "BATON_CHUNK_SIZE": str(chunk),
         "BATON_PREFILL_TOKENS": str(chunk),
@@ -187,7 +187,7 @@ async def flood(dispatcher: Dispatcher, args: argparse.Namespace, tier: Tier | N
 
 
 def measure_flood(args: argparse.Namespace, folder: Path, tier: Tier | None) -> dict[str, object]:
-    """One stack, one flood."""
+    """Start a stack and measure one flood on it."""
     block_bytes = 6 * 2 * 6 * 48 * 16 * 4
     environment = {
         "BATON_KV_CACHE_BYTES": str(600 * block_bytes),  # about a tenth of the flood
@@ -216,14 +216,14 @@ GRAMMARS: dict[str, str | None] = {
     "ambiguous": grammar_from("lark", "start: e\ne: e e e | e e | /[ -~]/ |"),
     "99,999 repetitions": grammar_from("regex", "a{99999}"),
 }
-"""What the 16 choices follow."""
+"""Name → grammar that the 16 choices follow."""
 ALONE_S = 0.5
 BESIDE_S = 1.0
-"""Seconds that the streams have before the 16 choices, and beside them at most."""
+"""The streams run alone for `ALONE_S` seconds before the 16 choices arrive; the choices run for at most `BESIDE_S`."""
 
 
 async def beside_grammar(dispatcher: Dispatcher, args: argparse.Namespace, seed: int, what: str) -> dict[str, object]:
-    """The gaps between the streams' tokens before and while 16 choices are made that follow a grammar."""
+    """The gaps between the streams' tokens before and while 16 choices that follow a grammar are generated."""
     draw = random.Random(seed)
     streams: list[list[float]] = [[] for _ in range(args.streams)]
     most = 1900
@@ -261,7 +261,7 @@ async def beside_grammar(dispatcher: Dispatcher, args: argparse.Namespace, seed:
 
 
 def measure_grammars(args: argparse.Namespace) -> dict[str, object]:
-    """One stack; what the choices follow takes turns."""
+    """Start one stack and measure every grammar on it, in turns."""
     environment = {"BATON_LOCAL_PREFILL_TOKENS": "0"}
     rounds: dict[str, list[object]] = {what: [] for what in GRAMMARS}
     with local_stack(["--model", str(DEMO_FOLDER)], environment) as local:

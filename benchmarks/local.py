@@ -20,20 +20,22 @@ class Local:
 
     url: str
     pids: dict[str, int]
-    """Process ids by role, the supervisor's included."""
+    """Process ids by role, including the supervisor's."""
 
 
 @contextmanager
 def local_stack(options: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Iterator[Local]:
-    """Start `baton serve` on a free port with `options` and `BATON_*` variables; end it afterwards. Nothing is measured
-    of a stack in which a process has died."""
+    """Start `baton serve` on a free port with `options` and `BATON_*` variables; end it afterwards.
+
+    Fails if a process of the stack died meanwhile, so that no such stack is measured.
+    """
     command = [sys.executable, "-m", "common.runtime.cli", "serve", "--port", "0", "--restart", "never"]
     command += ["--log-level", "warning", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")} | dict(env or {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
-            # What libraries print comes first: UCX warns on standard output.
+            # Skip lines that libraries print first: UCX writes warnings to standard output.
             found = next(filter(None, (re.search(r"http://[0-9.]+:\d+", line) for line in process.stdout)), None)
             if found is None:
                 raise SystemExit("the stack did not start")
@@ -48,10 +50,10 @@ def local_stack(options: Sequence[str] = (), env: Mapping[str, str] | None = Non
 
 
 def _children(pid: int) -> list[int]:
-    """Its processes. Not every kernel has a list of them."""
+    """The child processes of `pid`, by scanning `/proc`: not every kernel lists them."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # one that has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             _, parent = stat.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == pid:
                 found.append(int(stat.parent.name))

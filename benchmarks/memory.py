@@ -1,11 +1,11 @@
-"""A real stack whose requests want twice the KV memory that there is: what fails, what is preempted, how full it is.
+"""Run a real stack at twice its KV memory: how many requests fail or are preempted, and how full the memory is.
 
     python -m benchmarks.memory [--requests 300]
 
-Output lengths are unknown to the scheduler: sampling is at temperature 1 from a random-weight model, and each request
-has its own number of stop tokens, so that lengths are geometric with a mean of its own. The same requests then run on
-a stack with memory for all of them, few at a time; seeds make the outputs comparable, token by token. So that
-preemption is seen to change nothing either, two more runs commit half as much again as there is.
+The scheduler does not know the output lengths: sampling is at temperature 1 from a random-weight model, and each
+request has its own number of stop tokens, so that its length is geometric with a mean of its own. The same requests
+also run, few at a time, on a stack with memory for all of them; seeds make the outputs comparable, token by token. Two
+more runs commit 1.5 times the memory, so that preemptions occur and their outputs can be compared, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VOCABULARY = 4096
 
 
 def requests(num: int, seed: int) -> list[Generation]:
-    """Prompts of 50 to 600 tokens; outputs of 60 to 340 on average, by request."""
+    """Requests with prompts of 50 to 600 tokens; the mean output length of each request is 60 to 340 tokens."""
     draw = random.Random(seed)
     generations = []
     for number in range(num):
@@ -55,7 +55,7 @@ def requests(num: int, seed: int) -> list[Generation]:
 
 
 def counts(address: str) -> dict[str, float]:
-    """A worker's counters and gauges, summed over labels."""
+    """The counters and gauges of a worker, summed over labels."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     found: dict[str, float] = {}
@@ -75,7 +75,7 @@ async def output(dispatcher: Dispatcher, generation: Generation) -> list[int]:
 async def run(
     folder: Path, generations: Sequence[Generation], *, num_blocks: int, in_flight: int, environment: dict[str, str]
 ) -> tuple[list[list[int]], list[dict[str, float]]]:
-    """Every request's tokens, at most `in_flight` at a time, and the decode worker's counters over time."""
+    """Run the requests, at most `in_flight` at a time: (tokens of each, samples of the decode worker's counters)."""
     os.environ.update(environment)
     size = num_blocks * BLOCK_BYTES
     settings = ServeSettings(model=str(folder), port=0, kv_cache_bytes=size, log_level="warning", restart="never")
@@ -113,7 +113,7 @@ async def run(
 def loaded(
     folder: Path, generations: Sequence[Generation], free: list[list[int]], reserve: float, preempt_by: str
 ) -> dict[str, float]:
-    """One run at twice the memory, beside the outputs of the free one."""
+    """One run at twice the memory; its outputs are compared with `free`, those of the run with memory for all."""
     pairs = zip(generations, free, strict=True)
     demand = statistics.mean(-(-(len(work.token_ids) + len(tokens)) // BLOCK_SIZE) for work, tokens in pairs)
     in_flight = round(2 * NUM_BLOCKS / demand)
@@ -126,7 +126,7 @@ def loaded(
     outputs, samples = asyncio.run(
         run(folder, generations, num_blocks=NUM_BLOCKS, in_flight=in_flight, environment=environment)
     )
-    # While as many are in flight as may be, without the first sixth, in which the lengths are learnt.
+    # Only samples with the most requests in flight, without the first sixth, in which the scheduler learns the lengths.
     num = len(generations)
     window = [sample for sample in samples if num // 6 <= sample["done"] <= num - in_flight]
     first, last = window[0], window[-1]

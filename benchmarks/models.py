@@ -1,4 +1,4 @@
-"""Random-weight checkpoints of stated shapes, for measurements in which the words do not matter."""
+"""Random-weight checkpoints of given shapes, for measurements that do not depend on the generated text."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ def _save(model: PreTrainedModel, folder: Path) -> Path:
 def give_every_token_text(folder: Path) -> None:
     """Replace the tokenizer of a checkpoint by one in which every token of the model is a word.
 
-    Servers send a chunk for each token then; random weights mostly make tokens that the demo model's tokenizer lacks.
-    The special tokens are named, for the tokenizer that transformers has for Qwen2 would add one beyond the vocabulary.
+    Servers then send a chunk for each token; random weights mostly generate tokens that the demo model's tokenizer
+    lacks. The special tokens are named, since transformers' tokenizer for Qwen2 would otherwise add one beyond the
+    vocabulary.
     """
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer = Tokenizer(WordLevel({f"w{token} ": token for token in range(vocab_size)}, unk_token="w0 "))

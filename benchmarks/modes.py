@@ -1,12 +1,12 @@
-"""One trace, every mode: disaggregated, colocated with chunked prefill, prefill first, static and windowed batching.
+"""Run one trace in every mode: disaggregated, colocated (chunked prefill, prefill first), static and windowed batching.
 
     python -m benchmarks.modes [--requests 120] [--rate 6]
 
 Requests arrive in a Poisson process, with ShareGPT-like lengths. The batching policies run on one engine in this
 process with both cores' threads: the decode scheduler with its prompts computed locally, and the same scheduler fed
 batch by batch (`benchmarks.baselines`). The disaggregated mode is the real stack, a prefill and a decode worker with
-one thread each, gateway and wire included; the colocated one is shown over the same wire too. Every output of every
-mode is compared with the first one's.
+one thread each, including gateway and network; the colocated mode is also measured over the same network. Every output
+of every mode is compared with that of the first mode.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WINDOW_S = 0.5
 KV_BYTES = 256 * 2**20
 
 Outcome = tuple[list[int], list[float]]
-"""A request's tokens, and the seconds from its arrival to each."""
+"""(tokens of a request, seconds from its arrival to each token)."""
 
 
 def trace(num: int, rate: float, seed: int) -> list[Arrival]:
@@ -61,7 +61,7 @@ def trace(num: int, rate: float, seed: int) -> list[Arrival]:
 
 
 def in_process(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome]:
-    """One engine, two threads, no wire."""
+    """Run the trace on one engine in this process, with two threads and no network."""
     torch.set_num_threads(2)
     runner = load_runner(folder, kv_cache_bytes=KV_BYTES, swap_bytes=2**20)
     costs = measure_costs(runner)
@@ -83,7 +83,7 @@ def in_process(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome
 
 
 def over_the_wire(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome]:
-    """The real stack, tokens taken at the dispatcher."""
+    """Run the trace on the real stack; tokens are received at the dispatcher."""
     environment = {
         "BATON_KV_CACHE_BYTES": str(KV_BYTES),
         "BATON_MAX_NUM_SEQS": str(BATCH),
@@ -124,7 +124,7 @@ MODES: dict[str, Callable[[Path, list[Arrival], str], list[Outcome]]] = {
 
 
 def summary(arrivals: list[Arrival], outcomes: list[Outcome]) -> dict[str, float]:
-    """What users see of a mode."""
+    """The figures of a mode that its users see."""
     ttfts = [times[0] for _, times in outcomes]
     gaps = [later - earlier for _, times in outcomes for earlier, later in itertools.pairwise(times)]
     last = max(arrival.time_s + times[-1] for arrival, (_, times) in zip(arrivals, outcomes, strict=True))

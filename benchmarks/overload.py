@@ -1,13 +1,13 @@
-"""What users get while more is asked than can be served.
+"""Measure what users get while more requests arrive than can be served.
 
     python -m benchmarks.overload [--rounds 3]
 
-First the capacity is found: requests in a second of a closed loop of 32 clients. That is what is computed by machines
-that are never idle, and not what can be served in time: how many of its first tokens were on time is told beside it.
-Then requests of the tier `interactive` arrive in a Poisson process at shares of it, up to three times as many. A
-request is good if its first token came within the tier's target and its tokens flowed; goodput is good requests in a
-second. What is refused is refused at once: how long that took is measured, too. Load generator, gateway and workers
-share the machine.
+First the capacity is measured: requests per second of a closed loop of 32 clients. This is the throughput of machines
+that are never idle, and not the rate that can be served in time; the share of its first tokens that met the target is
+reported, too. Then requests of the tier `interactive` arrive in a Poisson process at multiples of the capacity, up to
+three. A request is good if its first token came within the tier's target and the gaps between its tokens did, too;
+goodput is good requests per second. Requests that are refused should be refused at once, so the time to a refusal is
+measured, too. Load generator, gateway and workers share the machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 
 
 def load(url: str, output: Path, options: Sequence[str]) -> list[Record]:
-    """One run of the load generator; what became of each request."""
+    """Run the load generator once; return the record of each request."""
     command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--workload", "fixed", *options]
     command += [
         "--input-tokens",
@@ -52,20 +52,20 @@ def load(url: str, output: Path, options: Sequence[str]) -> list[Record]:
 
 
 def capacity(url: str, scratch: Path) -> tuple[float, float]:
-    """Requests in a second that a closed loop of 32 clients gets, and the share of them that met the targets."""
+    """(requests per second of a closed loop of 32 clients, share of them that met the targets)."""
     records = load(url, scratch / "capacity.json", ["--concurrency", "32", "--requests", "200", "--seed", "999"])
     assert all(each.outcome is Outcome.OK for each in records), "the tier standard waits"
     return per_second(records), sum(TARGETS.met_by(each) for each in records) / len(records)
 
 
 def per_second(records: Sequence[Record]) -> float:
-    """Requests in a second, from the first one sent to the last one ended."""
+    """Requests per second, from the first one sent to the last one ended."""
     return len(records) / (max(each.ended_s for each in records) - min(each.sent_s for each in records))
 
 
 def figures(records: Sequence[Record], rate: float) -> dict[str, Any]:
-    """Of one run at one rate; seconds are those in which requests arrived. Refused is who was told 429: a 503 is a
-    failure here, however soon it came."""
+    """The figures of one run at one rate. Goodput is per second of the time in which requests arrived. Only a 429
+    counts as refused; a 503 counts as a failure, however soon it came."""
     accepted = [each for each in records if each.outcome is Outcome.OK]
     refused = [each for each in records if each.outcome is Outcome.REFUSED and each.status == 429]
     others = len(records) - len(accepted) - len(refused)
@@ -85,8 +85,8 @@ def figures(records: Sequence[Record], rate: float) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Goodput over load, and what is left of the best at three times the capacity: medians of the rounds. Who was on
-    time there, and the slowest refusal, are of the worst round."""
+    """Goodput over load, and its ratio at three times the capacity to the best: medians of the rounds. At three times
+    the capacity, the share of accepted requests on time and the slowest refusal are those of the worst round."""
     goodput = {share: statistics.median(r["goodput"] for r in runs if r["share"] == share) for share in SHARES}
     most = [r for r in runs if r["share"] == SHARES[-1]]
     refusals = [r["refusal_s"] for r in most if r["refusal_s"]]

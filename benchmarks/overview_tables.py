@@ -1,4 +1,4 @@
-"""Tables of several recorded runs together: README's, the least favourable first, and the soaks'."""
+"""Tables that combine several recorded runs: README's, least favourable first, and that of the soaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def beside_vllm(*runs: Run) -> str:
 
 
 def handoff(*runs: Run) -> str:
-    """What the parts add to an engine in one process."""
+    """The time that the separate processes add to an engine in one process."""
     rows = [
         [name, *("{p50:.1f} ms (P90 {p90:.1f})".format(**run["figures"][figure]) for run in runs)]
         for name, figure in (
@@ -44,7 +44,7 @@ def handoff(*runs: Run) -> str:
 
 
 def recovery(run: Run) -> list[list[str]]:
-    """Of a stream whose decode worker is gone."""
+    """Stalls and pauses of a stream whose decode worker fails or drains."""
     return [
         [
             name,
@@ -58,28 +58,28 @@ def recovery(run: Run) -> list[list[str]]:
 
 
 def idle(run: Run) -> list[list[str]]:
-    """Of a stack that nobody asks anything."""
+    """CPU time of a stack without requests."""
     total = run["figures"]["total_percent_of_a_core"]
     name = "the whole stack without a request, of one core"
     return [[name, of_rounds(total, "{:.2f}", " %")]]
 
 
 def long_prompt(run: Run) -> list[list[str]]:
-    """Streams beside a prompt that is computed."""
+    """Gaps in streams while a long prompt is computed."""
     apart, beside = (run["figures"][f"{mode}-512"]["itl_during"]["p99_ms"] for mode in ("disaggregated", "colocated"))
     name = "streams beside a prompt of 32,000 tokens, P99 of the gap: on a worker of their own / on the same"
     return [[name, f"{apart:.0f} / {beside:.0f} ms"]]
 
 
 def flood(run: Run) -> list[list[str]]:
-    """Interactive streams beside a flood."""
+    """Latencies of interactive requests during a flood."""
     alone, beside = (run["figures"][name]["itl"]["p99_ms"] for name in ("alone", "batch-flood"))
     name = "interactive streams, P99 of the gap: alone / beside a flood of the tier `batch`"
     return [[name, f"{alone:.0f} / {beside:.0f} ms"]]
 
 
 def memory(run: Run) -> list[list[str]]:
-    """Twice the demand that there is memory for."""
+    """Results at twice the demand that fits into memory."""
     figures = {name: each for name, each in run["figures"].items() if isinstance(each, dict)}
     failed = sum(each["failed"] + each["different_outputs"] for each in figures.values())
     times = figures["default"]["demand_over_memory"]
@@ -92,7 +92,7 @@ def memory(run: Run) -> list[list[str]]:
 
 
 def reserve(run: Run) -> list[list[str]]:
-    """The reserve that is the default, over the workloads."""
+    """Results of the default reserve, over the workloads."""
     at = [each["0.05"] for each in run["figures"].values()]
     preempted = 100 * max(each["preempted_share"] for each in at)
     used = sorted(100 * each["blocks_used_share"] for each in at)
@@ -101,7 +101,7 @@ def reserve(run: Run) -> list[list[str]]:
 
 
 def scheduler_cost(run: Run) -> list[list[str]]:
-    """A step of many sequences."""
+    """The scheduling cost of a step with many sequences."""
     figures = run["figures"]
     step = figures["running"]["1024"]["p50_us"] / 1e3
     queue = (figures["queued"]["100000"]["p50_us"] - figures["queued"]["0"]["p50_us"]) / 1e3
@@ -121,7 +121,7 @@ AT_A_GLANCE: dict[str, Callable[[Run], list[list[str]]]] = {
 
 
 def at_a_glance(*runs: Run | None) -> str:
-    """One line or two of each that has been recorded."""
+    """One or two lines of each run that has been recorded."""
     rows = [
         [*row, f"[record](benchmarks/results/{name}.json)"]
         for (name, rows_of), run in zip(AT_A_GLANCE.items(), runs, strict=True)
@@ -132,7 +132,7 @@ def at_a_glance(*runs: Run | None) -> str:
 
 
 def soaks(*runs: Run) -> str:
-    """Traffic while faults happen at random."""
+    """Results of traffic during random faults."""
     rows = []
     for run in runs:
         figures = run["figures"]
@@ -151,4 +151,4 @@ OVERVIEWS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "soaks": (("soak-zmq", "soak-nixl", "soak-nixl-tcp"), soaks),
     "at a glance": (tuple(AT_A_GLANCE), at_a_glance),
 }
-"""Parts of the documents, and the runs that they show."""
+"""Name of a part of the documents → (runs that it shows, function that makes it)."""

@@ -1,4 +1,4 @@
-"""What a recorded run carries besides its figures, so that it can be repeated."""
+"""Records a run with everything that is needed to repeat it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 Run = dict[str, Any]
-"""A recorded run, as it is in its file."""
+"""A recorded run, as parsed from its JSON file."""
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PRODUCT = ("common", "decode_worker", "gateway", "kv_transfer", "prefill_worker", "pyproject.toml")
-"""What runs in production; the rest of the tree measures, tests, deploys or explains it."""
+"""The paths that run in production; the rest of the tree measures, tests, deploys or documents them."""
 _FLAGS = re.compile(r"(avx|amx|fma$|f16c$|sse4)")
-"""Instructions that kernels are chosen by, here or in the libraries."""
+"""CPU flags by which kernels are selected, here or in the libraries."""
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -48,11 +48,11 @@ def record(
     peers: dict[str, Any] | None = None,
     command: str | None = None,
 ) -> Path:
-    """Write `benchmarks/results/NAME.json`, and return where it is.
+    """Write `benchmarks/results/NAME.json`, and return its path.
 
-    `seed` is None where nothing is drawn at random; `peers` are versions and settings of the other systems that took
-    part; `command` is what repeats the run, by default this process's command line. From a tree with changes nothing
-    is recorded, for nobody could repeat it: the file is then in the folder for temporary files.
+    `seed` is None if nothing is drawn at random; `peers` are versions and settings of the other systems that took part;
+    `command` repeats the run, and defaults to this process's command line. A tree with uncommitted changes cannot be
+    reproduced, so the file then goes to the folder for temporary files instead.
     """
     ours = " ".join(["python", *(["-m"] if sys.argv[0].endswith(".py") else []), *_module(), *sys.argv[1:]])
     commit = _git("rev-parse", "HEAD")
@@ -78,24 +78,24 @@ def record(
 
 
 def recorded(name: str) -> Run | None:
-    """The recorded run of this name, if there is one."""
+    """The recorded run of this name; None if there is none."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def product_digest(commit: str = "HEAD") -> str:
-    """Of everything that runs in production, as it is in a commit: equal digests, equal product."""
+    """SHA-256 over the paths of `PRODUCT` in a commit: equal digests mean the same product."""
     return hashlib.sha256(_git("ls-tree", commit, "--", *PRODUCT).encode()).hexdigest()
 
 
 def is_clean() -> bool:
-    """Whether what is here is what the last commit has, results and the pages made from them aside."""
+    """Whether the tree equals the last commit, apart from results and the pages made from them."""
     mine = ("README.md", "docs", "benchmarks/results")
     return not _git("status", "--porcelain", "--", ".", *(f":!{each}" for each in mine))
 
 
 def machine() -> dict[str, Any]:
-    """What runs depend on of a machine."""
+    """The properties of this machine that influence a run."""
     return {
         "cpu": _cpuinfo("model name"),
         "cpu_flags": sorted(each for each in _cpuinfo("flags").split() if _FLAGS.match(each)),
@@ -108,7 +108,7 @@ def machine() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    """What it prints; nothing where this is no checkout, or there is no git."""
+    """The output of a git command; empty if this is not a checkout, or git is missing."""
     try:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
@@ -139,7 +139,7 @@ def _versions() -> dict[str, str]:
 
 
 def load_figures(output: Path) -> dict[str, float]:
-    """What comparisons keep of a run of `benchmarks.load`, from the file that it wrote."""
+    """The figures of a run of `benchmarks.load` that comparisons use, from the file that it wrote."""
     summary = json.loads(output.read_text())["run"]["summary"]
     return {
         "failed": summary["requests"] - summary["succeeded"],

@@ -1,11 +1,11 @@
-"""How long a stream stands still when its decode worker dies, freezes or drains; how soon a dead gateway is forgotten.
+"""Measure the stall of a stream whose worker dies, freezes or drains, and the time to release a dead gateway's work.
 
     python -m benchmarks.recovery
 
-One prefill and two decode workers. Each round streams a request; once it has 20 tokens its decode worker is killed
-(kill -9), frozen (SIGSTOP) or told to drain. `detect`: from the fault until the gateway knows. `stall`: the longest gap
-between two tokens of the stream, the wait for the detection included. `pause`: that of a stream that moves. A second
-gateway, with four streams, is killed. `free`: until the workers hold nothing of it.
+There are one prefill and two decode workers. Each round streams a request; once it has 20 tokens, its decode worker is
+killed (kill -9), frozen (SIGSTOP) or told to drain. `detect`: time from the fault until the gateway knows. `stall`: the
+longest gap between two tokens of the stream, including the detection. `pause`: the longest gap of a stream that
+migrates. A second gateway with four streams is killed, too. `free`: time until the workers hold nothing for it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 
 BEFORE = 20
-"""Tokens that a stream has when something happens."""
+"""Tokens that a stream has received when the fault happens."""
 
 
 HELD = ("blocks_used", "waiting", "pulling", "computing", "running", "leases", "requests")
-"""What a worker counts in `/ready` that is zero at rest."""
+"""Counts in a worker's `/ready` that are zero at rest."""
 
 
 class Worker:
-    """A worker, or gateway, process, started again under the same address when it was killed."""
+    """A worker or gateway process, which can be started again at the same address after it was killed."""
 
     def __init__(self, module: str, options: list[str]) -> None:
         self._module, self._options = module, options
@@ -52,7 +52,7 @@ class Worker:
         self.start()
 
     def start(self) -> None:
-        """Start, and wait until it is ready."""
+        """Start the process, and wait until it is ready."""
         reader, writer = os.pipe()
         port = ["--control-port", self.address.rpartition(":")[2]] if self.address else []
         command = [sys.executable, "-m", self._module, *self._options, *port, "--announce-fd", str(writer)]
@@ -69,11 +69,11 @@ class Worker:
         raise SystemExit(f"{self._module} did not start")
 
     def signal(self, number: int) -> None:
-        """Send a signal."""
+        """Send a signal to the process."""
         self.process.send_signal(number)
 
     async def holds(self, session: aiohttp.ClientSession) -> int:
-        """How much it holds."""
+        """The sum of its `HELD` counts."""
         async with session.get(f"http://{self.http}/ready") as response:
             state = await response.json()
         return sum(state.get(name, 0) for name in HELD)
@@ -91,12 +91,12 @@ class Bench:
         self.draw = draw
 
     async def usable(self) -> None:
-        """Wait until everybody is."""
+        """Wait until every worker is usable."""
         while not all(worker.usable for worker in self.registry.workers.values()):
             await asyncio.sleep(0.05)
 
     async def stream(self, length: int, num_tokens: int) -> tuple[asyncio.Task[None], list[float], Worker]:
-        """A stream with some tokens, when they came, and its decode worker."""
+        """Start a stream and wait for its first tokens: (its task, arrival times of its tokens, its decode worker)."""
         token_ids = tuple(self.draw.randrange(10, 200) for _ in range(length))
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         work = Generation(token_ids=token_ids, num_choices=1, sampling=sampling, budget_s=120)
@@ -114,7 +114,7 @@ class Bench:
         return task, arrivals, busy
 
     async def fault(self, number: int) -> tuple[float, float]:
-        """Seconds to detect, and of the stall."""
+        """(seconds until detection, seconds of the stall)."""
         task, arrivals, victim = await self.stream(200, 120)
         view = self.registry.workers[victim.address]
         began = time.perf_counter()
@@ -132,7 +132,7 @@ class Bench:
         return detected, longest_gap(arrivals[BEFORE - 1 :])
 
     async def move(self, length: int) -> tuple[float, float]:
-        """Seconds of the pause, and the median gap between tokens of that stream."""
+        """(seconds of the pause, median gap between tokens of the same stream)."""
         moves = self.dispatcher.recovery.moves
         moved = moves["moved"]
         task, arrivals, leaving = await self.stream(length, 20_000)
@@ -151,13 +151,13 @@ class Bench:
         return longest_gap(arrivals[BEFORE - 1 :]), gaps[len(gaps) // 2]
 
     async def lose_gateway(self) -> float:
-        """Seconds from the death of a gateway, with streams, until its workers hold nothing."""
+        """Seconds from the death of a gateway with four streams until its workers hold nothing."""
         places = ["--prefill-workers", self.workers[0].address, "--decode-workers", ",".join(self.decode)]
         options = ["--model", str(self.folder), "--port", "0", "--log-level", "error", *places]
         gateway = await asyncio.to_thread(Worker, "gateway", options)
         async with aiohttp.ClientSession() as session:
             streams = [asyncio.create_task(self._ask(session, gateway.http)) for _ in range(4)]
-            while await self._held(session) < 4 * (200 // 16):  # every prompt is with a decode worker
+            while await self._held(session) < 4 * (200 // 16):  # until a decode worker holds every prompt
                 await asyncio.sleep(0.01)
             gateway.signal(signal.SIGKILL)
             began = time.perf_counter()
@@ -170,7 +170,7 @@ class Bench:
         return taken
 
     async def _ask(self, session: aiohttp.ClientSession, url: str) -> bool:
-        """Whether the answer was whole."""
+        """Whether the answer was complete."""
         prompt = [self.draw.randrange(10, 200) for _ in range(200)]
         body = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": True}
         try:
@@ -185,16 +185,16 @@ class Bench:
 
 
 def longest_gap(arrivals: list[float]) -> float:
-    """Of a stream."""
+    """The longest gap between two tokens of a stream, in seconds."""
     return max(b - a for a, b in itertools.pairwise(arrivals))
 
 
 async def measure(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Every fault, taking turns."""
+    """Measure every fault, in turns."""
     running = asyncio.create_task(bench.dispatcher.run())
     await bench.dispatcher.wait_usable()
     await bench.usable()
-    for _ in range(3):  # every pair of workers has met, and every connection is there
+    for _ in range(3):  # connects every pair of workers before anything is measured
         for length in (500, 4000):
             await bench.move(length)
     taken: dict[str, dict[str, list[float]]] = {}

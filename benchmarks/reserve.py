@@ -1,7 +1,7 @@
-"""How much of the KV cache to keep from new requests: a sweep from over- to under-commitment, on a cost model.
+"""Sweep the share of the KV cache that is kept from new requests, from over- to under-commitment, on a cost model.
 
 The scheduler, the block pool and the forecast are the product's; time is modelled, so the result depends on no machine.
-Twice as many sequences are in flight as the cache holds at their full lengths: half of the demand always waits.
+Twice as many sequences are in flight as the cache holds at their full lengths, so half of the demand always waits.
 
     python -m benchmarks.reserve
 """
@@ -33,7 +33,7 @@ WORKLOADS = {
 
 
 def lognormal(draw: random.Random, mean: float, deviation: float, most: int) -> int:
-    """A length of a log-normal distribution with these moments, between 1 and `most`."""
+    """A length from a log-normal distribution with this mean and standard deviation, cut to 1 to `most`."""
     import math
 
     sigma2 = math.log(1 + (deviation / mean) ** 2)
@@ -54,7 +54,7 @@ def trace(workload: str, num_requests: int, seed: int) -> list[Arrival]:
 
 
 def measure(workload: str, reserve: float, num_requests: int, seed: int, warm_up: int) -> dict[str, float]:
-    """One run; the first `warm_up` requests fill the profile and the cache, and are not counted."""
+    """Figures of one run; the first `warm_up` requests fill the profile and the cache, and are not counted."""
     pool = BlockPool(NUM_BLOCKS, prefix_cache=False)
     policy = Policy(
         block_size=BLOCK_SIZE,

@@ -1,4 +1,4 @@
-"""The pictures that documents show, each from a recorded run (`benchmarks/record.py`); they want matplotlib."""
+"""The pictures in the documents, each from a recorded run (`benchmarks/record.py`); they need matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.record import Run, recorded
 
 
 def draw(folder: Path) -> list[Path]:
-    """Those whose runs are recorded. Raises `ImportError` without matplotlib."""
+    """Draw the pictures whose runs are recorded; return their paths. Raises `ImportError` without matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -35,7 +35,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def versus_picture(run: Run, axis: Any) -> None:
-    """Tokens per second over concurrency, every round a point."""
+    """Tokens per second over concurrency, with one point for every round."""
     from matplotlib.ticker import NullLocator, ScalarFormatter
 
     systems = list(dict.fromkeys(each["system"] for each in run["figures"]["runs"]))
@@ -61,7 +61,7 @@ def versus_picture(run: Run, axis: Any) -> None:
 
 
 def claims_picture(run: Run, axis: Any) -> None:
-    """Continuous over static throughput over the variation of the length."""
+    """Ratio of continuous to static throughput, over the variation of the lengths."""
     for batch in sorted({each["batch"] for each in run["figures"]["batching"]}):
         points = [each for each in run["figures"]["batching"] if each["batch"] == batch]
         cv = [each["output_cv"] for each in points]
@@ -74,7 +74,7 @@ def claims_picture(run: Run, axis: Any) -> None:
 
 
 def steady_picture(run: Run, axis: Any) -> None:
-    """Memory over the requests."""
+    """Memory of each process over the number of requests."""
     for name, values in run["figures"]["resident_mib"].items():
         stage = run["workload"]["requests"] // run["workload"]["stages"]
         axis.plot([stage * (number + 1) for number in range(len(values))], values, marker=".", label=name)
@@ -82,7 +82,7 @@ def steady_picture(run: Run, axis: Any) -> None:
 
 
 def autoscale_picture(run: Run, axis: Any) -> None:
-    """Workers that were asked for over time."""
+    """Number of requested workers over time."""
     for name, runs in run["figures"].items():
         times, replicas = zip(*runs[0]["replicas"], strict=True)
         axis.step([t / 60 for t in times], replicas, where="post", label=name)

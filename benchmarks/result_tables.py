@@ -1,4 +1,4 @@
-"""The tables that documents show, each from a recorded run (`benchmarks/record.py`), as Markdown."""
+"""The tables in the documents, each from a recorded run (`benchmarks/record.py`), as Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.runtime.kv_size import KNOWN_SHAPES
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+    """A Markdown table with this head and these rows."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -23,7 +23,7 @@ def of_rounds(figure: dict[str, float], form: str, unit: str = "") -> str:
 
 
 def versus(run: Run) -> str:
-    """Baton beside vLLM: medians, ratios of the rounds."""
+    """Baton compared with vLLM: medians, and ratios of the rounds."""
     rows = []
     for each in run["figures"]["ratios"]:
         rounds = sum(
@@ -51,7 +51,7 @@ def versus(run: Run) -> str:
 
 
 def decode_floor(run: Run) -> str:
-    """A decode step beside what reading and computing take at least."""
+    """Decode steps compared with the least time for reading and computing."""
     rows = [
         [
             batch,
@@ -75,7 +75,7 @@ def batch_throughput(run: Run) -> str:
 
 
 def step_overhead(run: Run) -> str:
-    """A step without its model."""
+    """The time of a step outside the model."""
     rows = [
         [kind, f"{each['wall_us']['p50']:.0f}", f"{each['wall_us']['min']:.0f}", f"{each['cpu_us']['p50']:.0f}"]
         for kind, each in run["figures"].items()
@@ -84,7 +84,7 @@ def step_overhead(run: Run) -> str:
 
 
 def steady(run: Run) -> str:
-    """Memory over the stages."""
+    """Memory of each process over the stages."""
     figures = run["figures"]
     rows = [
         [name, f"{values[0]:.0f}", f"{values[len(values) // 2]:.0f}", f"{values[-1]:.0f}"]
@@ -94,7 +94,7 @@ def steady(run: Run) -> str:
 
 
 def agreement(run: Run) -> str:
-    """Two clients."""
+    """Figures of the two load generators on the same load."""
     rows = [
         [name.replace("_", " "), f"{each['ours']:.4g}", f"{each['theirs']:.4g}", f"{100 * (each['ratio'] - 1):+.1f} %"]
         for name, each in run["figures"]["ratios"].items()
@@ -103,7 +103,7 @@ def agreement(run: Run) -> str:
 
 
 def batching(run: Run) -> str:
-    """Continuous over static batching."""
+    """Ratio of continuous to static batching."""
     rows = [
         [
             f"{each['batch']}",
@@ -121,7 +121,7 @@ def batching(run: Run) -> str:
 
 
 def memory_limited(run: Run) -> str:
-    """The same where memory is the limit."""
+    """Ratio of continuous to static batching where memory is the limit."""
     rows = [
         [
             f"{each['cv']}",
@@ -136,7 +136,7 @@ def memory_limited(run: Run) -> str:
 
 
 def empty_slots(run: Run) -> str:
-    """Memory that holds nothing."""
+    """Shares of memory that are reserved and empty."""
     names = {
         "max_model_len": "the model's context",
         "prompt_and_max_tokens": "prompt and `max_tokens`",
@@ -147,13 +147,13 @@ def empty_slots(run: Run) -> str:
 
 
 def padding(run: Run) -> str:
-    """Tokens computed for nothing."""
+    """Shares of computed tokens that are padding."""
     each = run["figures"]["padding"]
     return table(["padding of 8 prompts", "of what is computed"], [[f"{each['tokens']:.0f}", f"{each['share']:.0%}"]])
 
 
 def modes(run: Run) -> str:
-    """One trace, every mode."""
+    """One trace in every mode."""
     rows = [
         [
             name,
@@ -171,7 +171,7 @@ def modes(run: Run) -> str:
 
 
 def interference(run: Run) -> str:
-    """Streams beside a long prompt."""
+    """Gaps in streams while a long prompt is computed."""
     rows = [
         [
             name,
@@ -186,7 +186,7 @@ def interference(run: Run) -> str:
 
 
 def grammars(run: Run) -> str:
-    """Streams beside choices that follow grammars: medians of the rounds, and the longest gap of all."""
+    """Gaps in streams while choices follow grammars: medians of the rounds, and the longest gap of all rounds."""
     rows = []
     for name, rounds in run["figures"].items():
         gaps = {when: [each[f"itl_{when}"] for each in rounds] for when in ("before", "during")}
@@ -210,7 +210,7 @@ def grammars(run: Run) -> str:
 
 
 def kv_sizes() -> str:
-    """KV of well-known models, in 16 bits."""
+    """Size of the KV of well-known models, with 16-bit elements."""
     rows = []
     for name, shape in KNOWN_SHAPES.items():
         layout = shape.layout(16, "auto")
@@ -220,7 +220,7 @@ def kv_sizes() -> str:
 
 
 def gpu_compile(run: Run) -> str:
-    """What the kernels take of a multiprocessor."""
+    """The kernels' use of a multiprocessor's resources."""
     rows = [
         [
             f"{each['kernel']}, {each['dtype']}, head dimension {each['head_dim']}",
@@ -239,7 +239,7 @@ def gpu_compile(run: Run) -> str:
 
 
 def gpu_decode_attention(run: Run) -> str:
-    """Of one layer, beside FlashAttention-3's fit and torch."""
+    """Decode attention of one layer, compared with FlashAttention-3's fit and torch."""
     rows = [
         [
             f"{each['batch']} x {each['length']}",
@@ -257,7 +257,7 @@ def gpu_decode_attention(run: Run) -> str:
 
 
 def gpu_prefill_attention(run: Run) -> str:
-    """Of a chunk at the end of a context."""
+    """Prefill attention of a chunk at the end of a context."""
     rows = [
         [f"{each['chunk']} of {each['context']}", f"{each['us']:.0f}", f"{each['tflops']:.0f}"]
         for each in run["figures"]["prefill_attention"]
@@ -266,7 +266,7 @@ def gpu_prefill_attention(run: Run) -> str:
 
 
 def gpu_small_kernels(run: Run) -> str:
-    """The rest of a layer, and the sampler."""
+    """The other kernels of a layer, and the sampler."""
     rows = [
         [f"{each['kernel']}, {each['tokens']} tokens", f"{each['us']:.1f}", f"{each['floor_us']:.1f}"]
         for each in run["figures"]["layer"]
@@ -280,7 +280,7 @@ def gpu_small_kernels(run: Run) -> str:
 
 
 def gpu_engine(run: Run) -> str:
-    """Whole steps beside what the device needs at least."""
+    """Whole steps compared with the least time that the device needs."""
     rows = []
     for name, each in run["figures"].items():
         rows += [
@@ -295,7 +295,7 @@ def gpu_engine(run: Run) -> str:
 
 
 def gpu_transfer(run: Run) -> str:
-    """Reads between two processes on the GPU, and writes of as many blocks."""
+    """Reads between two processes on the GPU, and writes of the same number of blocks."""
     rows = [
         [
             f"{read['blocks']} x {read['block_bytes'] >> 20} MiB",
@@ -353,7 +353,7 @@ def gateway_requests(run: Run) -> str:
 
 
 def routing(run: Run) -> str:
-    """By expected time, and in turn: medians of the rounds, and the rounds' ratios."""
+    """Routing by expected time, and in turn: medians of the rounds, and the ratios of the rounds."""
     runs = run["figures"]["runs"]
     rows = []
     for workload in dict.fromkeys(each["workload"] for each in runs):
@@ -375,14 +375,15 @@ def routing(run: Run) -> str:
 
 
 def interval(values: Sequence[float], form: str = "{:.1f}") -> str:
-    """Median, and between what."""
+    """The median, with minimum and maximum if there is more than one value."""
     if len(values) == 1:
         return form.format(values[0])
     return f"{form.format(statistics.median(values))} ({form.format(min(values))} to {form.format(max(values))})"
 
 
 def overload(run: Run) -> str:
-    """Goodput over load: medians of the rounds, and between what they are; sums; of times to a refusal the worst."""
+    """Goodput over load: medians with the range of the rounds, sums of counts, and the time to a refusal as median of
+    the rounds' medians / maximum of all rounds."""
     runs = run["figures"]["runs"]
     rows = []
     for share in sorted({each["share"] for each in runs}):
@@ -419,7 +420,7 @@ def overload(run: Run) -> str:
 
 
 def autoscale(run: Run) -> str:
-    """What became of the step, by the rules and by the queue alone: the worst of the runs, unless it says otherwise."""
+    """Effects of the load step, scaled by the rules and by the queue alone: the worst run, unless stated otherwise."""
     rows = []
     for name, runs in run["figures"].items():
 
@@ -443,7 +444,7 @@ def autoscale(run: Run) -> str:
 
 
 def recovery(run: Run) -> str:
-    """What is felt when something breaks."""
+    """Times to detect a fault, and the stalls and pauses of streams."""
     names = {
         ("kill", "detect_ms"): "kill -9 of the decode worker: noticed after",
         ("kill", "stall_ms"): "the stream stands still for",
@@ -464,7 +465,7 @@ def recovery(run: Run) -> str:
 
 
 def matrix(run: Run) -> str:
-    """How many cells of the fault matrix passed, by fault and transport."""
+    """Number of passed cells of the fault matrix, by fault and transport."""
     passed, failed = run["figures"]["passed"], run["figures"]["failed"]
     transports = list(passed)
     faults = sorted({fault for by in (passed, failed) for each in by.values() for fault in each})
@@ -481,7 +482,7 @@ def matrix(run: Run) -> str:
 
 
 def restarts(run: Run) -> str:
-    """What became of requests in flight while a process of `baton serve` died, or stood still."""
+    """Outcomes of requests in flight while a process of `baton serve` died, or was frozen."""
     cases = run["figures"]["cases"]
     rows = [
         [f"{case['role']} worker {case['befalls']}", str(run["workload"]["requests"])]

@@ -1,10 +1,10 @@
-"""The tables and pictures of README and of the documents, from the recorded runs.
+"""Make the tables and pictures of README and of the documents from the recorded runs.
 
     python -m benchmarks.results_page           # write them
     python -m benchmarks.results_page --check   # fail if the documents' tables are not those of the records
 
-The text is written by hand. Between `<!-- NAME -->` and `<!-- end -->` is what this module makes: a table, and the
-runs that it is from. Where a run has not been recorded, the page says so. Pictures want matplotlib.
+The text is written by hand. This module writes the parts between `<!-- NAME -->` and `<!-- end -->`: a table, and the
+runs that it comes from. If a run has not been recorded, the page says so. Pictures need matplotlib.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARKED = re.compile(r"<!-- (?P<name>[\w .-]+?) -->\n(?P<body>(?:(?!<!-- ).)*?)<!
 
 
 def source(runs: Sequence[Run]) -> str:
-    """Where a table is from."""
+    """The line that names the runs of a table: command, commit, product, machine."""
     lines = []
     for run in runs:
         machine = run["machine"]
@@ -35,7 +35,7 @@ def source(runs: Sequence[Run]) -> str:
 
 
 def instructions(flags: Sequence[str]) -> str:
-    """The widest that the kernels of a CPU may use."""
+    """The widest instruction set that kernels may use on a CPU with these flags."""
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
     return next((name for flag, name in names.items() if flag in flags), "unknown instructions")
 
@@ -47,11 +47,11 @@ CAPTIONS = {
     "steady": "Memory of each process over the requests",
     "autoscale": "Workers wanted over time",
 }
-"""Parts that have a picture, named like their record."""
+"""Captions of the parts that have a picture; a part is named like its record."""
 
 
 def part(name: str) -> str:
-    """What stands between the marks of that name."""
+    """The text between the marks of that name."""
     if name == "kv sizes":
         return f"\n{kv_sizes()}\n`baton kv-size`\n\n"
     if name in OVERVIEWS:
@@ -61,7 +61,7 @@ def part(name: str) -> str:
         records = (record,)
     found = [recorded(record) for record in records]
     runs = [run for run in found if run is not None]
-    if name == "at a glance" and runs:  # each of its rows is of one record, and names it
+    if name == "at a glance" and runs:  # each row of this table names its own record
         return f"\n{render(*found)}\n"
     if len(runs) < len(records):
         return "\nNot measured yet.\n\n"
@@ -70,7 +70,7 @@ def part(name: str) -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with its parts as they are recorded."""
+    """The page with its parts made from the recorded runs."""
 
     def replace(found: re.Match[str]) -> str:
         return f"<!-- {found['name']} -->\n{part(found['name'])}<!-- end -->\n"

@@ -1,10 +1,11 @@
-"""Routing by what is expected of each worker against routing in turn, on one stack.
+"""Compare routing by the expected time of each worker with routing in turn, on one stack.
 
     python -m benchmarks.routing [--rounds 3]
 
-Three workloads: conversations whose every turn holds those before it; prompts that begin with one of a few long system
-prompts; prompts that share nothing. Each is played to the same workers by both policies, in alternation, under a salt
-of its own, so that no run finds what another one has left. The dispatcher runs in this process, as in a gateway.
+There are three workloads: conversations in which every turn contains the turns before it; prompts that begin with one
+of a few long system prompts; prompts that share nothing. Each is sent to the same workers under both policies, in
+alternation. Each run has its own cache salt, so that it cannot use blocks that another run has left in a cache. The
+dispatcher runs in this process, as in a gateway.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ COMPUTED = "baton_prompt_tokens_computed_total"
 
 @dataclass(frozen=True)
 class Dialogue:
-    """When it begins, what each turn adds to the prompt, and how long its client thinks between turns."""
+    """A conversation: its start time, the tokens that each turn adds, and the client's pause after each turn."""
 
     start_s: float
     turns: tuple[tuple[int, ...], ...]
@@ -47,12 +48,12 @@ class Dialogue:
 
 
 def tokens(draw: random.Random, num: int) -> tuple[int, ...]:
-    """Tokens that nobody has sent before."""
+    """Random tokens, so that no cache holds them."""
     return tuple(draw.randrange(10, 30000) for _ in range(num))
 
 
 def starts(draw: random.Random, num: int, rate: float) -> Iterator[float]:
-    """A Poisson process."""
+    """Start times of a Poisson process."""
     moment = 0.0
     for _ in range(num):
         moment += draw.expovariate(rate)
@@ -68,7 +69,7 @@ def multi_turn(draw: random.Random, scale: float) -> list[Dialogue]:
 
 
 def shared_prefix(draw: random.Random, scale: float) -> list[Dialogue]:
-    """One of eight system prompts of 640 tokens, and 100 tokens of one's own."""
+    """Prompts of one of eight system prompts of 640 tokens, and 100 tokens of their own."""
     systems = [tokens(draw, 640) for _ in range(8)]
     return [
         Dialogue(start, ((*draw.choice(systems), *tokens(draw, 100)),), (0.0,))
@@ -92,7 +93,7 @@ WORKLOADS: dict[str, Callable[[random.Random, float], list[Dialogue]]] = {
 
 
 async def converse(dispatcher: Dispatcher, dialogue: Dialogue, salt: str, began: float) -> list[float]:
-    """The seconds to the first token of each turn."""
+    """Run a conversation; return the seconds to the first token of each turn."""
     await asyncio.sleep(max(0.0, began + dialogue.start_s - time.perf_counter()))
     history: list[int] = []
     ttfts = []
@@ -118,14 +119,14 @@ def computed(stack: LocalStack) -> float:
 
 
 async def play(dispatcher: Dispatcher, dialogues: Sequence[Dialogue], salt: str) -> list[float]:
-    """All of them, at their times."""
+    """Run all conversations, each at its start time; return the seconds to the first token of every turn."""
     began = time.perf_counter()
     ttfts = await asyncio.gather(*(converse(dispatcher, each, salt, began) for each in dialogues))
     return [each for some in ttfts for each in some]
 
 
 async def measure(stack: LocalStack, local: Local, folder: Path, args: argparse.Namespace) -> list[dict[str, object]]:
-    """Every workload, every round, both policies in alternation."""
+    """Measure every workload in every round, with both policies in alternation."""
     runs: list[dict[str, object]] = []
     for number in range(-1, args.rounds):  # the first warms up
         for name, make in WORKLOADS.items():
@@ -149,7 +150,7 @@ async def measure(stack: LocalStack, local: Local, folder: Path, args: argparse.
 
 
 async def run(folder: Path, args: argparse.Namespace) -> list[dict[str, object]]:
-    """The stack, and everything played to it."""
+    """Start the stack, and measure on it."""
     os.environ["BATON_NUM_THREADS"] = "1"
     settings = ServeSettings(model=str(folder), port=0, prefill=2, decode=2, log_level="warning", restart="never")
     stack = LocalStack(settings)
@@ -160,7 +161,7 @@ async def run(folder: Path, args: argparse.Namespace) -> list[dict[str, object]]
 
 
 def ratios(runs: Sequence[dict[str, object]]) -> dict[str, dict[str, float]]:
-    """For each workload: what is expected over what is in turn, the median of the rounds."""
+    """For each workload, the ratios of routing by expected time to routing in turn: medians of the rounds."""
     made: dict[str, dict[str, float]] = {}
     for name in WORKLOADS:
         of = {(run["routing"], run["round"]): run for run in runs if run["workload"] == name}

@@ -1,9 +1,9 @@
-"""What scheduling costs in each step of a decode worker, from 1 to 4,096 running sequences and 100,000 waiting ones.
+"""Measure the scheduling cost of a decode worker's step, with 1 to 4,096 running and up to 100,000 waiting sequences.
 
-Everything that the scheduler and the block pool do for a step is timed: letting in, settling, growing, planning,
-removing what ended, in CPU time of the thread, since other processes share the machine. Sampling, messages and the
-model are not there. Sequences end after 200 tokens on average and are replaced at once, so that what changes in a step
-grows with what runs.
+Everything that the scheduler and the block pool do for a step is timed (admitting, settling, growing, planning,
+removing ended sequences), in CPU time of the thread, since other processes share the machine. Sampling, messages and
+the model are left out. Sequences end after 200 tokens on average and are replaced at once, so that the number of
+changes in a step grows with the number of running sequences.
 
     python -m benchmarks.scheduler_cost
 """
@@ -37,7 +37,7 @@ QUEUED = (0, 1_000, 10_000, 100_000)
 
 
 class Load:
-    """A scheduler in steady state: as many requests come as end."""
+    """A scheduler in steady state: each request that ends is replaced."""
 
     def __init__(self, num_running: int, num_queued: int, seed: int, *, pressure: bool) -> None:
         self.draw = random.Random(seed)
@@ -58,7 +58,7 @@ class Load:
         self.timed = 0.0
 
     def arrive(self) -> None:
-        """One more request."""
+        """Add one request."""
         number = self.num_requests
         self.num_requests += 1
         work = Decode(
@@ -83,12 +83,12 @@ class Load:
         self.timed += time.thread_time() - began
 
     def step(self) -> float:
-        """One step; seconds that the scheduler took for it."""
+        """Run one step; return the seconds of CPU time that the scheduler used."""
         self.timed = 0.0
         while len(self.ends) < self.num_running + self.num_queued:
             self.arrive()
         if self.num_requests == len(self.ends):
-            self.timed = 0.0  # filling the queue at the start is not a step's cost
+            self.timed = 0.0  # filling the queue at the start does not count as the cost of a step
         began = time.thread_time()
         reservations = self.scheduler.reserve(0.0)
         self.timed += time.thread_time() - began
@@ -126,7 +126,7 @@ class Load:
 
 
 def measure(num_running: int, num_queued: int, num_steps: int, seed: int, *, pressure: bool) -> dict[str, float]:
-    """Microseconds for each step."""
+    """Microseconds of scheduling for each step."""
     load = Load(num_running, num_queued, seed, pressure=pressure)
     for _ in range(400):
         load.step()

@@ -1,4 +1,4 @@
-"""Pictures of the dashboard while the local stack is under load, for the documentation.
+"""Take pictures of the dashboard while the local stack is under load, for the documentation.
 
 python -m benchmarks.screenshot [--folder docs] [--warm-up 100] [--url http://127.0.0.1:8000]
 
@@ -40,12 +40,12 @@ HOLD_A_BUSY_MOMENT = """() => {
   for (const run of document.getAnimations()) if (run.playState === 'running') run.pause();
   return true;
 }"""
-"""A picture takes longer than a baton: it waits where it is."""
+"""Freezes the dashboard's animated batons: taking a picture takes longer than a baton's flight."""
 
 
 @contextmanager
 def stack(url: str | None) -> Iterator[str]:
-    """The gateway's URL: the given one, or that of a stack with two workers of each role."""
+    """A context with the gateway's URL: the given one, or that of a new stack with two workers of each role."""
     if url is not None:
         yield url
         return
@@ -54,7 +54,7 @@ def stack(url: str | None) -> Iterator[str]:
 
 
 async def load(url: str, draw: random.Random) -> None:
-    """Requests of random lengths at random times, until cancelled."""
+    """Send requests of random lengths at random times, until cancelled."""
     at_once = asyncio.Semaphore(MAX_AT_ONCE)
     async with aiohttp.ClientSession(url) as session:
 
@@ -91,7 +91,7 @@ async def take(page: Page, url: str, path: Path) -> None:
 
 
 async def shoot(url: str, folder: Path, warm_up_s: float) -> None:
-    """Load, and one picture after the other."""
+    """Put load on the stack, and take one picture after the other."""
     chromium = shutil.which("chromium")
     if chromium is None:
         raise SystemExit("chromium is not installed (apt-get install chromium)")

@@ -1,8 +1,9 @@
-"""Workers without engines, for measurements of the gateway: the real control channel, and answers by the clock.
+"""Workers without engines, for measurements of the gateway: a real control channel, and answers at fixed intervals.
 
-A prefill worker answers each Prefill with its first token at once. A decode worker keeps what it is given in a batch
-and sends each sequence a token in each step, as `decode_worker.worker` does: one Tokens message for each, all of a step
-in one turn of the event loop. When a step was is written down, so that a token's journey can be measured.
+A prefill worker answers each Prefill at once with its first token. A decode worker keeps its sequences in a batch and
+sends a token of each sequence in each step, as `decode_worker.worker` does: one Tokens message for each sequence, all
+of a step in one turn of the event loop. It records the time of each step, so that the time of a token from worker to
+client can be measured.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from common.runtime.channel import ControlServer
 from common.runtime.clock import Pulse, monotonic
 
 MAX_STEPS_AT_ONCE = 64
-"""Steps that a worker makes up for when it is late."""
+"""Most overdue steps that a late worker takes in one turn."""
 SHORTEST_PAUSE_S = 0.001
-"""Of the event loop's timers: steps at a shorter interval come several at once."""
+"""Shortest pause between two turns; with a shorter step interval, one turn takes several steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,26 +43,26 @@ class Sequence:
     work: Decode
     gateway: Incarnation
     num_sent: int = 0
-    """Output tokens sent, the first one included."""
+    """Output tokens sent, including the first one."""
     first_step: int = 0
-    """The step that brought its second token."""
+    """Number of the step that brought its second token."""
 
 
 @dataclass(slots=True)
 class Script:
-    """What the workers of a pool do; it may change while they run."""
+    """The behaviour of a pool's workers; it may change while they run."""
 
     token_ids: tuple[int, ...]
-    """Their answers, over and over."""
+    """The tokens of every answer, repeated."""
     interval_s: float | None = None
-    """Seconds between the steps of a worker; None: it rests."""
+    """Seconds between the steps of a worker; None: it takes no steps."""
     short: bool = False
-    """A request is answered whole as soon as it is there."""
+    """If true, a request is answered completely as soon as it arrives."""
     last_step: bool = False
-    """Every sequence ends with its next token."""
+    """If true, every sequence ends with its next token."""
 
     def token(self, index: int) -> int:
-        """The output's token."""
+        """The output token at this index."""
         return self.token_ids[index % len(self.token_ids)]
 
 
@@ -79,11 +80,11 @@ class ScriptedWorker:
     """Tokens sent by steps."""
 
     def bind(self) -> str:
-        """Its control address."""
+        """Bind to a free port; return the control address."""
         return f"127.0.0.1:{self.server.bind('127.0.0.1', 0)}"
 
     def welcome(self) -> Welcome:
-        """This worker's side of a handshake."""
+        """This worker's Welcome."""
         return Welcome(
             role=self.role,
             fingerprint=self.fingerprint,
@@ -94,7 +95,7 @@ class ScriptedWorker:
         )
 
     def heartbeat(self, number: int) -> Heartbeat:
-        """The load of this moment."""
+        """The present load."""
         return Heartbeat(
             number=number,
             steps=len(self.step_times),
@@ -110,7 +111,7 @@ class ScriptedWorker:
         return tuple(sequence.work.key for sequence in self.batch.values() if sequence.gateway == peer)
 
     def on_open(self, peer: Incarnation, role: Role) -> None:
-        """Nothing is cached here that a gateway could be told of."""
+        """Does nothing: the worker has no cached blocks to report."""
 
     def on_peer_lost(self, peer: Incarnation) -> None:
         """A gateway has left."""
@@ -148,7 +149,7 @@ class ScriptedWorker:
     # --- a decode worker's steps ---------------------------------------------------------------------------------
 
     async def run_steps(self, phase: float) -> None:
-        """A step each interval, until cancelled; `phase`, of an interval, apart from the other workers'."""
+        """Take a step each interval, until cancelled; the steps are shifted by `phase`, a share of the interval."""
         due: float | None = None
         while True:
             interval_s = self.script.interval_s
@@ -212,5 +213,5 @@ class ScriptedPool:
         return sum(worker.num_sent for worker in self.decode)
 
     def sequences(self) -> list[tuple[ScriptedWorker, Sequence]]:
-        """What is in the batches, and where."""
+        """(worker, sequence) of every sequence in a batch."""
         return [(worker, sequence) for worker in self.decode for sequence in worker.batch.values()]

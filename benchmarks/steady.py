@@ -1,10 +1,10 @@
-"""Whether the stack grows: memory of every process, stage by stage, over thousands of requests.
+"""Measure whether the stack's memory grows: memory of every process, stage by stage, over thousands of requests.
 
     python -m benchmarks.steady --requests 5000
 
 One prefill and one decode worker, the model of 15 million weights, ShareGPT lengths cut to 256 and 64 tokens, 16
-requests at a time. Each stage has prompts of its own. The prefix caches, and with them the gateway's index of what they
-hold, are filled by the first stages.
+requests at a time. Each stage has prompts of its own. The first stages fill the prefix caches, and with them the
+gateway's index of cached blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LENGTHS = ("--workload", "sharegpt", "--max-input-tokens", "256", "--max-output-
 
 
 def resident_mib(pid: int) -> float:
-    """Memory of a process that is its own: resident, and not a file's or shared."""
+    """Resident anonymous memory of a process, in MiB: without files and shared memory."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) / 1024
 
@@ -48,7 +48,7 @@ def main() -> None:
                 for name, pid in local.pids.items():
                     series.setdefault(name.split()[0], []).append(resident_mib(pid))
                 print(stage, "  ".join(f"{name} {values[-1]:.1f}" for name, values in series.items()), flush=True)
-    # The first stage fills what is filled once: caches, buffers, connections.
+    # The first stages fill caches, buffers and connections, so only growth over the second half counts.
     growth = {name: values[-1] - values[len(values) // 2] for name, values in series.items()}
     for name, value in growth.items():
         print(f"{name:<16}{value:+7.2f} MiB over the second half, of {series[name][-1]:.1f}")

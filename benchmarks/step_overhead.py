@@ -1,10 +1,10 @@
-"""What a decode step costs outside the model: scheduling, batch, sampling, messages, and what asyncio adds.
+"""Measure the cost of a decode step outside the model: scheduling, batch, sampling, messages, and asyncio.
 
     python -m benchmarks.step_overhead
 
-A real decode worker process, whose model answers at once with logits that it has ready (32,000 of them for each
-sequence), serves 32 endless streams to a gateway's dispatcher in this process. So the time from step to step is all
-that is not the model. Greedy and sampled streams take turns.
+A real decode worker process serves 32 endless streams to a gateway's dispatcher in this process. Its model returns
+prepared logits (32,000 for each sequence) at once, so the time from step to step is the time outside the model. Greedy
+and sampled streams take turns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gateway.serving.generation import Generation
 from gateway.workers.registry import Registry
 
 KV = ("--dtype", "bfloat16", "--kv-cache-bytes", str(2**30))
-"""Room for every stream at its longest."""
+"""A KV cache large enough for every stream at its longest."""
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 1.0},
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def serve_without_model() -> None:
-    """A decode worker whose model takes no time."""
+    """Run a decode worker whose model takes no time."""
     import torch
 
     from common.engine.model import Decoder
@@ -93,7 +93,7 @@ def serve_without_model() -> None:
 
 
 async def measure(folder: Path, worker: Worker, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Microseconds for a step, by the clock and of the worker's processor, of each kind of stream."""
+    """For each kind of stream, microseconds per step: wall time, and processor time of the worker."""
     registry = Registry((), (worker.address,), config_hash(folder))
     dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse())
     loop = asyncio.create_task(dispatcher.run())
@@ -128,14 +128,14 @@ async def running(session: aiohttp.ClientSession, worker: Worker) -> int:
 
 
 async def counts(session: aiohttp.ClientSession, worker: Worker) -> tuple[float, float, float]:
-    """The time, the worker's processor time, both in seconds, and its steps."""
+    """(time in seconds, the worker's processor time in seconds, its number of steps)."""
     async with session.get(f"http://{worker.http}/metrics") as response:
         [steps] = re.findall(r"^baton_engine_steps_total (\S+)", await response.text(), re.MULTILINE)
     return time.perf_counter(), cpu_seconds(worker.process.pid), float(steps)
 
 
 async def stream(dispatcher: Dispatcher, seed: int, parameters: dict[str, Any]) -> None:
-    """One that ends when it is cancelled."""
+    """Run one generation after another until cancelled."""
     draw = random.Random(seed)
     token_ids = tuple(draw.randrange(10, 200) for _ in range(64))
     sampling = SamplingParams(max_tokens=1900, ignore_eos=True, seed=seed, **parameters)

@@ -1,11 +1,12 @@
-"""Baton beside vLLM on the same machine, weights and prompts: every system takes its turn, at each concurrency.
+"""Compare Baton with vLLM on the same machine, weights and prompts: systems take turns at each concurrency.
 
     python -m benchmarks.versus --model 15m --dtype bfloat16 --concurrency 1 8 16 32 --rounds 5
 
-All systems are up during the whole run (idle, each takes a few percent of a core), and the load goes round: one run at
-each in turn, in another order each time. Equal cores: a pair has one for each of its workers, a single system has both.
-`baton bench` in a process of its own sends the load: token ids, the same to all in a round. What is there is recorded
-after each turn, so a run that is stopped is not lost. Needs `python -m benchmarks.peers.install_vllm`.
+All systems are up during the whole run (an idle one takes a few percent of a core), and each gets one run of the load
+in turn, in another order each time. All have equal cores: a pair has one core for each of its workers, a single system
+has both. `baton bench`, in a process of its own, sends the load: token ids, the same to all systems in a round. The
+results so far are recorded after each turn, so they survive an interruption. Needs
+`python -m benchmarks.peers.install_vllm`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def keep(runs: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def start(stack: ExitStack, name: str, folder: Path, dtype: str) -> str:
-    """Start a system; its base URL."""
+    """Start a system; return its base URL."""
     common = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**30)]
     settings = vllm.Settings(dtype=dtype)
     match name:
@@ -86,7 +87,8 @@ def start(stack: ExitStack, name: str, folder: Path, dtype: str) -> str:
 
 
 def turns(urls: dict[str, str], options: argparse.Namespace, scratch: Path) -> Iterator[list[dict[str, Any]]]:
-    """The figures of every system's run in one turn: a round at one concurrency. The first round warms up."""
+    """Yield, for each turn (a round at one concurrency), the figures of every system's run. The first round is a
+    warm-up."""
     end = time.monotonic() + 60 * options.minutes
     for number in range(-1, options.rounds):
         for concurrency in options.concurrency if number >= 0 else [min(options.concurrency)]:
@@ -106,7 +108,7 @@ def turns(urls: dict[str, str], options: argparse.Namespace, scratch: Path) -> I
 
 
 def run(url: str, options: argparse.Namespace, concurrency: int, *, seed: int, scratch: Path) -> dict[str, float]:
-    """One run of the load."""
+    """Figures of one run of the load."""
     output = scratch / "run.json"
     lengths = ["--max-input-tokens", "1500", "--max-output-tokens", "300"]
     if options.workload == "fixed":
@@ -122,7 +124,7 @@ def run(url: str, options: argparse.Namespace, concurrency: int, *, seed: int, s
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each pair of systems and concurrency: medians, and the ratios of the rounds."""
+    """For each pair of systems and each concurrency: medians, and the ratios of the rounds."""
     made = []
     for ours, theirs in PAIRS:
         for concurrency in sorted({each["concurrency"] for each in runs}):
@@ -148,7 +150,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lines(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """A table."""
+    """The lines of a table for the terminal."""
     made = [f"{'':34} {'tok/s':>20} {'ratio (min - max)':>22} {'TTFT p50':>9} {'ITL p99':>8}"]
     for each in figures:
         rate = each["output_tokens_per_s"]

@@ -12,9 +12,9 @@ from typing import Literal
 def arrival_times(
     process: Literal["poisson", "gamma", "constant"], rate: float, count: int, cv: float, random: Random
 ) -> list[float]:
-    """`count` arrivals, `rate` a second on average; all at once if that is infinite.
+    """The times of `count` arrivals, `rate` per second on average; all at 0 if `rate` is infinite.
 
-    Gamma gaps have the coefficient of variation `cv`: 1 is Poisson, above it arrivals come in bursts.
+    Gamma-distributed gaps have the coefficient of variation `cv`: 1 is Poisson, above 1 arrivals come in bursts.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -32,8 +32,8 @@ def arrival_times(
 def jittered(times_s: Sequence[float], random: Random) -> list[float]:
     """Spread each group of equal times evenly over the time until the next group; sorted.
 
-    A trace whose clock ticks every few seconds would otherwise arrive in volleys that nobody has sent. The last group
-    spreads over as much time as the one before it.
+    A trace whose clock ticks every few seconds would otherwise arrive in bursts that did not exist. The last group is
+    spread over as much time as the group before it.
     """
     ticks = sorted(set(times_s))
     if len(ticks) == 1:
@@ -45,7 +45,7 @@ def jittered(times_s: Sequence[float], random: Random) -> list[float]:
 
 
 def scaled(times_s: Sequence[float], rate: float | None) -> list[float]:
-    """Stretched or compressed so that `rate` arrive in a second on average, in the pattern they have."""
+    """The times stretched or compressed so that `rate` requests arrive per second on average, in the same pattern."""
     if rate is None or len(times_s) < 2 or times_s[-1] == 0:
         return list(times_s)
     factor = (len(times_s) - 1) / rate / times_s[-1]

@@ -1,8 +1,8 @@
-"""What an event of an answer's stream says.
+"""Interprets the events of an answer's stream.
 
-A chunk carries tokens if it has text (or reasoning, or log probabilities, or token ids). A chunk of a chat without any
-is an announcement of the role; one of a completion is a token whose text is not there yet, or is empty, as special
-tokens' is: nothing else makes a server send it, unless it says that the answer has ended.
+A chunk carries tokens if it has text (or reasoning, or log probabilities, or token ids). A chat chunk without any of
+these announces the role. A completion chunk without any of these is a token whose text is not complete yet, or is
+empty, as that of special tokens, since a server has no other reason to send it, unless it says that the answer ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_DETAIL_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens, with their text so far as it is there; `finished`: they are the last."""
+    """Tokens, with the text that is complete so far; `finished`: they are the last tokens."""
 
     text: str
     finished: bool = False
@@ -26,12 +26,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer has ended; no tokens."""
+    """The answer has ended; the event carries no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that the server has counted."""
+    """Token counts from the server."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -39,7 +39,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class StreamError:
-    """The server has failed in mid-stream."""
+    """The server reports an error in mid-stream."""
 
     message: str
 
@@ -53,7 +53,7 @@ Part = Text | Finished | Usage | StreamError | Done
 
 
 def read_event(event: Event) -> list[Part]:
-    """What the event says; empty for a role, or a keep-alive. Raises `MalformedStreamError`."""
+    """The parts of the event; empty for a role or a keep-alive. Raises `MalformedStreamError`."""
     if event.data == b"[DONE]":
         return [Done()]
     try:
@@ -75,7 +75,7 @@ def read_event(event: Event) -> list[Part]:
 
 
 def error_text(body: Any) -> str:
-    """The message of an error object, as OpenAI's or any other."""
+    """The message of an error object, in OpenAI's form or any other."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(message).split())[:_MAX_DETAIL_CHARS]

@@ -34,7 +34,7 @@ _PROGRAM = "baton bench"
 
 
 class Bench:
-    """Runs plans against one endpoint, with a progress bar where there is somebody to see it."""
+    """Runs plans against one endpoint, with a progress bar on a terminal."""
 
     def __init__(self, settings: LoadSettings, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
         self._settings = settings
@@ -42,7 +42,8 @@ class Bench:
         self._endpoint = endpoint
 
     async def warm_up(self, stop: asyncio.Event) -> None:
-        """Requests that do not count. Raises `OperatorError` if none succeeds: neither would those that count."""
+        """Send requests that do not count. Raises `OperatorError` if none succeeds, since the measured ones would fail,
+        too."""
         if not self._settings.warmup:
             return
         concurrency = self._settings.concurrency or _WARMUP_CONCURRENCY
@@ -52,7 +53,7 @@ class Bench:
             raise OperatorError(f"no warm-up request succeeded; the first: {first.cause}: {first.detail}")
 
     async def measure(self, settings: LoadSettings, plan: Plan, label: str, stop: asyncio.Event) -> Measured:
-        """The requests that count."""
+        """Send the requests that count; return their records."""
         digest = plan.digest()
         freeze_startup_objects()
         recording = await self._run(plan, settings.concurrency, label, stop)
@@ -79,7 +80,7 @@ Work = Callable[[Bench, Endpoint], Coroutine[Any, Any, None]]
 
 
 async def _with_bench(settings: LoadSettings, work: Work, stop: asyncio.Event) -> None:
-    """Find the endpoint, warm up, and do the work; `stop` ends each of them."""
+    """Find the endpoint, warm up, and do the work; `stop` ends any of these."""
     key = None if settings.api_key is None else settings.api_key.get_secret_value()
     async with open_session(key) as session:
         probing = asyncio.create_task(probe(session, settings.url, settings.model))
@@ -132,7 +133,7 @@ async def _sweep(settings: SweepSettings, argv: Sequence[str], stop: asyncio.Eve
     async def work(bench: Bench, endpoint: Endpoint) -> None:
         started = _now()
         while (rate := search.next_rate) is not None and not stop.is_set():
-            # Another seed for each rate: a server that remembers prompts has not seen these.
+            # Each rate has its own seed, so that no prompt is in the server's prefix cache already.
             step = settings.model_copy(update={"rate": rate, "seed": settings.seed + len(points)})
             measured = await bench.measure(step, make_plan(step), f"{rate:g}/s", stop)
             summary = measured.summary()
@@ -169,7 +170,7 @@ def _warn(texts: Iterable[str]) -> None:
 
 
 def _warn_of_failures(measured: Measured) -> None:
-    """One example of each cause."""
+    """Print one example of each cause of failure."""
     shown: set[str] = {Outcome.OK, Outcome.INTERRUPTED, Outcome.ABANDONED}
     for record in measured.recording.records:
         if record.cause not in shown:
@@ -200,7 +201,7 @@ def _plot(settings: PlotSettings) -> None:
 
 
 def _measure(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run until done or Ctrl-C, which exits 130 once what there is has been reported."""
+    """Run until done or Ctrl-C. After Ctrl-C, report the results so far and exit with 130."""
     interrupted = False
 
     async def body(stop: asyncio.Event) -> None:
@@ -240,7 +241,7 @@ def _dispatch(arguments: Sequence[str]) -> None:
 
 
 def _check_output(path: Path | None) -> None:
-    """Better before the run than after it."""
+    """Check before the run that the output file can be written."""
     if path is not None and not path.parent.is_dir():
         raise OperatorError(f"there is no folder {path.parent} for --output")
 

@@ -1,4 +1,4 @@
-"""Sends one request and stamps what comes back."""
+"""Sends one request and records the time of each part of its answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from benchmarks.load.record import Outcome
 from benchmarks.load.sse import EventDecoder, MalformedStreamError
 
 _IDLE_CONNECTION_S = 4.0
-"""Below the 5 s after which uvicorn closes one: a request on a connection that is being closed fails for nothing."""
+"""Seconds for which an idle connection is kept: below the 5 s after which uvicorn closes it, so that no request is sent
+on a connection that is being closed."""
 _READ_BUFFER_BYTES = 2**20
 _MAX_ERROR_BYTES = 2**16
 _REFUSALS = (429, 503)
@@ -25,7 +26,7 @@ Clock = Callable[[], float]
 
 @asynccontextmanager
 async def open_session(api_key: str | None) -> AsyncIterator[aiohttp.ClientSession]:
-    """As many connections as there are requests, and none of aiohttp's own time limits, which end long streams."""
+    """A session without a limit on connections, and without aiohttp's own time limits, which would end long streams."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "baton-bench"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -38,7 +39,7 @@ async def open_session(api_key: str | None) -> AsyncIterator[aiohttp.ClientSessi
 
 
 class Exchange:
-    """One request and what has come back so far. Times are the clock's."""
+    """One request and the part of its answer that has arrived so far. Times are those of `clock`."""
 
     def __init__(self) -> None:
         self.sent_s = 0.0
@@ -49,17 +50,17 @@ class Exchange:
         self.usage: Usage | None = None
         self.status: int | None = None
         self.outcome: Outcome | None = None
-        """Set when it has ended."""
+        """Set when the request has ended."""
         self.detail = ""
         self._complete = False
 
     def fail(self, outcome: Outcome, detail: str) -> None:
-        """End it; the first failure is the one that counts."""
+        """End the request as failed; only the first failure counts."""
         if self.outcome is None:
             self.outcome, self.detail = outcome, detail
 
     def receive(self, now: float, part: Any) -> None:
-        """Note a part of the answer, which arrived `now`."""
+        """Record a part of the answer that arrived at the time `now`."""
         match part:
             case Text(text, finished):
                 self.chunk_s.append(now)
@@ -77,7 +78,7 @@ class Exchange:
                 self._complete = True
 
     def end(self) -> None:
-        """The stream has ended by itself."""
+        """The connection has ended without an error."""
         if not self._complete:
             self.fail(Outcome.TRUNCATED, "the stream ended without a finish reason, or [DONE]")
         elif not self.chunk_s:
@@ -87,7 +88,7 @@ class Exchange:
 
 
 class Client:
-    """Posts to one path of one endpoint."""
+    """Sends POST requests to one path of one endpoint."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, timeout_s: float, clock: Clock) -> None:
         self._session = session

@@ -1,4 +1,4 @@
-"""Bodies of requests as bytes, made before the run, so that sending one costs next to nothing."""
+"""Encodes the bodies of requests as bytes before the run, so that sending one costs almost no time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BodyEncoder:
 
     @property
     def path(self) -> str:
-        """Where to post."""
+        """The path of the API that receives the requests."""
         return "/v1/chat/completions" if self._chat else "/v1/completions"
 
     def encode(self, turns: Sequence[PlannedTurn]) -> list[TurnBody]:
@@ -41,21 +41,21 @@ class BodyEncoder:
 
 
 class TurnBody:
-    """A body in which only what the model has said so far is missing."""
+    """A body in which only the model's earlier answers are missing."""
 
     __slots__ = ("_after", "_before", "new")
 
     def __init__(self, before: bytes, new: bytes, after: bytes) -> None:
         self._before = before
         self.new = new
-        """This turn's own part: the prompt, or the user's message."""
+        """The part that this turn adds: the prompt, or the user's message."""
         self._after = after
 
     def bytes(self, said: Sequence[bytes] = ()) -> bytes:
-        """The body, after the messages `said` in earlier turns."""
+        """The complete body, with the model's answers `said` in earlier turns."""
         return self._before + b",".join([*said, self.new]) + self._after
 
 
 def answer_message(text: str) -> bytes:
-    """The model's answer, as a message of the next turn."""
+    """The model's answer as a message in the body of the next turn."""
     return json.dumps({"role": "assistant", "content": text}, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""Who is being measured: asked once, before the run."""
+"""Identifies the measured server: it is asked once, before the run."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _PROBE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """What it says of itself."""
+    """The server's description of itself."""
 
     url: str
     model: str
     server: str | None
-    """Its Server header."""
+    """The server's `Server` header."""
     model_card: dict[str, Any] | None
     """The model's entry in /v1/models."""
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """The JSON form for the results file."""
         return {"url": self.url, "model": self.model, "server": self.server, "model_card": self.model_card}
 
 
 async def probe(session: aiohttp.ClientSession, url: str, model: str | None) -> Endpoint:
-    """Ask /v1/models. Raises `OperatorError` if nobody answers, or not with a model and none was named."""
+    """Ask /v1/models. Raises `OperatorError` if nothing answers, or if `model` is None and the answer names none."""
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
             async with session.get(f"{url}/v1/models") as response:

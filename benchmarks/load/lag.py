@@ -1,4 +1,4 @@
-"""How late this process is: what it measures is only as good as it is punctual."""
+"""Measures how late this process's event loop is, which limits the accuracy of every figure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LARGE_LAG_S = 0.010
 
 @asynccontextmanager
 async def loop_lag(clock: Clock, samples: list[float]) -> AsyncIterator[None]:
-    """While it is open, append to `samples` by how much each tick of the event loop was late, 20 times a second."""
+    """In this context, append to `samples`, 20 times per second, the seconds by which a timer of the event loop was
+    late."""
     ticking = asyncio.create_task(_tick(clock, samples))
     try:
         yield
@@ -32,7 +33,7 @@ async def _tick(clock: Clock, samples: list[float]) -> None:
 
 
 def lag_warnings(summary: Mapping[str, Any]) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Warnings for the reader if the lag makes the figures doubtful."""
     lag = summary["lag"]
     named = (("requests were sent late", lag["send_s"]), ("the client's event loop was late", lag["loop_s"]))
     return [

@@ -1,9 +1,10 @@
-"""How long prompts and answers are: the named workloads, fitted to published statistics.
+"""The lengths of prompts and answers: the named workloads, fitted to published statistics.
 
-Where mean and standard deviation are published (Azure 2023), a log-normal has both. Where quantiles and the mean are
-(ShareGPT-GPT4, Mooncake), the quantile function is linear between knots, the published ones among them. Mooncake's
-others are quantiles of its trace, which leaves the mean within 2 % of the published one; ShareGPT's ends and quartiles
-are not published, and chosen so that the mean is. Prompt and answer are drawn independently of each other.
+If mean and standard deviation are published (Azure 2023), a log-normal distribution has the same two. If quantiles and
+the mean are published (ShareGPT-GPT4, Mooncake), the quantile function is linear between knots, which include the
+published quantiles. Mooncake's other knots are quantiles of its trace; the mean is then within 2 % of the published
+one. ShareGPT's extremes and quartiles are not published; they are chosen so that the mean is the published one. Prompt
+and answer are drawn independently of each other.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ class Lengths(Protocol):
     """A distribution of token counts."""
 
     def draw(self, random: Random) -> int:
-        """At least 1."""
+        """Draw a number of tokens, at least 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same."""
+    """A constant length."""
 
     tokens: int
 
@@ -38,13 +39,13 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """By mean and standard deviation, in tokens, before rounding."""
+    """A log-normal distribution, given by mean and standard deviation in tokens, before rounding."""
 
     mean: float
     sd: float
 
     def draw(self, random: Random) -> int:
-        """Rounded; what would be 0 is 1."""
+        """A sample, rounded, and at least 1."""
         variance = math.log1p((self.sd / self.mean) ** 2)
         return max(1, round(random.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))))
 
@@ -57,7 +58,7 @@ class Knots:
 
     @property
     def mean(self) -> float:
-        """Before rounding."""
+        """The mean in tokens, before rounding."""
         return math.fsum((v - u) * (a + b) / 2 for (u, a), (v, b) in itertools.pairwise(self.points))
 
     def draw(self, random: Random) -> int:
@@ -76,7 +77,7 @@ class Clipped:
     most: int
 
     def draw(self, random: Random) -> int:
-        """At most `most`."""
+        """A sample of the other distribution, at most `most`."""
         return min(self.lengths.draw(random), self.most)
 
 
@@ -109,5 +110,5 @@ WORKLOADS: Mapping[str, tuple[Lengths, Lengths]] = {
 
 
 def clipped(lengths: Lengths, most: int | None) -> Lengths:
-    """Cut at `most`, if there is one."""
+    """`lengths` cut at `most` tokens, if `most` is not None."""
     return lengths if most is None else Clipped(lengths, most)

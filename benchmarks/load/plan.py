@@ -1,4 +1,4 @@
-"""What will be sent, and when: a function of the settings alone, so that the same seed is the same load anywhere."""
+"""Plans which requests are sent, and when: a function of the settings alone, so that equal seeds give equal loads."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class PlannedTurn:
     """One request."""
 
     prompt: str
-    """JSON of what is new in it: an array of token ids, or a string."""
+    """JSON of the part that this turn adds: an array of token ids, or a string."""
     input_tokens: int
     output_tokens: int
     think_s: float = 0.0
-    """Seconds between the last turn's end and this one."""
+    """Seconds between the end of the turn before and this turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedConversation:
-    """Requests of which each begins when the one before it has ended; most often, one."""
+    """A sequence of requests, each sent after the one before it has ended; most often a single request."""
 
     time_s: float
-    """When the first one is sent, from the start."""
+    """Seconds from the start of the run until the first request is sent."""
     turns: tuple[PlannedTurn, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All of it, in order of time."""
+    """All conversations, in the order of their start."""
 
     conversations: tuple[PlannedConversation, ...]
 
@@ -60,7 +60,7 @@ class Plan:
 
 
 def make_plan(settings: LoadSettings) -> Plan:
-    """Draw the load. Raises `OperatorError` for a trace that cannot be read, or is too short."""
+    """Draw the load. Raises `OperatorError` if a trace cannot be read, or is too short."""
     count = _count(settings)
     lines = read_trace(settings.trace, count) if settings.trace is not None else []
     if settings.arrivals == "trace" and settings.duration_s is not None:
@@ -77,7 +77,8 @@ def make_plan(settings: LoadSettings) -> Plan:
 
 
 def warmup_plan(settings: LoadSettings) -> Plan:
-    """Requests like those that are measured, but other ones, all at once; for a trace's, of the fixed lengths."""
+    """Requests with the same distributions as the measured ones but other content, all at time 0; in place of a trace,
+    they have the fixed lengths."""
     turns = [turns[:1] for turns in _drawn_turns(settings, settings.warmup, "warmup/")]
     return Plan(tuple(PlannedConversation(time_s=0.0, turns=each) for each in turns))
 
@@ -122,7 +123,8 @@ def _trace_turns(settings: LoadSettings, lines: Sequence[TraceLine], count: int)
 
 
 def _drawn_turns(settings: LoadSettings, count: int, purpose: str = "") -> list[tuple[PlannedTurn, ...]]:
-    """Each purpose has a stream of random numbers of its own: another rate changes no prompt."""
+    """Draw `count` conversations. Lengths, pauses and prompts have separate random streams for each purpose, so that
+    another rate changes no prompt."""
     fixed = (Fixed(settings.input_tokens), Fixed(settings.output_tokens))
     inputs, outputs = WORKLOADS.get(settings.workload, fixed)
     inputs, outputs = clipped(inputs, settings.max_input_tokens), clipped(outputs, settings.max_output_tokens)

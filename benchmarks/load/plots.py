@@ -1,4 +1,4 @@
-"""Pictures of recorded results; matplotlib is an extra."""
+"""Draws pictures of recorded results; needs the optional dependency matplotlib."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from common.contract.errors import OperatorError
 
 _MAX_BARS = 100
 _LOG_FROM = 20
-"""Largest over smallest value from which a logarithmic axis shows more."""
+"""Ratio of the largest to the smallest value from which on an axis is logarithmic."""
 _INCH_PER_BAR = 0.12
 
 
 def plot_files(bodies: Mapping[str, Mapping[str, Any]], folder: Path, extension: str) -> list[Path]:
-    """Draw what the results (by label) hold; the pictures' paths. Raises `OperatorError`."""
+    """Draw pictures of the results (by label); return their paths. Raises `OperatorError`."""
     pyplot = _pyplot()
     sweeps = {label: body for label, body in bodies.items() if body["kind"] == "sweep"}
     timelines = {label: body for label, body in bodies.items() if body["kind"] == "run" and "timeline" in body["run"]}
@@ -41,7 +41,7 @@ def plot_files(bodies: Mapping[str, Mapping[str, Any]], folder: Path, extension:
 
 
 def latency_figure(pyplot: Any, sweeps: Mapping[str, Mapping[str, Any]]) -> Any:
-    """TTFT, TPOT and ITL over the rate; median drawn through, P99 dashed."""
+    """TTFT, TPOT and ITL over the rate; the median as a solid line, P99 as a dashed line."""
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for axis, (name, key) in zip(axes, (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s")), strict=True):
         for label, body in sweeps.items():
@@ -56,7 +56,7 @@ def latency_figure(pyplot: Any, sweeps: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def goodput_figure(pyplot: Any, sweeps: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Requests that meet every target over the rate, and what would be perfect."""
+    """Rate of requests that meet every target over the offered rate, with the ideal line."""
     figure, axis = pyplot.subplots(figsize=(6.5, 4.5), layout="constrained")
     highest = 0.0
     for label, body in sweeps.items():
@@ -70,7 +70,7 @@ def goodput_figure(pyplot: Any, sweeps: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def timeline_figure(pyplot: Any, records: Sequence[Record], label: str) -> Any:
-    """A bar for each request: waiting for room, for the first token, and its tokens; failures end in a cross."""
+    """A bar for each request: the wait for room, the wait for the first token, its tokens; failures end in a cross."""
     shown = sorted((record for record in records if record.ended_s > record.planned_s), key=lambda r: r.sent_s)[
         :_MAX_BARS
     ]

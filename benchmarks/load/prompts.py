@@ -1,4 +1,4 @@
-"""What prompts are made of, as JSON ready to be sent: token ids, or words."""
+"""Makes prompts as JSON that is ready to be sent: token ids, or words."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WORDS = (
     *("that", "them", "then", "they", "this", "time", "town", "tree", "turn", "very", "wait", "walk", "wall", "want"),
     *("week", "well", "were", "what", "when", "wide", "wife", "will", "wind", "with", "word", "work", "year", "your"),
 )
-"""Short and common, so that most tokenizers have each, with the space before it, as one token."""
+"""Short and common words, so that most tokenizers have each of them, with the space before it, as one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alphabet:
-    """The pieces that a prompt is drawn from, and how they are joined to a JSON value."""
+    """The pieces from which a prompt is drawn, and the way in which they are joined to a JSON value."""
 
     pieces: Sequence[str]
     opening: str
@@ -37,7 +37,7 @@ class Alphabet:
         return self._join(random.choices(self.pieces, k=self._count(tokens)))
 
     def prompt_of_blocks(self, seed: int, blocks: Sequence[int], tokens: int) -> str:
-        """A prompt whose blocks of 512 tokens follow from their hashes: equal hashes are equal tokens."""
+        """A prompt whose blocks of 512 tokens are drawn from their hashes: equal hashes give equal tokens."""
         per_block = self._count(BLOCK_TOKENS)
         drawn: list[str] = []
         for block in blocks:
@@ -52,10 +52,11 @@ class Alphabet:
 
 
 def token_alphabet(low: int, high: int) -> Alphabet:
-    """Token ids from `low` to `high`, as an array."""
+    """Prompts as arrays of token ids from `low` to `high`."""
     return Alphabet([str(token) for token in range(low, high + 1)], "[", ",", "]")
 
 
 def word_alphabet(tokens_per_word: float) -> Alphabet:
-    """Words, as a string. How many tokens a model makes of them is for its tokenizer to say, so it is told."""
+    """Prompts as strings of words. The number of tokens depends on the model's tokenizer, so `tokens_per_word` is
+    given."""
     return Alphabet(WORDS, '"', " ", '"', tokens_per_word)

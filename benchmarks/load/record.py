@@ -1,4 +1,4 @@
-"""What is kept of a request: times, counts, and how it ended. Every figure is computed from these alone."""
+"""The record of a request: times, counts, and how it ended. Every figure is computed from records alone."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class Outcome(StrEnum):
     REFUSED = "refused"
     """HTTP 429 or 503."""
     HTTP_ERROR = "http_error"
-    """Another status than 200."""
+    """Any other HTTP status than 200."""
     STREAM_ERROR = "stream_error"
     """An error in mid-stream."""
     TRUNCATED = "truncated"
     """The connection ended before the stream did."""
     CONNECTION = "connection"
-    """No answer: nobody listened, or the connection ended before one."""
+    """No answer: nothing listened, or the connection ended before the answer began."""
     TIMEOUT = "timeout"
     MALFORMED = "malformed"
-    """No stream of events as the API has it."""
+    """The answer is not a valid stream of the API's events."""
     NO_TOKENS = "no_tokens"
     """A complete stream without a token."""
     ABANDONED = "abandoned"
     """Never sent: an earlier turn of its conversation failed."""
     INTERRUPTED = "interrupted"
-    """In flight when the run was interrupted; counts neither way."""
+    """In flight when the run was interrupted; counts neither as success nor as failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +39,24 @@ class Record:
     """One request. All times are seconds from the start of the run, on one monotonic clock."""
 
     index: int
-    """Of the conversation, in the order of arrival."""
+    """Index of the conversation, in the order of arrival."""
     turn: int
     planned_s: float
-    """When it was to arrive; for later turns, when the answer before and the pause had ended."""
+    """Planned arrival; for later turns, the end of the pause after the answer before."""
     due_s: float
-    """When it could be sent: as planned, or when there was room under the cap."""
+    """Earliest time at which it could be sent: as planned, or when there was room under the cap."""
     sent_s: float
     chunk_s: tuple[float, ...]
-    """When each chunk that carries tokens arrived."""
+    """Arrival of each chunk that carries tokens."""
     last_s: float | None
-    """When the last token, or the word that there are no more, arrived."""
+    """Arrival of the last token, or of the notice that there are no more."""
     ended_s: float
-    """When the answer was complete, or had failed."""
+    """Time at which the answer was complete, or had failed."""
     input_tokens: int
-    """Asked for, as `output_tokens`."""
+    """Requested number of prompt tokens; `output_tokens` is the requested number of output tokens."""
     output_tokens: int
     prompt_tokens: int | None
-    """Counted by the server, as `completion_tokens`; None if it does not say."""
+    """Prompt tokens counted by the server, and likewise `completion_tokens`; None if it reports no count."""
     completion_tokens: int | None
     outcome: Outcome
     status: int | None
@@ -64,21 +64,21 @@ class Record:
 
     @property
     def num_tokens(self) -> int:
-        """Generated: by the server's count, or else one for each chunk."""
+        """Number of generated tokens: the server's count, or else one for each chunk."""
         return len(self.chunk_s) if self.completion_tokens is None else self.completion_tokens
 
     @property
     def cause(self) -> str:
-        """The outcome, and the status where that says more."""
+        """The outcome, with the HTTP status if the request was refused or failed with a status."""
         has_status = self.outcome in (Outcome.REFUSED, Outcome.HTTP_ERROR)
         return f"{self.outcome.value} {self.status}" if has_status else self.outcome.value
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """The JSON form for the results file."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Record:
-        """From the file. Raises `TypeError`, `ValueError` or `KeyError` for anything else."""
+        """The inverse of `as_json`. Raises `TypeError`, `ValueError` or `KeyError` for another form."""
         outcome, chunk_s = Outcome(fields["outcome"]), tuple(float(each) for each in fields["chunk_s"])
         return cls(**(dict(fields) | {"outcome": outcome, "chunk_s": chunk_s}))

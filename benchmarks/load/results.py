@@ -1,4 +1,4 @@
-"""The file of a run or a sweep: figures, and everything needed to take them again."""
+"""The results file of a run or a sweep: figures, and everything needed to repeat the measurement."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _SECRET_OPTION = "--api-key"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One run."""
+    """The results of one run."""
 
     plan_digest: str
     recording: Recording
     targets: Targets
 
     def summary(self) -> dict[str, Any]:
-        """Its figures."""
+        """The figures of the run."""
         return summarize(self.recording.records, self.targets, self.recording.loop_lag_s)
 
     def as_json(self, *, with_timeline: bool) -> dict[str, Any]:
-        """For the file."""
+        """The JSON form for the results file."""
         body: dict[str, Any] = {"plan_sha256": self.plan_digest, "interrupted": self.recording.interrupted}
         body["summary"] = self.summary()
         if with_timeline:
@@ -51,7 +51,7 @@ class Measured:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any], targets: Targets) -> Measured:
-        """From the file's timeline. Raises `KeyError`, `TypeError` or `ValueError` for another form."""
+        """Read a run from a file's timeline. Raises `KeyError`, `TypeError` or `ValueError` for another form."""
         timeline = body["timeline"]
         records = [Record.from_json(each) for each in timeline["records"]]
         recording = Recording(records, [float(each) for each in timeline["loop_lag_s"]], bool(body["interrupted"]))
@@ -59,12 +59,12 @@ class Measured:
 
 
 def targets_of(settings: LoadSettings) -> Targets:
-    """What goodput is measured against."""
+    """The targets for goodput."""
     return Targets(ttft_s=settings.ttft_target_s, tpot_s=settings.tpot_target_s, itl_s=settings.itl_target_s)
 
 
 def heading(kind: str, settings: LoadSettings, endpoint: Endpoint, argv: Sequence[str], started: str) -> dict[str, Any]:
-    """What a file says besides figures. `started` is wall time, ISO 8601."""
+    """The content of a file besides figures. `started` is wall time, ISO 8601."""
     machine = {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()}
     return {
         "format": FORMAT,
@@ -80,7 +80,7 @@ def heading(kind: str, settings: LoadSettings, endpoint: Endpoint, argv: Sequenc
 
 
 def write(path: Path, body: Mapping[str, Any]) -> None:
-    """Write the file at once, or not at all. Raises `OperatorError`."""
+    """Write the file atomically. Raises `OperatorError`."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         scratch.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n")
@@ -90,7 +90,7 @@ def write(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file's content. Raises `OperatorError`."""
+    """Read a results file. Raises `OperatorError`."""
     try:
         body = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -101,12 +101,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def runs_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A file's run, or the runs of its sweep."""
+    """The run of a file, or the runs of its sweep."""
     return [body["run"]] if body["kind"] == "run" else [point["run"] for point in body["points"]]
 
 
 def recomputed(body: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
-    """The summaries again, from the timelines. Raises `OperatorError` if there is none, or the file says otherwise."""
+    """The summaries computed again from the timelines. Raises `OperatorError` if a timeline is missing, or if the
+    result differs from the file."""
     settings = body["settings"]
     targets = Targets(
         ttft_s=settings["ttft_target_s"], tpot_s=settings["tpot_target_s"], itl_s=settings["itl_target_s"]
@@ -126,7 +127,7 @@ def recomputed(body: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
 
 
 def _plain(settings: LoadSettings) -> dict[str, Any]:
-    """As JSON has it: no secret, and infinity as a word."""
+    """The settings in JSON form, without secrets, and with infinity as a word."""
     fields = settings.model_dump(mode="json", exclude={"api_key"})
     return fields | {"rate": "inf" if settings.rate is not None and math.isinf(settings.rate) else settings.rate}
 
@@ -144,7 +145,7 @@ def _without_secret(argv: Sequence[str]) -> list[str]:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this file is in, if it is in one."""
+    """The commit of the checkout that contains this file; None if there is no checkout."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs a plan against an endpoint: open loop, or as many at a time as there is room for."""
+"""Runs a plan against an endpoint: open loop, or with a cap on requests in flight."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from benchmarks.load.record import Outcome, Record
 
 
 class Room:
-    """Places for requests in flight, first come, first served; without `most`, for all."""
+    """Places for requests in flight, first come, first served; unlimited if `most` is None."""
 
     def __init__(self, most: int | None) -> None:
         self._places = None if most is None else asyncio.Semaphore(most)
         self._free_since: deque[float] = deque([0.0] * (most or 0))
 
     async def enter(self, wanted_s: float) -> float:
-        """Wait for a place; when the request could go: as `wanted_s`, or when the place became free."""
+        """Wait for a place; return the time from which on the request could be sent: `wanted_s`, or the time at which
+        the place became free."""
         if self._places is None:
             return wanted_s
         await self._places.acquire()
@@ -37,7 +38,7 @@ class Room:
 
 @dataclass(slots=True)
 class Recording:
-    """What a run leaves."""
+    """The raw results of a run."""
 
     records: list[Record] = field(default_factory=list)
     loop_lag_s: list[float] = field(default_factory=list)
@@ -45,7 +46,7 @@ class Recording:
 
 
 class LoadRunner:
-    """One run of one plan. `clock` is of this run: 0 is its start."""
+    """One run of one plan. `clock` gives seconds from the start of this run."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class LoadRunner:
         self._recording = Recording()
 
     async def run(self, plan: Plan, stop: asyncio.Event) -> Recording:
-        """Send everything and wait for its end, or for `stop`, which ends what is in flight. Records are sorted."""
+        """Send all requests and wait until they have ended, or until `stop`, which ends those in flight. The records
+        are sorted."""
         bodies = [self._encoder.encode(conversation.turns) for conversation in plan.conversations]
         start_s = self._clock()
         stopping = asyncio.create_task(stop.wait())
@@ -110,7 +112,7 @@ class LoadRunner:
                 said += [body.new, answer_message("".join(exchange.texts))]
 
     async def _until(self, moment_s: float) -> None:
-        """Never before it: a timer is set by the event loop's time, which may lag behind the clock."""
+        """Sleep until `moment_s`, never shorter: timers use the event loop's time, which may lag behind the clock."""
         while (wait_s := moment_s - self._clock()) > 0:
             await asyncio.sleep(wait_s)
 

@@ -1,4 +1,4 @@
-"""Server-sent events out of a stream of bytes, wherever the network has cut it."""
+"""Decodes server-sent events from a stream of bytes, which the network may split anywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_EVENT_BYTES = 16 * 2**20
 
 
 class MalformedStreamError(Exception):
-    """What arrives is no stream of events."""
+    """The received bytes are not a stream of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Event:
 
 
 class EventDecoder:
-    """Collects bytes until they make events."""
+    """Collects bytes until they form events."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -1,11 +1,11 @@
-"""Every figure of a run, from its records alone.
+"""Computes every figure of a run from its records alone.
 
-* TTFT: from sending a request to its first chunk with tokens. ITL: between a request's chunks with tokens, of all
-  requests together. End-to-end: from sending to the last token, or to the word that there are no more. TPOT:
+* TTFT: from sending a request to its first chunk with tokens. ITL: gaps between a request's chunks with tokens, over
+  all requests. End-to-end: from sending to the last token, or to the notice that there are no more. TPOT:
   (end-to-end - TTFT) / (tokens - 1), for requests of two tokens or more. Only requests that succeeded have latencies
   and tokens.
 * A quantile is the linear interpolation between the two nearest of the n ordered values, at position p (n - 1): type 7
-  of Hyndman and Fan, numpy's and `vllm bench`'s default. It is rounded once, and so is the sum that a mean is of.
+  of Hyndman and Fan, the default of numpy and `vllm bench`. It is rounded once; so is the sum in a mean.
 * Duration: from the first request sent to the last one ended. Goodput: requests per second that meet every target. All
   requests but interrupted ones count: refusals, errors, time-outs and turns never sent are misses.
 """
@@ -27,20 +27,20 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What a good request keeps to, in seconds; None asks for nothing."""
+    """The targets of a good request, in seconds; None means no target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     itl_s: float | None = None
-    """For the longest gap of a request."""
+    """Target for the longest gap of a request."""
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """Whether there is at least one target."""
         return not (self.ttft_s is None and self.tpot_s is None and self.itl_s is None)
 
     def met_by(self, record: Record) -> bool:
-        """All of them together; what a request of one token has no figure for, it meets."""
+        """Whether the request meets all targets; a request of one token meets those for which it has no figure."""
         if record.outcome is not Outcome.OK:
             return False
         pairs = (
@@ -68,12 +68,12 @@ def tpot_s(record: Record) -> float | None:
 
 
 def gaps_s(record: Record) -> list[float]:
-    """Between chunks with tokens."""
+    """Seconds between consecutive chunks with tokens."""
     return [later - earlier for earlier, later in itertools.pairwise(record.chunk_s)]
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Of at least one value, in ascending order; exact, then rounded once."""
+    """The percentile of at least one value, in ascending order; computed exactly, then rounded once."""
     index, part = divmod(percent * (len(ordered) - 1), 100)
     if part == 0:
         return ordered[index]
@@ -81,7 +81,7 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
 
 
 def spread(values: Iterable[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum; None of nothing."""
+    """Mean, percentiles and maximum; None if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -90,7 +90,7 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def summarize(records: Sequence[Record], targets: Targets, loop_lag_s: Sequence[float]) -> dict[str, Any]:
-    """The figures, JSON-ready."""
+    """The figures, as JSON values."""
     counted = [record for record in records if record.outcome is not Outcome.INTERRUPTED]
     ok = [record for record in counted if record.outcome is Outcome.OK]
     sent = [record for record in counted if record.outcome is not Outcome.ABANDONED]
@@ -143,7 +143,7 @@ def _num_prompt_tokens(record: Record) -> int:
 
 
 def _tokens(ok: Sequence[Record]) -> dict[str, Any]:
-    """Counts, and where they are from: the server's usage, or (so many requests) chunks."""
+    """Token counts, and the numbers of requests whose tokens were counted by the server's usage and by chunks."""
     return {
         "prompt": sum(_num_prompt_tokens(record) for record in ok),
         "output": sum(record.num_tokens for record in ok),

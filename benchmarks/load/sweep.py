@@ -1,4 +1,4 @@
-"""Which rates to try: upward until goodput breaks, then between. Pure: it is told what came of each rate."""
+"""Chooses the rates of a sweep: upward until goodput breaks, then by bisection. Pure: results are passed in."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, kw_only=True)
 class RateSearch:
-    """The highest rate that holds, `held`, and the lowest that does not, `broke`, closing in on each other."""
+    """Narrows the interval between `held`, the highest rate that holds, and `broke`, the lowest that does not."""
 
     next_rate: float | None
-    """The rate to try; None: enough are known."""
+    """The next rate to try; None when the search is over."""
     attainment: float
     """Share of requests that must meet the targets."""
     factor: float
     bisections: int
-    """Left, between `held` and `broke`."""
+    """Remaining rates to try between `held` and `broke`."""
     max_steps: int
-    """Left, in all."""
+    """Remaining rates to try in all."""
     held: float | None = None
     broke: float | None = None
     tried: list[float] = field(default_factory=list)
 
     def observe(self, attained: float) -> None:
-        """At `next_rate`, this share met the targets."""
+        """Take the result at `next_rate`: this share of requests met the targets."""
         rate = self.next_rate
         assert rate is not None, "the search has ended"
         self.tried.append(rate)
@@ -47,5 +47,5 @@ class RateSearch:
         return (self.held + self.broke) / 2
 
     def check_invariants(self) -> None:
-        """What holds lies below what does not."""
+        """Assert that `held` lies below `broke`."""
         assert self.held is None or self.broke is None or self.held < self.broke, self

@@ -1,4 +1,4 @@
-"""Results for the terminal."""
+"""Formats results for the terminal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _COLUMNS = ("mean", "p50", "p90", "p99", "max")
 
 
 def run_table(summary: Mapping[str, Any]) -> str:
-    """Everything about one run."""
+    """All figures of one run."""
     return "\n".join(_run_lines(summary))
 
 
 def warnings_of(summary: Mapping[str, Any], *, exact_lengths: bool) -> list[str]:
-    """What makes the figures doubtful."""
+    """Warnings about anything that makes the figures doubtful."""
     found = lag_warnings(summary)
     tokens = summary["tokens"]
     if tokens["counted_by_chunks"]:

@@ -1,4 +1,4 @@
-"""Traces in Mooncake's format: one JSON object a line, prompts as hashes of blocks of 512 tokens."""
+"""Reads traces in Mooncake's format: one JSON object on each line, prompts as hashes of blocks of 512 tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TraceLine:
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
-    """A hash for each 512 tokens of the prompt; prompts that begin with the same hashes begin alike."""
+    """A hash for each 512 tokens of the prompt; prompts that begin with the same hashes begin with the same tokens."""
 
 
 def read_trace(path: Path, most: int) -> list[TraceLine]:

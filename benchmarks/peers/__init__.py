@@ -1,1 +1,1 @@
-"""Other serving systems, started on the same weights and cores as Baton, to be measured beside it."""
+"""Other serving systems, started on the same weights and cores as Baton, for comparison."""

@@ -1,8 +1,8 @@
 """Plain `transformers` as the engine of a server: batch after batch, or its own continuous batching. Greedy only.
 
-A `Job` is handed to an engine, which puts its tokens into the job's queue as the steps that made them end. In a batch
-the rows that have ended stay in place, and are computed, until the longest has ended: that is what is wrong with static
-batching. That their clients would also have to wait for it is not, so every token is delivered after its step.
+A `Job` is handed to an engine, which puts each token into the job's queue when the token's step has ended. In a batch
+the rows that have ended stay in place, and are computed, until the longest row has ended: this is the cost of static
+batching. Clients do not have to wait for the longest row: every token is delivered after its step.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ class EngineError(Exception):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Job:
-    """A request on its way through an engine."""
+    """A request in an engine."""
 
     prompt: Sequence[int]
     max_tokens: int
     end_ids: frozenset[int]
-    """Tokens after which it ends; empty if they are to be ignored."""
+    """Tokens that end the output; empty if end tokens are ignored."""
     arrived_s: float = field(default_factory=time.monotonic)
     id: str = field(default_factory=lambda: uuid4().hex)
     tokens: asyncio.Queue[list[int] | EngineError] = field(default_factory=asyncio.Queue)
-    """What it has generated since the last look, or why it will generate nothing more."""
+    """Generated tokens that are not delivered yet, or the error that ended the job."""
 
     def ends_with(self, output: Sequence[int]) -> bool:
-        """Whether `output`, all that was generated, is complete."""
+        """Whether `output`, all tokens generated so far, is complete."""
         return len(output) >= self.max_tokens or (bool(output) and output[-1] in self.end_ids)
 
 
 class Engine(Protocol):
-    """What the server needs of an engine."""
+    """The interface of an engine to the server."""
 
     def submit(self, job: Job) -> None:
-        """Take a job."""
+        """Accept a job."""
 
     def cancel(self, job: Job) -> None:
-        """Nobody waits for this job any more."""
+        """Give this job up: its client has left."""
 
     def lifetime(self) -> Any:
         """An asynchronous context in which the engine runs."""
@@ -58,15 +58,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
-    """When a batch leaves."""
+    """The rule that decides when a batch starts."""
 
     batch_size: int
     patience_s: float
     after_last: bool
-    """Whether patience is counted from the last arrival (static: nothing more comes) or the first (windowed)."""
+    """Whether the wait counts from the last arrival (static: no more requests come) or from the first (windowed)."""
 
     def leaves_at(self, arrivals_s: Sequence[float]) -> float:
-        """The moment at which those that wait leave, if nobody else arrives."""
+        """The time at which the waiting jobs start, if no other job arrives."""
         if not arrivals_s:
             return math.inf
         if len(arrivals_s) >= self.batch_size:
@@ -75,7 +75,7 @@ class Departure:
 
 
 class _EachStep(StoppingCriteria):  # type: ignore[misc]
-    """Looks at the sequences after each step: delivers the tokens, and says which rows have ended."""
+    """Called after each step: delivers the new tokens, and reports which rows have ended."""
 
     def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
         self._jobs = jobs
@@ -86,7 +86,7 @@ class _EachStep(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """`input_ids` is [rows, padded prompt and output]."""
         fresh = []
-        tokens = input_ids[:, -1].tolist()  # of all rows, for a device is waited for
+        tokens = input_ids[:, -1].tolist()  # all rows at once, since each transfer waits for the device
         for row, (job, output) in enumerate(zip(self._jobs, self._outputs, strict=True)):
             if not self._ended[row]:
                 output.append(tokens[row])
@@ -102,7 +102,7 @@ def _deliver(fresh: Sequence[tuple[Job, list[int] | EngineError]]) -> None:
 
 
 class BatchAfterBatch:
-    """Static or windowed batching: a batch leaves as `Departure` says, once the one before it has ended."""
+    """Static or windowed batching: a batch starts when `Departure` says, and the batch before it has ended."""
 
     def __init__(self, model: Any, departure: Departure) -> None:
         self._model = model
@@ -112,12 +112,12 @@ class BatchAfterBatch:
         self._thread = ThreadPoolExecutor(1, "generate")
 
     def submit(self, job: Job) -> None:
-        """The job waits for its batch."""
+        """Queue the job until its batch starts."""
         self._waiting.append(job)
         self._changed.set()
 
     def cancel(self, job: Job) -> None:
-        """A job that waits is forgotten; one in a batch stays in it, as its row does."""
+        """Remove a waiting job; the row of a job in a batch stays until the batch ends."""
         with suppress(ValueError):
             self._waiting.remove(job)
 
@@ -151,7 +151,7 @@ class BatchAfterBatch:
                 _deliver([(job, EngineError(str(error))) for job in jobs])
 
     def _generate(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
-        """Pad to the longest prompt, generate until the longest output has ended."""
+        """Pad to the longest prompt, and generate until the longest output has ended."""
         width = max(len(job.prompt) for job in jobs)
         prompts = torch.zeros(len(jobs), width, dtype=torch.long)
         mask = torch.zeros_like(prompts)
@@ -172,13 +172,13 @@ class BatchAfterBatch:
 
 
 class Continuous:
-    """The continuous batching of `transformers`: what `generate_batch` runs on, fed request by request."""
+    """The continuous batching of `transformers`, the base of its `generate_batch`, fed request by request."""
 
     def __init__(self, model: Any, *, batch_size: int, num_blocks: int, page_size: int, batch_tokens: int) -> None:
         page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # until 5.17
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1),
-            # Graphs, batches ahead of the device and which attention there is to use: as the library decides.
+            # Graphs, running ahead of the device, and the attention implementation are left to the library.
             ContinuousBatchingConfig(
                 **{page: page_size},
                 num_blocks=num_blocks,
@@ -188,7 +188,7 @@ class Continuous:
         )
 
     def submit(self, job: Job) -> None:
-        """The manager has the job from here."""
+        """Pass the job to the manager."""
         seen = 0
 
         def look(result: Any) -> None:
@@ -211,7 +211,7 @@ class Continuous:
         )
 
     def cancel(self, job: Job) -> None:
-        """The manager forgets the job."""
+        """Cancel the job in the manager."""
         self._manager.cancel_request(job.id)
 
     @asynccontextmanager

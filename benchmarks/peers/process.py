@@ -1,4 +1,4 @@
-"""Processes of a peer: each in a process group of its own, waited for until it answers, and ended as a group."""
+"""Processes of a peer: each starts in a process group of its own, is awaited until it answers, and ends as a group."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 START_S = 300.0
-"""How long a peer may take to answer: it compiles its model when it starts."""
+"""Most seconds until a peer must answer: it compiles its model when it starts."""
 END_S = 20.0
-"""How long a peer may take to end when it is asked to; after that its group is killed."""
+"""Most seconds until a peer must have ended after it was asked to; then its group is killed."""
 
 
 class PeerError(Exception):
-    """A peer that did not start."""
+    """A peer did not start."""
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """A port of the loopback interface that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -42,7 +42,7 @@ def answers(url: str) -> bool:
 
 
 def group_members(group: int) -> list[int]:
-    """The processes of a process group that still run; those that have ended and await their parent do not count."""
+    """The running processes of a process group; zombies do not count."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -55,16 +55,16 @@ def group_members(group: int) -> list[int]:
 
 
 def _end_with_parent() -> None:
-    """Get SIGTERM if the thread that started this process ends without having ended it (`PR_SET_PDEATHSIG`)."""
+    """Ask for SIGTERM when the thread that started this process ends (`PR_SET_PDEATHSIG`)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 @contextmanager
 def running(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `command` in a process group of its own, what it prints going to `log`; end the whole group afterwards.
+    """Start `command` in a process group of its own, with its output in `log`; end the whole group afterwards.
 
-    To be entered on a thread that outlives the context: the process ends with the thread that started it, so that a
-    measurement that is killed leaves nothing running.
+    Enter it on a thread that outlives the context: the process ends with the thread that started it, so that a
+    measurement that is killed leaves no process running.
     """
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -83,7 +83,7 @@ def running(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterat
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask a group to end by its leader's id; kill what is left of it after `END_S`."""
+    """Ask the process group of `process` to end; kill its remaining processes after `END_S`."""
     group = process.pid
     for what, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
         if not group_members(group):

@@ -1,13 +1,13 @@
-"""What stands before a prefill/decode pair of vLLM: one request in, two out, the second one's answer untouched.
+"""A proxy in front of a prefill/decode pair of vLLM: it sends each request to both and returns the second answer.
 
     python -m benchmarks.peers.proxy --prefill URL --decode URL --port N
 
-1. The prefill instance gets the request with one token to generate, and is told that another will decode it.
-2. Its answer names where the KV lies; the decode instance gets the request as the client sent it, and that name.
-3. What the decode instance sends goes to the client as it comes, byte for byte.
+1. The prefill instance gets the request with one token to generate, marked as one that another instance will decode.
+2. Its answer names the place of the KV. The decode instance gets the client's request with that place added.
+3. The answer of the decode instance is forwarded to the client as it arrives, byte for byte.
 
-A client that leaves ends the leg that is under way. There is no retry and no bound on requests at a time: the
-measurement's load is the bound.
+If the client leaves, the request to the instance that is at work ends. There are no retries, and no bound on concurrent
+requests: the measurement's load is the bound.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TO_BE_DECODED = {
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """The request as the prefill instance gets it: one token, not streamed, its KV kept for another."""
+    """The request for the prefill instance: one token, not streamed, its KV kept for another instance."""
     short = {**body, "max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": _TO_BE_DECODED}
     short.pop("stream_options", None)
     if "max_completion_tokens" in short:
@@ -43,12 +43,12 @@ def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_body(body: dict[str, Any], prefilled: dict[str, Any]) -> dict[str, Any]:
-    """The request as the decode instance gets it: as it came, with the place of its KV."""
+    """The request for the decode instance: the client's request, with the place of its KV."""
     return {**body, "kv_transfer_params": prefilled["kv_transfer_params"]}
 
 
 class Proxy:
-    """The handlers, and the client session that they share."""
+    """The HTTP handlers, and the client session that they share."""
 
     _session: aiohttp.ClientSession
 
@@ -64,7 +64,7 @@ class Proxy:
             yield
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Both legs of a completion."""
+        """Serve a completion: ask the prefill instance, then the decode instance."""
         body = json.loads(await request.read())
         headers = {"X-Request-Id": uuid4().hex}
         first = self._session.post(self._prefill + request.path, json=prefill_body(body), headers=headers)
@@ -77,12 +77,12 @@ class Proxy:
             return await _through(request, answer)
 
     async def ask_decode(self, request: web.Request) -> web.StreamResponse:
-        """Pass what is no completion to the decode instance."""
+        """Pass a request that is not a completion to the decode instance."""
         async with self._session.get(self._decode + request.path) as answer:
             return await _through(request, answer)
 
     async def healthy(self, request: web.Request) -> web.Response:
-        """200 if both instances say so."""
+        """200 if both instances are healthy."""
         for url in (self._prefill, self._decode):
             async with self._session.get(url + "/health") as answer:
                 if answer.status != 200:

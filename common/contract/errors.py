@@ -1,4 +1,4 @@
-"""The errors that cross a boundary: towards operators (one line, exit), peers and clients (a cause on the wire)."""
+"""The errors that cross a boundary: to operators (one line, then exit), to peers and clients (a cause in a message)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class BatonError(Exception):
 
 
 class OperatorError(BatonError):
-    """Something that the operator must change; a process that meets it at start prints the message and exits 2."""
+    """Something that the operator must change; a process in which it is raised at start prints it and exits with 2."""
 
 
 class ModelNotSupportedError(OperatorError):
@@ -26,7 +26,7 @@ class ProtocolError(BatonError):
 
 
 class TransferError(BatonError):
-    """A transport could not start, or finish, moving blocks."""
+    """A transport could not start, or could not finish moving blocks."""
 
 
 class Cause(StrEnum):
@@ -35,19 +35,19 @@ class Cause(StrEnum):
     CANCELLED = "cancelled"
     """The client left, or the gateway withdrew the request."""
     INVALID = "invalid"
-    """The request is not one that this model can run (a token beyond its vocabulary, say)."""
+    """This model cannot run the request (for example, a token is beyond its vocabulary)."""
     CAPACITY = "capacity"
-    """The worker's queue is full; another worker, or a later moment, may do."""
+    """The worker's queue is full; another worker, or a later attempt, may succeed."""
     TOO_LARGE = "too_large"
     """The request can never fit into this worker's KV cache."""
     DEADLINE = "deadline"
-    """The request's own budget ran out; the message names the state in which it did."""
+    """The request's time budget ran out; the message names the state in which that happened."""
     DRAINING = "draining"
-    """The worker takes no new work."""
+    """The worker accepts no new work."""
     WORKER_LOST = "worker_lost"
     """A worker that held the request died, restarted or fell silent."""
     LEASE_LOST = "lease_lost"
-    """The source could not prove that what was read was valid; nothing was decoded from it."""
+    """The source could not prove that the blocks that were read were valid; nothing was decoded from them."""
     TRANSFER = "transfer"
     """The blocks could not be moved."""
     FINGERPRINT = "fingerprint"
@@ -55,6 +55,6 @@ class Cause(StrEnum):
     SUPERSEDED = "superseded"
     """A newer attempt at the same request arrived."""
     POISON = "poison"
-    """Workers have crashed while they had this request, the last one while it was alone on trial."""
+    """Workers crashed while they held this request; the last one crashed while this request was on trial alone."""
     INTERNAL = "internal"
     """A bug or a failing machine; the worker's log has the details."""

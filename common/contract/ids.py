@@ -1,4 +1,4 @@
-"""Identities. Handles are unguessable: a client that does not know one cannot name another client's state."""
+"""Identities. Handles are unguessable, so no client can name the state of another client."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ATTEMPT = Field(strict=True, ge=1, le=2**31)
 """Bounds of an attempt."""
 
 RequestId = NewType("RequestId", str)
-"""One ask of one client, for the life of that ask; drawn by the gateway and never taken from a client."""
+"""One request of one client, for the whole life of the request; drawn by the gateway, never taken from a client."""
 
 Incarnation = NewType("Incarnation", str)
-"""One life of one process, drawn at its start: the same address restarted is another worker."""
+"""One run of one process, drawn at its start: a process restarted at the same address is another worker."""
 
 LeaseId = NewType("LeaseId", str)
 """One pin on offered blocks."""
 
 
 class RequestKey(NamedTuple):
-    """A request and the gateway's try at it. A newer attempt fences every older one."""
+    """A request and the number of the gateway's attempt at it. A newer attempt fences every older one."""
 
     request: Annotated[RequestId, HANDLE]
     attempt: Annotated[int, ATTEMPT]
@@ -35,7 +35,7 @@ def new_request_id() -> RequestId:
 
 
 def new_incarnation() -> Incarnation:
-    """Draw the identity of a process life."""
+    """Draw the identity of one run of a process."""
     return Incarnation(secrets.token_hex(12))
 
 

@@ -1,4 +1,4 @@
-"""The shape of the KV cache, and the fingerprint by which two processes know that they may exchange it."""
+"""The shape of the KV cache, and the fingerprint by which two processes decide that they may exchange KV."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from common.contract.errors import FingerprintMismatchError
 PROTOCOL_VERSION = 9
 """Version of the wire protocol; two processes of different versions refuse each other.
 
-History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; prefixes that are pulled.
-3, second attempts, migration, drain; heartbeats say what they have heard. 4, suspects of a crash.
-5, biases and grammars. 6, heartbeats count tokens; what a request's time was spent on.
-7, lists of token ids, block ids and names as bytes; suspects are tried in groups; requests that were let in before are
-not refused for want of room. 8, log probabilities of prompts. 9, KV heads outermost in a block. See docs/protocol.md.
+History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; pulled prefixes.
+3, second attempts, migration, drain; heartbeats report received messages and echoes. 4, requests suspected of a crash.
+5, logit biases and grammars. 6, heartbeats count tokens; timings of a request's stages.
+7, lists of token ids, block ids and names as bytes; suspects are tried in groups; requests that were admitted before
+are not refused because of the queue. 8, log probabilities of prompts. 9, KV heads outermost in a block.
+See docs/protocol.md.
 """
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -51,24 +52,24 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, which is one descriptor of a transfer."""
+        """Bytes of one block. One block is one descriptor of a transfer."""
         return self.token_bytes * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What must be equal before KV may pass from one worker to another."""
+    """The properties that must be equal in two workers before one may read KV from the other."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     protocol_version: Annotated[int, Field(strict=True, ge=0)] = PROTOCOL_VERSION
     config_hash: _Text
-    """SHA-256 of the model's configuration and its tokenizer's files; a gateway, which loads no weights, compares this
-    alone."""
+    """SHA-256 of the model's configuration and its tokenizer's files. A gateway loads no weights and compares only
+    this."""
     weights_hash: _Text
     """SHA-256 of every byte of the weight files."""
     layout: KVLayout

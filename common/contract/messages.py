@@ -1,21 +1,22 @@
 """The messages of the control protocol: frozen, validated on receipt, bounded.
 
-Who sends what to whom is told in docs/protocol.md; in short, for one request:
+docs/protocol.md says who sends which message to whom; in short, for one request:
 
     gateway → P   Prefill            P → gateway   Timings, Tokens (the first), Finished | Failed | Cancelled
     gateway → D   Decode             D → gateway   Timings, Tokens …, Finished | Failed | Cancelled
-                                     who computes the prompt → gateway   PromptLogprobs …, if asked, before any Tokens
+                    the worker that computes the prompt → gateway   PromptLogprobs …, if asked, before any Tokens
     D → P         Attach, Settle, Detach
     P → D         BlocksReady …, PrefillDone, Settled | OfferWithdrawn
 
-A prefill worker that lacks a prefix pulls it from whoever has it, as a sink, under a request id of its own:
+A prefill worker that lacks a prefix pulls it, as a sink, from a worker that has it, under a request id of its own:
 
     P → any       AttachPrefix, Settle, Detach
     any → P       BlocksReady, Settled | OfferWithdrawn
 
 Lists of token ids, of block ids and of names travel as bytes (`packed`).
 A message about a request carries (request, attempt); its frame carries the sender's incarnation (see `codec`); tokens
-and blocks carry their position. Times never travel, since clocks differ; durations do: a budget, what something took.
+and blocks carry their position. Messages never carry points in time, since clocks differ; they carry durations (a
+time budget, the time that a stage took).
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, NumLogprobs, Sam
 from common.contract.tiers import Tier
 
 ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"
-"""`host:port`, the host a name or an IP address."""
+"""`host:port`; the host is a name or an IP address."""
 MAX_TOKENS = 2**20
 """Most tokens of one sequence."""
 MAX_TOLD_TOKENS = 2**11
-"""Most tokens that one message tells of: each may have log probabilities with it."""
+"""Most tokens in one message: each token may carry log probabilities."""
 LEAST_LOGPROB = -9999.0
-"""What the log probability of a token is told as that cannot come, where it is told."""
+"""The log probability that is reported for a token that cannot occur."""
 MAX_PREFIX_BLOCKS = 2**16
 """Most blocks that one `AttachPrefix` asks for."""
 MAX_CACHE_EVENTS = 2**14
@@ -56,18 +57,18 @@ Flag = Annotated[bool, Field(strict=True)]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=10**6, allow_inf_nan=False)]
 ByTier = tuple[Count, Count, Count]
-"""One for each tier, the most urgent first."""
+"""One count for each tier, the most urgent tier first."""
 Name = Annotated[str, Field(strict=True, max_length=256)]
 Choice = Annotated[int, Field(strict=True, ge=0, lt=MAX_CHOICES)]
 FinishReason = Literal["stop", "length"]
 
 
 ShortNames = Annotated[bytes, Field(strict=True, max_length=MAX_CACHE_EVENTS * SHORT_NAME_BYTES)]
-"""The leading bytes of the names of blocks, one after the other."""
+"""The leading `SHORT_NAME_BYTES` bytes of each block's name, concatenated."""
 
 
 class Role(StrEnum):
-    """What a process does."""
+    """The role of a process."""
 
     GATEWAY = "gateway"
     PREFILL = "prefill"
@@ -76,7 +77,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Anything that travels on a control channel."""
+    """Base of every message on a control channel."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -102,49 +103,49 @@ OpenRequests = Annotated[tuple[RequestKey, ...], Field(max_length=MAX_OPEN_REQUE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Client to worker: opens a session, or opens it again after a loss; the worker aborts what is not listed."""
+    """Client to worker: opens a session, or opens it again after a loss; the worker aborts requests not listed."""
 
     number: Count = 0
-    """Drawn by the link: the answer to an earlier Hello than the last is not an answer to this one."""
+    """Number of this Hello on the link; the client ignores a Welcome that answers an earlier Hello."""
     role: Role
     fingerprint: Fingerprint | None
     """None from a gateway, which holds no KV."""
     open_requests: OpenRequests
-    """A gateway's requests at this worker; a sink's pulls from it that are not over."""
+    """The requests of a gateway at this worker, or the unfinished pulls of a sink from this worker."""
 
 
 class Phase(StrEnum):
-    """Whether a worker takes new work."""
+    """Whether a worker accepts new work."""
 
     SERVING = "serving"
     DRAINING = "draining"
-    """It takes none; what it has goes on, or moves to others."""
+    """The worker accepts no new work; the work that it has continues, or moves to other workers."""
     DRAINED = "drained"
-    """It holds nothing any more: it can go."""
+    """The worker holds nothing any more, so it can exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
-    """Worker to client: the session is open. The client gives up what is not in `open_requests`."""
+    """Worker to client: the session is open. The client gives up its requests that are not in `open_requests`."""
 
     number: Count = 0
-    """Of the Hello that this answers."""
+    """Number of the Hello that this answers."""
     role: Role
     fingerprint: Fingerprint
     max_sequence_tokens: Count
-    """Most tokens, prompt and output together, that this worker takes in one sequence."""
+    """Most tokens, prompt and output together, that this worker accepts in one sequence."""
     transport: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
     """Name of the data transport."""
     transport_metadata: Annotated[bytes, Field(strict=True, max_length=2**20)]
-    """What a sink's transport needs in order to read this worker's blocks."""
+    """The data that a sink's transport needs in order to read this worker's blocks."""
     open_requests: OpenRequests
     phase: Phase = Phase.SERVING
-    """As in the heartbeats that follow."""
+    """The worker's phase now; later heartbeats update it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloRefused(Message):
-    """Worker to client: no session, and why (both values, for a fingerprint)."""
+    """Worker to client: the session is refused, and why (a fingerprint mismatch names both values)."""
 
     cause: Cause
     message: Text
@@ -152,17 +153,17 @@ class HelloRefused(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloRequired(Message):
-    """Worker to client: you spoke before your Hello, or I have restarted since."""
+    """Worker to client: send Hello (again). You have no session here, or I have restarted, or messages were lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye(Message):
-    """Either side leaves on purpose; a client's open requests are aborted."""
+    """Either side ends the session on purpose; the client's open requests are aborted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
-    """Worker to client, at a fixed interval. Shows a dead worker, a wedged engine and lost frames."""
+    """Worker to client, at a fixed interval. Lets the client detect a dead worker, a wedged engine and lost frames."""
 
     number: Count
     sent: Count = 0
@@ -170,38 +171,39 @@ class Heartbeat(Message):
     steps: Count
     """Engine steps finished since start."""
     running: Count
-    """Sequences that the engine works on: the running batch, and prompts that are being computed."""
+    """Sequences in the engine: the running batch, and prompts that are being computed."""
     waiting: Count
     """Requests accepted but not yet running (queued, pulling)."""
     blocks_used: Count
-    """Of a decode worker: the most that it expects to use."""
+    """Blocks in use; from a decode worker, the peak that it forecasts."""
     blocks_total: Count
     phase: Phase
     queued_tokens: ByTier = (0, 0, 0)
-    """Prompt tokens still to be computed here."""
+    """Prompt tokens that this worker has still to compute."""
     sequences: ByTier = (0, 0, 0)
-    """Sequences that a decode worker has accepted, and that have not ended."""
+    """Sequences that a decode worker has accepted and that have not ended."""
     places: Count = 0
-    """Sequences like those it has now that a decode worker can hold at once; 0 of a prefill worker."""
+    """Most sequences, of the size of the present ones, that a decode worker can hold at once; 0 from a prefill
+    worker."""
     token_s: Seconds = 0.0
-    """What computing a prompt token takes, as measured."""
+    """Measured seconds to compute one prompt token."""
     pulled_token_s: Seconds = 0.0
-    """What a prefill worker takes to pull one instead, as measured."""
+    """Measured seconds for a prefill worker to pull the KV of one token instead."""
     sequence_s: Seconds = 0.0
-    """What a decode worker's sequences have lately taken, from their first token to their last; 0 for not known."""
+    """EWMA of the seconds from first to last token of a decode worker's sequences; 0 if not known."""
     prompt_tokens: Count = 0
     """Prompt tokens computed since start."""
     output_tokens: Count = 0
-    """Tokens that a decode worker has generated since start, first ones where it computed the prompt itself."""
+    """Tokens that a decode worker has generated since start, including first tokens of prompts that it computed."""
     received: Count = 0
-    """Messages received from this client in this session: what they brought is included."""
+    """Messages received from this client in this session; the other fields include their effects."""
     echoed: Count = 0
-    """Number of the last heartbeat whose echo came; a client sees by it that what it sends does not arrive."""
+    """Number of the last heartbeat whose echo arrived; it tells a client that its own messages do not arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatEcho(Message):
-    """Client to worker: the answer to `Heartbeat`, so that a cut in one direction shows too."""
+    """Client to worker: the answer to `Heartbeat`, so that a link broken in one direction is detected, too."""
 
     number: Count
     sent: Count
@@ -210,10 +212,10 @@ class HeartbeatEcho(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEvents(Message):
-    """Worker to gateway: blocks that can be found by name here now, and such as cannot any more."""
+    """Worker to gateway: blocks that were added to, and removed from, the worker's prefix cache."""
 
     begins: Flag
-    """Whether what was told before is void: the first of those that tell everything."""
+    """True in the first message of a full listing: the gateway discards what earlier messages said."""
     stored: ShortNames
     removed: ShortNames
 
@@ -227,23 +229,23 @@ class CacheEvents(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain(Message):
-    """Take no new work; let what there is finish, or move."""
+    """Accept no new work; let the present work finish, or move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume(Message):
-    """Take work again."""
+    """Accept work again."""
 
 
 class Suspicion(StrEnum):
-    """How the first steps of a request are to be computed, which may have crashed a worker."""
+    """With which other requests the first steps of a request may be computed, given that it may crash a worker."""
 
     NONE = "none"
-    """With everybody else's: it is not suspected."""
+    """Not suspected: with all other requests."""
     GROUP = "group"
-    """With those of all suspects of this level."""
+    """Only with other requests of this level."""
     ALONE = "alone"
-    """Apart from everything else."""
+    """With no other request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,24 +253,25 @@ class _Work(RequestMessage):
     token_ids: Annotated[tuple[int, ...], packed_numbers(1, MAX_TOKENS)]
     """The prompt, followed on a retry by the tokens that the client already has (a forced prefix)."""
     prompt_len: Annotated[Count, Field(ge=1)]
-    """Leading tokens of `token_ids` that are the prompt; the rest counts as output for penalties and limits."""
+    """Number of leading tokens of `token_ids` that are the prompt; the rest counts as output for penalties and
+    limits."""
     choices: Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MAX_CHOICES)]
     """Indices of the choices to generate; more than one only when `token_ids` is the bare prompt."""
     sampling: SamplingParams
     budget_s: Annotated[Real, Field(gt=0, le=10**6)]
-    """Seconds that the request may still take, from receipt."""
+    """Seconds, from receipt, that the request may still take."""
     tier: Tier = Tier.STANDARD
     tenant: Name = ""
-    """Whose request it is: tenants of one tier share a worker evenly."""
+    """The tenant that sent the request: tenants of one tier share a worker evenly."""
     cache_salt: Name = ""
     """Requests share cached prefixes only under the same salt."""
     admitted: Flag = False
-    """Whether it was let in before, here or elsewhere: it is not refused for those that wait already."""
+    """Whether a worker admitted this request before: it is then not refused because of the requests that wait."""
     suspicion: Suspicion = Suspicion.NONE
-    """Whether it may have crashed a worker: `Trial` says when its first steps are computed."""
+    """Whether the request may have crashed a worker; `Trial` says when its first steps are computed."""
     prompt_logprobs: NumLogprobs | None = None
-    """Tell log probabilities of the prompt's tokens, with this many alternatives (`PromptLogprobs`): then every one of
-    them is computed, whatever caches hold. None tells none."""
+    """Report log probabilities of the prompt's tokens, with this many alternatives (`PromptLogprobs`); every token of
+    the prompt is then computed, even if a cache holds it. None reports none."""
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None and self.prompt_len < len(self.token_ids):
@@ -281,7 +284,7 @@ class _Work(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The worker whose blocks are to be read."""
+    """The worker from which blocks are read."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -292,7 +295,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHint:
-    """Where the KV of a prompt's beginning probably is. A hint: that worker says what it really holds."""
+    """A worker that probably holds the KV of a prompt's prefix. Only a hint: the worker itself says what it holds."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -305,7 +308,7 @@ class Prefill(_Work):
     """Compute the KV of `token_ids`, sample the next token of each choice, and offer the blocks."""
 
     prefix: PrefixHint | None = None
-    """A worker to pull the prompt's beginning from, should that be cheaper than computing it."""
+    """A worker from which to pull the prompt's prefix, if that is cheaper than computing it."""
 
     def __post_init__(self) -> None:
         _Work.__post_init__(self)
@@ -318,11 +321,11 @@ class Decode(_Work):
     """Get the KV of `token_ids` and generate every choice to its end."""
 
     source: Source | None
-    """Pull the KV from there; None: compute it, in chunks that ride with the decodes."""
+    """The worker from which to pull the KV; None: compute it here, in chunks that share steps with the decodes."""
     offered: RequestKey | None = None
-    """What the source knows it by; None without a source."""
+    """The key under which the source offers the blocks; None without a source."""
     moving: Flag = False
-    """The source is a decode worker that is to stop generating the one choice, and to hand it over as it then is."""
+    """True for a migration: the source is a decode worker that stops generating the one choice and hands it over."""
 
     def __post_init__(self) -> None:
         _Work.__post_init__(self)
@@ -336,7 +339,7 @@ class Decode(_Work):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort(RequestMessage):
-    """Give the request up and free what it holds; inert when unknown."""
+    """Give the request up and free everything that it holds; no effect if the request is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +365,7 @@ class TokenLogprobs:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     logprob: Real
-    """Of the token that was taken."""
+    """Log probability of the token that was chosen."""
     top: Annotated[tuple[tuple[Count, Real], ...], Field(max_length=MAX_LOGPROBS)]
     """(token id, log probability) of the most likely tokens, best first."""
 
@@ -375,7 +378,7 @@ class Tokens(RequestMessage):
     position: Count
     token_ids: Annotated[tuple[int, ...], packed_numbers(1, MAX_TOLD_TOKENS)]
     logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_TOLD_TOKENS, fail_fast=True)] | None = None
-    """One for each token, when the request asked."""
+    """One entry for each token, if the request asked for log probabilities."""
     finish_reason: FinishReason | None = None
     """Set when the last of these tokens is the choice's last."""
 
@@ -386,16 +389,18 @@ class Tokens(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """How likely tokens were that nobody has chosen, in columns: there may be many at once. What is less likely than
-    `LEAST_LOGPROB` is told as that."""
+    """Log probabilities of given tokens (those of a prompt), as columns, because one message may hold many.
+
+    A log probability below `LEAST_LOGPROB` is reported as `LEAST_LOGPROB`.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     logprobs: Annotated[tuple[float, ...], packed_reals(0, MAX_TOLD_TOKENS)] = ()
     ranks: Annotated[tuple[int, ...], packed_numbers(0, MAX_TOLD_TOKENS)] = ()
-    """How many tokens were at least as likely, each one itself included: 1 for the most likely one."""
+    """For each token, the number of tokens at least as likely as it, itself included: 1 for the most likely token."""
     top_token_ids: Annotated[tuple[int, ...], packed_numbers(0, MAX_TOLD_TOKENS * MAX_LOGPROBS)] = ()
-    """The most likely tokens, best first: as many for each, one after the other."""
+    """The most likely tokens, best first: `num_alternatives` of the first token, then of the second, and so on."""
     top_logprobs: Annotated[tuple[float, ...], packed_reals(0, MAX_TOLD_TOKENS * MAX_LOGPROBS)] = ()
 
     def __post_init__(self) -> None:
@@ -412,11 +417,11 @@ class TokenScores:
 
     @property
     def num_alternatives(self) -> int:
-        """How many of the most likely tokens are told with each."""
+        """Number of the most likely tokens that are reported with each token."""
         return len(self.top_token_ids) // len(self.logprobs) if self.logprobs else 0
 
     def part(self, start: int, stop: int | None = None) -> TokenScores:
-        """Of tokens `[start, stop)` of these."""
+        """The scores of tokens `[start, stop)`."""
         tokens = slice(*slice(start, stop).indices(len(self)))
         top = slice(tokens.start * self.num_alternatives, tokens.stop * self.num_alternatives)
         return TokenScores(
@@ -427,7 +432,7 @@ class TokenScores:
         )
 
     def each(self) -> list[TokenLogprobs]:
-        """One for each token."""
+        """The same data as one `TokenLogprobs` for each token; ranks are left out."""
         pairs = list(zip(self.top_token_ids, self.top_logprobs, strict=True))
         num = self.num_alternatives
         return [
@@ -438,8 +443,11 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs(RequestMessage):
-    """How likely the prompt's tokens `[position, position + len(scores))` were, each after those before it; the first
-    one comes after none. Told from position 1 on, chunk by chunk, and to its end before any `Tokens`."""
+    """Log probabilities of the prompt's tokens `[position, position + len(scores))`, each given the tokens before it.
+
+    The first token of a prompt has none. The messages start at position 1, come chunk by chunk, and cover the whole
+    prompt before any `Tokens`.
+    """
 
     position: Annotated[Count, Field(ge=1)]
     scores: TokenScores
@@ -451,61 +459,67 @@ class PromptLogprobs(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTimes:
-    """What became of the time until the first tokens of a prompt, at the worker that computed it, by its clock; and how
-    much of it was not computed."""
+    """Durations of the stages until the first tokens of a prompt, by the clock of the worker that computed it; and the
+    number of its tokens that were not computed."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     queue_s: Seconds
     """From receipt to the first chunk, less `prefix_pull_s`."""
     prefix_pull_s: Seconds
-    """Waiting for the prompt's beginning from another worker."""
+    """Wait for the prompt's prefix from another worker."""
     prefill_s: Seconds
     """From the first chunk to the sending of the first tokens."""
     num_cached: Count = 0
-    """Leading tokens whose KV a prefix cache had: this worker's own, or the one that they were pulled from."""
+    """Number of leading tokens whose KV came from a prefix cache: this worker's own, or another worker's by a pull."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTimes:
-    """What became of a choice's time at its decode worker, by its clock. The stages from `reserve_s` to `preempted_s`
-    follow each other: together they last from the first tokens' arrival there to the sending of this message."""
+    """Durations of a choice's stages at its decode worker, by that worker's clock.
+
+    The stages from `reserve_s` to `preempted_s` add up to the time from the arrival of the first tokens at the worker
+    to the sending of this message.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     wait_s: Seconds
-    """From receipt until the source's first tokens were there; 0 where the prompt was computed here."""
+    """From receipt until the first tokens arrived from the source; 0 if the prompt was computed here."""
     reserve_s: Seconds
-    """From then until there was room for the blocks."""
+    """From the end of `wait_s` until blocks were reserved."""
     pull_s: Seconds
-    """From then until every block was read: the part of the pull that nothing else hides."""
+    """From the end of `reserve_s` until every block was read: the part of the pull that overlaps with nothing."""
     settle_s: Seconds
-    """From then until the source had answered that what was read is valid."""
+    """From the end of `pull_s` until the source had answered that the blocks read are valid."""
     queue_s: Seconds
-    """From then, or from the local first token, to the first step with the choice."""
+    """From the end of `settle_s`, or from the first token if it was computed here, to the choice's first step."""
     decode_s: Seconds
-    """From then on, less `preempted_s`."""
+    """From the end of `queue_s` on, less `preempted_s`."""
     preempted_s: Seconds
-    """Out of the running batch, having been in it."""
+    """Time out of the running batch after having been in it."""
     read_s: Seconds
-    """While at least one read of its blocks was under way, hidden or not."""
+    """Time with at least one read of its blocks under way, hidden or not."""
     hidden_read_s: Seconds
-    """Of that, before the first tokens' arrival."""
+    """The part of `read_s` before the arrival of the first tokens."""
     pull_bytes: Count
-    """Read from its source."""
+    """Bytes read from the source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings(RequestMessage):
-    """What the next Tokens of a choice have taken, as far as this worker knows. It goes before a worker's first Tokens
-    of each choice and before the last; if it is lost, only the account of the time is less exact."""
+    """The durations behind the next Tokens of a choice, as far as this worker knows them.
+
+    A worker sends it before the first and before the last Tokens of each choice. If it is lost, only the reported
+    durations are less exact.
+    """
 
     choice: Choice | None
-    """None: of every choice of the attempt."""
+    """None: the durations apply to every choice of the attempt."""
     prompt: PromptTimes | None
-    """As measured here, or as the source has told."""
+    """As measured here, or as received from the source."""
     decode: DecodeTimes | None
-    """None from a prefill worker, and before there is anything to tell."""
+    """None from a prefill worker, and before there is anything to report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -523,12 +537,12 @@ class Failed(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Message):
-    """Whose the engine's steps are from here on: those of so many suspects, or, with none, everybody else's."""
+    """From here on the engine's steps compute only `num_requests` suspected requests (0: only unsuspected ones)."""
 
     num_requests: Count
-    """Of all gateways."""
+    """Suspected requests on trial, of all gateways."""
     requests: OpenRequests
-    """Those of this gateway."""
+    """Suspected requests on trial that belong to the receiving gateway."""
 
     def __post_init__(self) -> None:
         if len(self.requests) > self.num_requests:
@@ -537,7 +551,7 @@ class Trial(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut(RequestMessage):
-    """A choice that moves has stopped: this worker has generated it up to `position`, and will not go on with it."""
+    """A migrating choice has stopped: this worker has generated it up to `position` and generates no more of it."""
 
     choice: Choice
     position: Count
@@ -545,14 +559,14 @@ class Cut(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(RequestMessage):
-    """Terminal for a choice: another worker has proved that it has it; everything it held here is free."""
+    """Terminal for a choice: another worker has settled its blocks; everything that it held here is free."""
 
     choice: Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled(RequestMessage):
-    """Terminal: the answer to an `Abort` of a known request; everything it held is free, or in quarantine."""
+    """Terminal: the answer to an `Abort` of a known request; everything that it held is free, or in quarantine."""
 
 
 # --- sink to source ----------------------------------------------------------------------------------------------
@@ -560,10 +574,10 @@ class Cancelled(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach(RequestMessage):
-    """Subscribe to the offer of a request, from its first block; parked, within a bound, if its Prefill is not here."""
+    """Subscribe to the offer of a request, from its first block; parked, within a bound, until its Prefill arrives."""
 
     offered: Annotated[int, ATTEMPT]
-    """The attempt of the Prefill."""
+    """The attempt number of the Prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,15 +585,15 @@ class AttachSequence(RequestMessage):
     """Stop generating a choice and offer me all of its blocks, under this request and attempt."""
 
     sequence: RequestKey
-    """What you know it by."""
+    """The key of the sequence at the source."""
     choice: Choice
     position: Annotated[Count, Field(ge=1)]
-    """Tokens of it that I have: `PrefillDone` is to bring those from here on."""
+    """Number of its tokens that the sink has; `PrefillDone` brings the tokens from this position on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachPrefix(RequestMessage):
-    """Offer me the leading blocks of these that you hold: all at once, and without a `PrefillDone`."""
+    """Offer me the leading blocks of this list that you hold: all at once, and without a `PrefillDone`."""
 
     block_hashes: Annotated[tuple[BlockHash, ...], packed_names(HASH_BYTES, 1, MAX_PREFIX_BLOCKS)]
 
@@ -594,7 +608,7 @@ class Settle(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detach(RequestMessage):
-    """My pull is given up and its reads have ended; a lease that still stands stays for another sink."""
+    """I give my pull up, and its reads have ended; a lease that is still held stays for another sink."""
 
 
 # --- source to sink ----------------------------------------------------------------------------------------------
@@ -612,7 +626,7 @@ class BlocksReady(RequestMessage):
     num_blocks: Count
     """Blocks of the whole offer."""
     checksums: Annotated[tuple[int, ...], packed_numbers(0, MAX_TOKENS)] | None = None
-    """CRC-32 of each block's bytes, where the deployment runs with checksums."""
+    """CRC-32 of each block's bytes, if the deployment runs with checksums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -622,9 +636,9 @@ class PrefillDone(RequestMessage):
     lease: Annotated[LeaseId, HANDLE]
     epoch: Count
     first_tokens: Annotated[tuple[Tokens, ...], Field(min_length=1, max_length=MAX_CHOICES)]
-    """One for each choice, as sent to the gateway; a `finish_reason` says that the choice has ended with it."""
+    """One for each choice, as sent to the gateway; a `finish_reason` says that the choice has ended."""
     times: PromptTimes | None = None
-    """What they took; the sink passes it on. None of a running sequence."""
+    """Durations until the first tokens; the sink passes them on. None for a sequence that migrates."""
 
     def __post_init__(self) -> None:
         num_tokens = sum(len(tokens.token_ids) for tokens in self.first_tokens)
@@ -634,7 +648,7 @@ class PrefillDone(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled(RequestMessage):
-    """The answer to `Settle`. Only `valid` admits what was read."""
+    """The answer to `Settle`. The sink may use the blocks that it read only if `valid` is true."""
 
     lease: Annotated[LeaseId, HANDLE]
     epoch: Count
@@ -643,7 +657,7 @@ class Settled(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferWithdrawn(RequestMessage):
-    """There is nothing (more) to read: the source failed, aborted or expired the offer."""
+    """No (more) blocks can be read: the offer failed, was aborted or expired at the source."""
 
     cause: Cause
     message: Text

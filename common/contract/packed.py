@@ -1,4 +1,4 @@
-"""Fields that travel as bytes: a long list of numbers or names is then one value, which costs its receiver little."""
+"""Fields that travel as bytes: a long list of numbers or names is one value, so that unpacking the frame is cheap."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ class Packed:
     max_bytes: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Bytes within the bounds, unpacked. What they hold needs no other check than `unpack`."""
+        """A schema that takes `min_bytes` to `max_bytes` bytes and calls `unpack`, the only check of their content."""
         wire = core_schema.bytes_schema(strict=True, min_length=self.min_bytes, max_length=self.max_bytes)
         return core_schema.no_info_after_validator_function(self.unpack, wire)
 
 
 def packed_numbers(least: int, most: int) -> Packed:
-    """From `least` to `most` numbers below 2^32, little-endian."""
+    """A field of `least` to `most` numbers below 2^32, little-endian."""
     return Packed(_pack_numbers, _unpack_numbers, least * _NUMBER.size, most * _NUMBER.size)
 
 
 def packed_reals(least: int, most: int) -> Packed:
-    """From `least` to `most` finite numbers of single precision, little-endian."""
+    """A field of `least` to `most` finite single-precision numbers, little-endian."""
     return Packed(_pack_reals, _unpack_reals, least * _REAL_BYTES, most * _REAL_BYTES)
 
 
 def packed_names(size: int, least: int, most: int) -> Packed:
-    """From `least` to `most` names of `size` bytes each, joined."""
+    """A field of `least` to `most` names of `size` bytes each, concatenated."""
     return Packed(b"".join, partial(_unpack_names, size), least * size, most * size)
 
 
 def _pack_numbers(numbers: tuple[int, ...]) -> bytes:
-    if len(numbers) == 1:  # what a step brings of each sequence
+    if len(numbers) == 1:  # the common case: one token of one sequence in each step
         return _NUMBER.pack(numbers[0])
     return struct.pack(f"<{len(numbers)}I", *numbers)
 

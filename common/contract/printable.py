@@ -1,10 +1,10 @@
-"""Words from outside, made fit for a line of a log or an error: bounded, and on one line."""
+"""Text from clients and peers, made safe for a line of a log or an error: bounded, and on one line."""
 
 from __future__ import annotations
 
 
 def printable(text: str, max_chars: int) -> str:
-    """`text` without line ends and other control characters, which are spelt out, and cut to about `max_chars`."""
+    """`text` cut to about `max_chars` characters, with line ends and other control characters escaped."""
     cut = text[:max_chars]
     if not cut.isprintable():
         cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)

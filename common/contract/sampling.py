@@ -1,4 +1,4 @@
-"""Sampling parameters: validated once where they enter, and again wherever they arrive."""
+"""Sampling parameters: validated where they enter the system, and again by every process that receives them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MAX_CHOICES = 16
 MAX_STOP_TOKEN_IDS = 64
 """Most stop token ids of one request."""
 MAX_GRAMMAR_CHARS = 2**18
-"""Longest grammar of a structured output, as workers are told it."""
+"""Longest grammar of a structured output, in the form that is sent to workers."""
 MAX_LOGIT_BIAS = 1024
-"""Most tokens of one request whose logits are changed."""
+"""Most tokens in the `logit_bias` of one request."""
 MAX_BIAS = 100
-"""Most that is added to a logit, or taken from it."""
+"""Largest absolute value that is added to a logit."""
 MAX_SEED = 2**63 - 1
 """Largest seed; the gateway draws one when the client gives none."""
 
 _Int = Annotated[int, Field(strict=True, le=MAX_SEED)]
 _Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
-# The bounds of each parameter, for whoever checks them earlier or tells them to others.
+# The bounds of each parameter, for code that checks them earlier or publishes them.
 MaxTokens = Annotated[_Int, Field(ge=1)]
 MinTokens = Annotated[_Int, Field(ge=0)]
 Temperature = Annotated[_Real, Field(ge=0, le=100)]
@@ -45,7 +45,7 @@ class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
     `temperature == 0` is greedy. The random number of a token is keyed by (seed, choice, position) alone, so the
-    same request gives the same text whatever runs beside it and whichever worker runs it.
+    same request gives the same text, whichever requests share its batch and whichever worker runs it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -68,14 +68,14 @@ class SamplingParams:
     frequency_penalty: OutputPenalty = 0.0
     """Subtracted from each token once per occurrence in the output."""
     logit_bias: Annotated[tuple[tuple[TokenId, LogitBias], ...], Field(max_length=MAX_LOGIT_BIAS)] = ()
-    """(token, what is added to its logit), no token twice; of tokens that the model does not have, nothing comes."""
+    """(token id, value added to its logit), each token at most once; ids beyond the vocabulary have no effect."""
     seed: Seed = 0
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_STOP_TOKEN_IDS)] = ()
     """Token ids that end a choice, besides the model's own; the ending token is part of the output."""
     ignore_eos: Annotated[bool, Field(strict=True)] = False
     """Do not end at the model's end-of-sequence tokens."""
     grammar: Annotated[str, Field(strict=True, min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
-    """What the output must follow, as `llguidance` writes it."""
+    """The grammar that the output must follow, in the format of `llguidance`."""
     logprobs: NumLogprobs | None = None
     """Report log probabilities, with this many alternatives; None reports none."""
 
@@ -85,7 +85,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the tokens so far change what is likely."""
+        """Whether a penalty changes logits depending on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property

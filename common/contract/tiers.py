@@ -1,4 +1,4 @@
-"""Service classes: whose turn comes first where work waits."""
+"""Service classes: the order in which waiting requests are served."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Tier(StrEnum):
     """A request's service class, the most urgent first."""
 
     INTERACTIVE = "interactive"
-    """Somebody is watching the tokens appear."""
+    """A person watches the tokens appear."""
     STANDARD = "standard"
     BATCH = "batch"
-    """Throughput matters, no single answer is waited for."""
+    """Throughput matters; nobody waits for a single answer."""
 
     @property
     def rank(self) -> int:
@@ -22,7 +22,7 @@ class Tier(StrEnum):
 
 
 def by_tier(counts: Iterable[tuple[Tier, int]]) -> tuple[int, int, int]:
-    """Sums for each tier, the most urgent first."""
+    """The sum of the counts of each tier, the most urgent tier first."""
     sums = dict.fromkeys(Tier, 0)
     for tier, count in counts:
         sums[tier] += count

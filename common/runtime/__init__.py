@@ -1,1 +1,1 @@
-"""Process plumbing that every role shares: settings, life cycle, control channel, probes, metrics, checkpoints."""
+"""Process code that every role shares: settings, life cycle, control channel, probes, metrics, checkpoints."""

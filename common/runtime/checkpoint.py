@@ -1,4 +1,4 @@
-"""Finding a model on disk and knowing it again: name → folder → hashes. Reads files; loads no weights."""
+"""Finds a model on disk and identifies it: name → folder → hashes. Reads files; loads no weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
 _TEMPLATE_FILES = ["additional_chat_templates/*.jinja"]
-"""Beside the tokenizer's, in folders of which a checkpoint may have some."""
+"""Chat templates besides the tokenizer's own, in a folder that a checkpoint may have."""
 
 _PIECE_BYTES = 4 * 1024 * 1024
 _VOLATILE_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path"})
@@ -39,14 +39,14 @@ _TOKENIZER_PARTS = (
     "vocab.json",
     "vocab.txt",
 )
-"""What decides the tokens of a text."""
+"""The files that determine which tokens a text becomes."""
 _VOLATILE_TOKENIZER_KEYS = frozenset({"chat_template", "name_or_path", "transformers_version"})
 
 
 def resolve_model(name: str, *, weights: bool) -> Path:
-    """The folder of a model given as `demo`, a folder, or a hub id (downloaded once, into the hub's own cache).
+    """The folder of a model. `name` is `demo`, a folder, or a hub id (downloaded once, into the hub's own cache).
 
-    `weights` is False for a process that needs the tokenizer and configuration only. Raises `OperatorError`.
+    `weights` is False for a process that needs only the tokenizer and the configuration. Raises `OperatorError`.
     """
     if name == DEMO_MODEL:
         return DEMO_FOLDER
@@ -66,7 +66,7 @@ def resolve_model(name: str, *, weights: bool) -> Path:
 
 
 def _require_regular_files(folder: Path) -> None:
-    """Raise `OperatorError` for what cannot be read to its end: whoever opens a pipe that nobody writes to hangs."""
+    """Raise `OperatorError` if a file is, for example, a pipe: opening a pipe without a writer would block for ever."""
     for pattern in (*TOKENIZER_FILES, *WEIGHT_FILES, *_TEMPLATE_FILES):
         for path in folder.glob(pattern):
             if not path.is_file() and not path.is_dir():
@@ -84,7 +84,7 @@ def _download(hub_id: str, weights: bool) -> Path:
         raise OperatorError(
             f"model {hub_id!r} is no local folder and could not be had from the hub: {reason}"
         ) from error
-    # A name for people: two workers compare the files themselves.
+    # The revision is logged for people only; workers compare hashes of the files.
     log.info("%s at revision %s", hub_id, folder.name)
     return folder
 
@@ -101,10 +101,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_hash(folder: Path) -> str:
-    """SHA-256 of what a gateway reads: the canonical configuration and the tokenizer's files.
+    """SHA-256 of the files that a gateway reads: the canonical configuration and the tokenizer's files.
 
-    Leaves out what changes without changing the model, and the chat template: what it makes of messages reaches workers
-    as tokens. Raises `OperatorError`.
+    Leaves out keys that can change without changing the model, and the chat template, whose result reaches workers as
+    tokens. Raises `OperatorError`.
     """
     config = {key: value for key, value in read_config(folder).items() if key not in _VOLATILE_CONFIG_KEYS}
     digest = hashlib.sha256(_canonical(config))
@@ -125,7 +125,7 @@ def _without_template(content: bytes) -> bytes:
     try:
         config = json.loads(content)
     except (ValueError, RecursionError):
-        return content  # whoever loads the tokenizer says what is wrong with it
+        return content  # loading the tokenizer reports what is wrong with the file
     if not isinstance(config, dict):
         return content
     return _canonical({key: value for key, value in config.items() if key not in _VOLATILE_TOKENIZER_KEYS})
@@ -136,10 +136,10 @@ def _canonical(config: dict[str, Any]) -> bytes:
 
 
 def weights_hash(folder: Path, num_threads: int = 1) -> str:
-    """SHA-256 of every byte of the weights: over each file's name, size and digests of its pieces of 4 MiB.
+    """SHA-256 of every byte of the weights: over each file's name, its size and the digests of its 4 MiB pieces.
 
     `num_threads` threads read and hash the pieces. Raises `OperatorError` if there are no weights, or if a file changes
-    meanwhile.
+    while it is read.
     """
     files = _weight_files(folder)
     if not files:
@@ -183,10 +183,9 @@ def _hash_file(path: Path, digest: hashlib._Hash, threads: Executor) -> None:
 
 @contextmanager
 def unchanged(folder: Path) -> Iterator[None]:
-    """Load and hash the model in `folder` within: what was hashed is then what was loaded.
+    """A context in which to load and hash the model in `folder`; it proves that both saw the same files.
 
-    Raises `OperatorError` at the end if one of the files that are hashed has been replaced, written to, added or
-    removed.
+    Raises `OperatorError` at the end if a hashed file was replaced, written to, added or removed meanwhile.
     """
     before = _identities(folder)
     yield
@@ -197,13 +196,13 @@ def unchanged(folder: Path) -> Iterator[None]:
 
 
 def _identities(folder: Path) -> dict[Path, tuple[int, int, int, int]]:
-    """Device, inode, size and time of each file that is hashed, and is there."""
+    """Device, inode, size and modification time (ns) of each hashed file that exists."""
     found = {}
     configs = [folder / name for name in ("config.json", *_TOKENIZER_PARTS)]
     for path in (*configs, *_weight_files(folder), *_indexes(folder)):
         try:
             stat = path.stat()
         except OSError:
-            continue  # whoever needs it says so
+            continue  # the code that needs the file reports its absence
         found[path] = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
     return found

@@ -1,4 +1,4 @@
-"""The `baton` command: picks the role and hands over. Each role parses its own options."""
+"""The `baton` command: picks the role and calls its `main`. Each role parses its own options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time as an argument: whoever decides anything by time is given a clock, so that tests can be the clock."""
+"""Time as an argument: code that decides anything by time receives a clock, so that tests can set the time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Clock = Callable[[], float]
-"""Seconds on a monotonic scale."""
+"""Returns seconds on a monotonic scale."""
 
 monotonic: Clock = time.monotonic
 """The clock of the running system."""

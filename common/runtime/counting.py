@@ -1,7 +1,8 @@
-"""Metrics that are observed with every token: plain numbers until somebody looks.
+"""Metrics that are updated with every token: plain numbers, which become Prometheus metrics only when scraped.
 
-`prometheus_client`'s own take a lock for each bucket and sum, and check their labels, at several times the cost.
-Here everything happens on the event loop, and only a look makes a metric of it. Engine steps are counted so, too.
+The classes of `prometheus_client` take a lock for each bucket and sum, and check their labels, which costs several
+times as much. Here every update happens on the event loop, so no lock is needed. Engine steps are counted in the same
+way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class TokenHistogram(Collector):
     """A histogram with one label."""
 
     def __init__(self, name: str, text: str, label: tuple[str, str], bounds: Sequence[float]) -> None:
-        """`bounds` are the buckets' upper ends, in order, without infinity."""
+        """`bounds` are the buckets' upper bounds, in ascending order, without infinity."""
         self._name, self._text, self._label = name, text, label
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
@@ -41,7 +42,7 @@ class TokenHistogram(Collector):
 
 
 def step_tokens(model: str) -> TokenHistogram:
-    """For the tokens of an engine's steps, prompts' and decodes'; with vLLM's name and buckets."""
+    """A histogram of the tokens (prompt and decode) in each engine step, with vLLM's name and buckets."""
     bounds = (1, 8, *(2**power for power in range(4, 15)))
     return TokenHistogram("vllm:iteration_tokens_total", "Tokens of a step.", ("model_name", model), bounds)
 
@@ -54,7 +55,7 @@ class TokenCounter(Collector):
         self._value = 0
 
     def inc(self, number: int) -> None:
-        """Count some more."""
+        """Add `number` to the counter."""
         self._value += number
 
     def collect(self) -> Iterable[Metric]:

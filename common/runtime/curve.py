@@ -1,7 +1,7 @@
-"""Keys for the control channel: encrypted, and nobody without them gets an answer (ZeroMQ's CURVE).
+"""Keys for the control channel (ZeroMQ's CURVE): they encrypt it, and a peer without them gets no answer.
 
-All processes of a deployment share one pair. Whoever does not know its public key cannot even begin to talk to a
-worker, so the file is a secret as a whole.
+All processes of a deployment share one pair. A peer that does not know its public key cannot even start a handshake
+with a worker, so the whole file is a secret.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from common.contract.errors import OperatorError
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """One pair, in Z85."""
+    """One pair of keys, encoded in Z85."""
 
     public: bytes
     secret: bytes
 
     @classmethod
     def load(cls, path: str | None) -> CurveKeys | None:
-        """Read the file that `baton keys` has written, if there is one. Raises `OperatorError`."""
+        """Read the file that `baton keys` has written; None if `path` is None. Raises `OperatorError`."""
         if path is None:
             return None
         try:
@@ -42,20 +42,20 @@ class CurveKeys:
         return keys
 
     def server(self, socket: zmq.Socket[Any]) -> None:
-        """Let only those in who know the public key; before `bind`."""
+        """Make `socket` accept only clients that know the public key; call this before `bind`."""
         socket.curve_secretkey = self.secret
         socket.curve_publickey = self.public
         socket.curve_server = True
 
     def client(self, socket: zmq.Socket[Any]) -> None:
-        """Talk to such a server; before `connect`."""
+        """Make `socket` connect to a server with the same keys; call this before `connect`."""
         socket.curve_serverkey = self.public
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
 
 
 def main() -> None:
-    """`baton keys FILE`: write a new pair, readable by its owner alone."""
+    """`baton keys FILE`: write a new pair to a file that only its owner can read."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print("usage: baton keys FILE", file=sys.stderr)
         sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)

@@ -1,4 +1,4 @@
-"""Work in threads that cannot be stopped, and that a process which ends does not wait for."""
+"""Runs work in daemon threads: the work cannot be stopped, and a process that exits does not wait for it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ T = TypeVar("T")
 
 
 class DaemonThreads:
-    """A few threads for work that may take for ever: a process that ends does not wait for it."""
+    """At most `num_threads` daemon threads, for work that may never end."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        """The threads begin with the first work, so that a process may be forked before."""
+        """Starts no thread: each `submit` starts one until there are `num_threads`, so that the process can fork
+        before."""
         self._num_threads = num_threads
         self._name = name
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._num_begun = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """What `work` returns or raises; it is not begun once that has been cancelled."""
+        """Run `work` in a thread; the future gets its result or exception. Cancelling it prevents a start."""
         future: Future[T] = Future()
         self._queue.put((future, work))
         if self._num_begun < self._num_threads:
@@ -36,6 +37,6 @@ class DaemonThreads:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
-                except BaseException as error:  # noqa: BLE001 (who waits raises it)
+                except BaseException as error:  # noqa: BLE001 (the future raises it in its waiter)
                     future.set_exception(error)
             del future, work

@@ -1,4 +1,4 @@
-"""The newest attempt at each request that a worker has seen of late: what comes late, or twice, is inert."""
+"""The newest recent attempt at each request, so that messages of older or repeated attempts have no effect."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from common.contract.ids import RequestId, RequestKey
 from common.runtime.clock import Clock
 
 REMEMBERED_S = 60.0
-"""An attempt is remembered for as long at least. A session has one order, and ends after seconds of silence: what comes
-late comes within those."""
+"""Least seconds for which an attempt is remembered, unless `MAX_REMEMBERED` is reached. A session delivers in order and
+ends after seconds of silence, so a late message comes within those seconds."""
 MAX_REMEMBERED = 65_536
-"""Requests remembered at most; at least half as many of the last, however quickly they come."""
+"""Most requests that are remembered; at a high rate of requests, at least the latest half of this number."""
 
 
 class AttemptFence:
-    """Lets each attempt in once, and none that is older than the newest.
+    """Admits each attempt once, and no attempt that is older than the newest one of its request.
 
-    Attempts are in one of two generations. The younger takes them in, and when it is old or full the elder is forgotten
-    as a whole: so the memory follows the rate of requests, and does not grow for as long as a worker lives.
+    Attempts are kept in two generations. New ones enter the younger generation. When the younger is old or full, the
+    elder is forgotten as a whole and the younger takes its place. So memory follows the rate of requests and does not
+    grow over the worker's life.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -26,11 +27,11 @@ class AttemptFence:
         self._since = clock()
 
     def __len__(self) -> int:
-        """Requests remembered, those twice that are in both generations."""
+        """Number of remembered requests; a request in both generations counts twice."""
         return len(self._younger) + len(self._elder)
 
     def admits(self, key: RequestKey) -> bool:
-        """Whether this attempt is newer than every one before it; if so, it is remembered."""
+        """Whether this attempt is newer than every earlier one of its request; if so, it is remembered."""
         self._turn()
         newest = self._younger.get(key.request) or self._elder.get(key.request, 0)
         if key.attempt <= newest:

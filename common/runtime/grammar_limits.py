@@ -1,4 +1,4 @@
-"""Bounds of what one grammar may cost, the same where it is checked and where it is followed, and on every machine."""
+"""Bounds on the cost of one grammar. The gateway checks and the workers enforce the same values, on every machine."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Final
 from llguidance import LLParserLimits
 
 MAX_ITEMS = 5_000
-"""Of the parser, for one token. 300 optional properties, their values numbers, stay below it, and 400 do not always; an
-ambiguous grammar takes any number, and more time for each: some 30 ms for a mask with as many as this, and half of that
-to read a token, which the library does without letting go of the interpreter."""
+"""Most parser items for one token. A schema of 300 optional number properties stays below it; one of 400 does not
+always. An ambiguous grammar can need any number of items, and more time for each: with this many, a mask takes about
+30 ms, and reading a token about 15 ms, during which the library holds the interpreter's lock."""
 MAX_LEXER_STATES = 20_000
-"""Of one or two KB each: for all texts that follow one compiled grammar, and once more for one that finds it full."""
+"""Most lexer states, of 1 to 2 KB each. All texts that follow one compiled grammar share them; a text that finds them
+used up gets as many once more."""
 MAX_GRAMMAR_SIZE = 20_000
-"""Symbols of its rules: a schema of 800 properties, but not the product of many choices."""
+"""Most symbols in a grammar's rules: enough for a schema of 800 properties, but not for the product of many choices."""
 OWN_BOUNDS: Final = ("items", "possibilities")
-"""Those of `exceeded` that depend on a text alone, whatever it shares with others."""
+"""The bounds named by `exceeded` that depend on one text only, not on the lexer states that it shares with others."""
 _EXCEEDED: Final = (
     ("too many items", "items", f"one token takes more than {MAX_ITEMS} items of the parser"),
     ("current row has", "possibilities", "too many rules could go on at once"),
     ("too many states", "states", f"its expressions take more than {MAX_LEXER_STATES} states"),
     ("too many expressions", "expressions", "its expressions take too much work for one token"),
 )
-"""(what the library's message has, name of the bound, what that means)."""
+"""(part of the library's error message, name of the bound, explanation)."""
 
 
 def grammar_limits() -> LLParserLimits:
-    """What bounds the time and memory of a grammar, and messages that quote no text."""
+    """The library's limits on time and memory of a grammar; its error messages quote no text (`verbose_errors`)."""
     return LLParserLimits(
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=MAX_GRAMMAR_SIZE,
@@ -39,9 +40,9 @@ def grammar_limits() -> LLParserLimits:
 
 
 def exceeded(error: str) -> tuple[str, str] | None:
-    """(name, what that means) of the bound that the library's message is about; None if it is about something else.
+    """(name, explanation) of the bound that the library's error message reports; None if it reports something else.
 
-    The message itself may quote the grammar and the text, which are the client's.
+    The message itself is not passed on: it may quote the client's grammar and text.
     """
     lower = error.lower()
     return next(((name, meaning) for needle, name, meaning in _EXCEEDED if needle in lower), None)

@@ -1,4 +1,4 @@
-"""The life of a process: start, one-line errors towards the operator, signals, and the end."""
+"""The life of a process: start, one-line errors for the operator, signals, and exit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 def exit_on_operator_error(main: Callable[[], None]) -> None:
-    """Run `main`; what the operator must change is printed as one line, and the process exits 2."""
+    """Run `main`; on an `OperatorError`, print it as one line and exit with code 2."""
     try:
         main()
     except OperatorError as error:
@@ -37,7 +37,7 @@ def run(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     """Run `serve(stop)` on uvloop until it returns; SIGTERM and SIGINT set `stop`."""
     import uvloop
 
-    # The engine's thread and the event loop take turns far more often than Python's default of 5 ms expects.
+    # The engine's thread and the event loop must switch far more often than Python's default interval of 5 ms allows.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
     async def body() -> None:
@@ -51,9 +51,9 @@ def run(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
 
 
 def end_with_parent(parent: int | None) -> None:
-    """Ask the kernel for SIGTERM when `parent` dies, so that a killed supervisor leaves no orphan; inert for None.
+    """Ask the kernel to send SIGTERM when `parent` dies, so that a killed supervisor leaves no orphan.
 
-    Exits at once if it has died already.
+    Does nothing if `parent` is None. Exits at once if `parent` has died already.
     """
     if parent is None:
         return
@@ -63,13 +63,13 @@ def end_with_parent(parent: int | None) -> None:
 
 
 class Announcer:
-    """Tells a supervisor, over an inherited pipe, how far this process has come: one JSON object a line."""
+    """Reports the progress of this process to a supervisor over an inherited pipe: one JSON object on each line."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     def say(self, **facts: object) -> None:
-        """Write one line; a supervisor that has gone is no reason to fail."""
+        """Write one line; if the supervisor has gone, write nothing from then on."""
         if self._fd is None:
             return
         try:
@@ -80,9 +80,9 @@ class Announcer:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """The garbage collector rests while large libraries are imported.
+    """Disable the garbage collector while large libraries are imported.
 
-    Next to nothing of what they make is garbage: to look through it again and again takes a worker 200 ms.
+    Almost none of the objects that they create is garbage; scanning them again and again takes a worker 200 ms.
     """
     gc.disable()
     try:
@@ -92,19 +92,19 @@ def collector_paused() -> Iterator[None]:
 
 
 def freeze_startup_objects() -> None:
-    """Take everything that start-up has made out of the garbage collector's sight, once a process is ready.
+    """Exclude all objects that exist now from garbage collection; called once, when a process is ready.
 
-    A full collection over what the libraries leave behind takes a worker 100 ms, in the middle of a stream.
+    A full collection over the objects of the imported libraries takes a worker 100 ms, in the middle of a stream.
     """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # extension modules complain of what is still there when they are unloaded
+    atexit.register(gc.unfreeze)  # extension modules report objects that still exist when they are unloaded
 
 
 def leave() -> NoReturn:
-    """End the process at once, with code 0, when it has closed what it had.
+    """End the process at once with code 0, after it has closed everything.
 
-    The interpreter would take most of a second of a core to take apart what the libraries have made.
+    A normal exit would spend most of a second of a core on destroying the libraries' objects.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,8 +1,8 @@
 """Logging: one line for each event on standard error, as text for people or as JSON for machines.
 
-What a line is about goes along as fields, which the text may leave out. Fields hold counts, durations, names and ids,
-never text of a prompt or an answer. Whatever comes from outside (a peer's words, a client's) can neither begin a line
-nor make one endless: messages, fields and exceptions are cut.
+The details of an event are attached as fields, which the text format may leave out. Fields hold counts, durations,
+names and ids, never text of a prompt or an answer. Text from clients and peers can neither start a new line nor make a
+line too long: control characters are escaped; messages, fields and exceptions are cut.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ LogFormat = Literal["text", "json"]
 MAX_MESSAGE_CHARS = 4096
 """Longest message, field, or line of an exception."""
 MAX_TRACE_CHARS = 16_384
-"""Longest exception or stack: of a longer one the beginning and the end are kept."""
+"""Longest exception or stack; the beginning and the end of a longer one are kept."""
 _FIELDS = "baton_fields"
 _INDENT = "    "
 
 
 def configure_logging(level: str, name: str, log_format: LogFormat = "text") -> None:
-    """Send every line to standard error, with the process's name."""
+    """Write every line to standard error, with the process's name."""
     handler = logging.StreamHandler(sys.stderr)
     text = TextFormatter(f"%(asctime)s %(levelname)s {name} %(message)s")
     handler.setFormatter(JsonFormatter(name) if log_format == "json" else text)
@@ -33,25 +33,25 @@ def configure_logging(level: str, name: str, log_format: LogFormat = "text") -> 
 
 
 def about(event: str, **fields: Any) -> dict[str, Any]:
-    """The `extra` of a line about an event in a request's life."""
+    """The `extra` argument for logging an event in a request's life with its fields."""
     return {_FIELDS: {"event": event, **fields}}
 
 
 class TextFormatter(logging.Formatter):
-    """A line of text for each event. Those of an exception follow it, indented: what is not indented is another event.
-    Control characters, line ends among them, are spelt out."""
+    """Formats each event as one line of text. The lines of an exception follow it, indented, so that a line without
+    indent always begins another event. Control characters, including line ends, are escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name is given)
-        """The line."""
+        """Format the line."""
         record.message = printable(record.message, MAX_MESSAGE_CHARS)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 (the name is given)
-        """The lines of an exception."""
+        """Format the lines of an exception."""
         return _indented(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:  # noqa: N802 (the name is given)
-        """The lines of a stack."""
+        """Format the lines of a stack."""
         return _indented(super().formatStack(stack_info))
 
 
@@ -72,7 +72,7 @@ def _cut_trace(trace: str) -> str:
 
 
 def _cut_field(value: Any) -> Any:
-    """`value`, or the beginning of its text if that is too long."""
+    """`value`, or the beginning of its text if its text is too long."""
     if isinstance(value, str):
         return _cut(value)
     text = json.dumps(value, default=str)
@@ -80,15 +80,15 @@ def _cut_field(value: Any) -> Any:
 
 
 class JsonFormatter(logging.Formatter):
-    """A line as one JSON object: `time`, `level`, `process`, `logger`, `message`, then the fields. What is too long is
-    cut, and then says how long it was."""
+    """Formats a line as one JSON object: `time`, `level`, `process`, `logger`, `message`, then the fields. A value that
+    is too long is cut, and ends with its original length."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever is in it."""
+        """Format the record as one line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

@@ -1,4 +1,4 @@
-"""Settings of a program from its command line and its environment, with errors that an operator can read."""
+"""Reads the settings of a program from its command line and its environment; errors are readable for operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 def with_prefix(env_prefix: str) -> SettingsConfigDict:
-    """How settings are read: options in kebab case, flags with a `--no-` form, variables that begin with the prefix."""
+    """The configuration of a settings class: kebab-case options, `--no-` forms of flags, variables with the prefix."""
     return SettingsConfigDict(
         env_prefix=env_prefix,
         extra="forbid",
@@ -32,10 +32,10 @@ def load_options(
     family: Iterable[type[BaseSettings]],
     foreign: Callable[[str], bool] = lambda name: False,
 ) -> Settings:
-    """Settings from `arguments`, then variables, then defaults.
+    """Settings from `arguments`, else from environment variables, else the defaults.
 
-    `--help` prints and exits; an unknown option, a bad value, or a variable with the prefix that none of the `family`
-    has and that is not `foreign`, raises `OperatorError`.
+    `--help` prints and exits. Raises `OperatorError` for an unknown option, for a bad value, and for a variable that
+    has the prefix, belongs to no class of the `family` and is not `foreign`.
     """
     _refuse_unknown_variables(cls.model_config.get("env_prefix", ""), family, foreign)
     try:

@@ -1,7 +1,8 @@
-"""Where a worker connects to because a message names an address: to its peers' networks, and nowhere else.
+"""Limits the addresses from messages that a worker connects to: only those in its peers' networks.
 
-Whoever reaches a control port without keys could otherwise have the worker connect to whatever it reaches itself.
-UCX's addresses, in the metadata of the transport `nixl`, are not looked at: their form is UCX's own.
+Without this limit, a client of a control port without keys could make the worker connect to any address that the
+worker can reach. The UCX addresses in the metadata of the transport `nixl` are not checked: their format is private to
+UCX.
 """
 
 from __future__ import annotations
@@ -16,20 +17,24 @@ from common.runtime.config import WorkerSettings
 
 LOOPBACK = IPv4Network("127.0.0.0/8")
 LINK_LOCAL = IPv4Network("169.254.0.0/16")
-"""Where a cloud's metadata service, with the machine's credentials, is: peers only if the operator names it."""
+"""The network of a cloud's metadata service, which hands out the machine's credentials. Its addresses are peers only if
+the operator names the network."""
 _ROUTES = Path("/proc/net/route")
 
 
 @dataclass(frozen=True, slots=True)
 class PeerNetworks:
-    """The networks that a worker's peers are in."""
+    """The networks in which a worker accepts peers."""
 
     networks: tuple[IPv4Network, ...]
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> PeerNetworks:
-        """Those that the operator names; by default everywhere with CURVE keys, which a peer must have, and otherwise
-        loopback for a worker on loopback, and for any other one the subnets of its address, no link-local ones."""
+        """The networks that the operator names.
+
+        By default: every network if CURVE keys are set, since a peer must then have them; without keys, loopback for a
+        worker on loopback, and the subnets of its address, except link-local ones, for any other worker.
+        """
         if settings.peer_networks is not None:
             return cls(settings.peer_networks)
         if settings.curve_keys is not None:
@@ -37,7 +42,7 @@ class PeerNetworks:
         return cls(_around(IPv4Address(settings.host), _subnets()))
 
     def admit(self, address: str) -> bool:
-        """Whether this is an IPv4 address in one of them."""
+        """Whether `address` is an IPv4 address in one of the networks."""
         try:
             return any(IPv4Address(address) in network for network in self.networks)
         except ValueError:
@@ -60,7 +65,7 @@ def _around(host: IPv4Address, subnets: Iterable[IPv4Network]) -> tuple[IPv4Netw
 
 
 def _subnets() -> Sequence[IPv4Network]:
-    """The networks that this machine is connected to without a router; none where the system does not tell."""
+    """The networks that this machine reaches without a router; none if the system has no `/proc/net/route`."""
     try:
         return read_subnets(_ROUTES.read_text())
     except OSError:
@@ -68,7 +73,7 @@ def _subnets() -> Sequence[IPv4Network]:
 
 
 def read_subnets(routes: str) -> list[IPv4Network]:
-    """Those of the kernel's table of routes, whose numbers are in the machine's byte order."""
+    """The subnets in the text of `/proc/net/route`, whose addresses are in the machine's byte order."""
     rows = [line.split() for line in routes.splitlines()[1:]]
     found = [(_address(row[1]), _address(row[7])) for row in rows if int(row[2], 16) == 0 and int(row[7], 16) != 0]
     return [IPv4Network(f"{network}/{mask}") for network, mask in found]

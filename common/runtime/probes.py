@@ -1,6 +1,6 @@
-"""A worker's small HTTP port: `/health` (the process answers), `/ready` (it can take work), `/metrics`.
+"""A worker's small HTTP port: `/health` (the process answers), `/ready` (it accepts work), `/metrics`.
 
-It runs on the control loop, off the engine's thread, so a long step delays no probe.
+It runs on the control loop and not on the engine's thread, so a long step delays no probe.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from common.contract.errors import OperatorError
 
 
 class Probed(Protocol):
-    """What a worker tells its operator."""
+    """The state that a worker shows its operator."""
 
     def ready(self) -> tuple[bool, Mapping[str, object]]:
-        """Whether new work is taken, and the state of everything that a request can hold; JSON values."""
+        """(whether new work is accepted, the counts of everything that a request can hold); JSON values."""
 
     def metrics(self) -> Iterable[Metric]:
-        """The metrics of this moment."""
+        """The present metrics."""
 
 
 def gauge(name: str, help_text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
-    """A gauge of one sample."""
+    """A gauge with one sample."""
     family = GaugeMetricFamily(name, help_text, labels=list(labels or {}))
     family.add_metric(list((labels or {}).values()), value)
     return family
 
 
 def counter(name: str, help_text: str, values: Mapping[str, float] | float, label: str | None = None) -> Metric:
-    """A counter, of one sample or of one for each value of `label`."""
+    """A counter with one sample, or with one sample for each value of `label`."""
     family = CounterMetricFamily(name, help_text, labels=[] if label is None else [label])
     if isinstance(values, Mapping):
         for key, value in values.items():
@@ -55,16 +55,16 @@ class _Scrape(Collector):
 
 
 class ProbeServer:
-    """The HTTP port. `probed` is None while the worker is starting: alive, not ready."""
+    """The HTTP port. `probed` is None while the worker starts: the process is then alive but not ready."""
 
     def __init__(self) -> None:
         self.probed: Probed | None = None
         self.stopping = False
-        """Set at SIGTERM: alive, not ready any more."""
+        """Set at SIGTERM: the process is then alive but not ready."""
         self._runner: web.AppRunner | None = None
 
     async def bind(self, host: str, port: int) -> int:
-        """Bind, to an ephemeral port if 0, and serve; the bound port. Raises `OperatorError` if occupied."""
+        """Bind (0: to an ephemeral port) and serve; return the port. Raises `OperatorError` if it is occupied."""
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)

@@ -1,4 +1,4 @@
-"""When a process that has ended is started again, and when that is given up. Pure: no process, no clock."""
+"""Decides when a process that has ended is started again, and when it is given up. Pure: no process, no clock."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import deque
 from typing import Final
 
 MAX_RESTARTS: Final = 5
-"""Of one process, within `WINDOW_S`: it is given up where one more would be due."""
+"""Most restarts of one process within `WINDOW_S`; instead of one more restart the process is given up."""
 WINDOW_S: Final = 60.0
-"""Seconds of service. What a process takes to start does not count, so that one which never gets far is given up, too,
-however long each start takes."""
+"""Length of the window, in seconds for which the process was ready. The time that a process takes to start does not
+count, so that a process that never becomes ready is given up, too, however long each start takes."""
 FIRST_PAUSE_S: Final = 0.5
-"""Before a restart with none before it in the window; each further one waits twice as long."""
+"""Seconds before the first restart in the window; the pause doubles with each further restart."""
 
 
 class Restarts:
@@ -19,19 +19,19 @@ class Restarts:
 
     def __init__(self) -> None:
         self.num = 0
-        """Since the beginning."""
+        """Number of restarts so far."""
         self._served_s = 0.0
-        """How long it has been ready, in all its lives but the present one."""
+        """Seconds for which the process was ready, over all its runs except the present one."""
         self._ready_at: float | None = None
         self._recent: deque[float] = deque()
-        """For each restart in the window, how long the process had been ready by then."""
+        """For each restart in the window, the value of `_served_s` at that restart."""
 
     def ready(self, now: float) -> None:
-        """Its present life has begun to serve."""
+        """The process has become ready."""
         self._ready_at = now
 
     def ended(self, now: float) -> float | None:
-        """Its life is over: seconds until the next one begins, or None if there shall be none."""
+        """The process has ended. Returns the seconds until it must be started again, or None to give it up."""
         if self._ready_at is not None:
             self._served_s += now - self._ready_at
             self._ready_at = None

@@ -1,8 +1,8 @@
-"""Who reaches a worker's memory through UCX, which asks nobody for a credential.
+"""Limits who can reach a worker's memory through UCX, which asks for no credential.
 
-Over TCP, UCX has the process itself carry out what a peer asks for: it copies from, and to, any address that a message
-names. So whoever reaches the port that UCX listens on has the whole process, and neither CURVE nor NIXL's metadata
-keeps anybody out. UCX listens on every interface unless it is told otherwise, before it is loaded.
+Over TCP, UCX lets the process itself carry out a peer's request: it copies from and to any address that a message
+names. So everybody who reaches UCX's TCP port controls the whole process, and neither CURVE nor NIXL's metadata
+prevents it. UCX listens on every interface unless it is configured otherwise before it is loaded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from common.runtime.config import WorkerSettings
 log = logging.getLogger(__name__)
 
 _TCP = ("tcp", "\\tcp")
-"""How UCX calls it; with a backslash the name is no alias."""
+"""UCX's names for TCP; the backslash form is the same transport, not an alias."""
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def guard_memory(settings: WorkerSettings, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Keep UCX's TCP on loopback, where the worker is; elsewhere it is closed, or the operator has opened it.
+    """Keep UCX's TCP on loopback if the worker is on loopback; elsewhere require that it is off or explicitly allowed.
 
-    Sets `UCX_NET_DEVICES`, so it is called before UCX is loaded, and logs what is open to whom. Raises `OperatorError`.
+    Sets `UCX_NET_DEVICES`, so it must be called before UCX is loaded. Logs which ways into the memory are open, and to
+    whom. Raises `OperatorError` if TCP is on and neither loopback nor `expose_memory_over_tcp` allows it.
     """
     if settings.transport != "nixl":
         log.info("UCX is not used: blocks move by %s", settings.transport)
@@ -49,9 +50,9 @@ def guard_memory(settings: WorkerSettings, environ: MutableMapping[str, str] = o
 
 
 def allows_tcp(tls: str | None) -> bool:
-    """Whether UCX may open TCP with this value of `UCX_TLS`: a list of names or, after a ^, of what to leave out.
+    """Whether UCX may open TCP with this value of `UCX_TLS`: a list of transports or, after a ^, of excluded ones.
 
-    UCX takes names to the letter. What it would not take at all counts as open.
+    UCX compares names exactly. A value that UCX would reject counts as open.
     """
     names = [name for name in (tls or "all").removeprefix("^").split(",") if name]
     if tls is not None and tls.startswith("^"):
@@ -60,7 +61,7 @@ def allows_tcp(tls: str | None) -> bool:
 
 
 def _open(environ: MutableMapping[str, str], with_tcp: bool) -> Sequence[str]:
-    """What UCX may use, and who is at its other end."""
+    """The ways into this worker's memory that UCX may open, and who can use each of them."""
     devices = environ.get("UCX_NET_DEVICES", "every interface")
     ways = ["shared memory, to processes of its own user"]
     if with_tcp and devices == "lo":

@@ -1,6 +1,7 @@
-"""What surrounds every worker: its two ports from the first moment, the announcement, the end.
+"""The shell around every worker: its two ports, the announcement to a supervisor, drain and exit.
 
-The ports are bound before the model is loaded, so that an occupied one shows at once and a probe never meets silence.
+The ports are bound before the model is loaded, so that an occupied port is reported at once and probes are always
+answered.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from common.runtime.ucx_exposure import guard_memory
 log = logging.getLogger(__name__)
 
 _DRAIN_LOOK_S = 0.02
-"""Between two looks at whether a worker that leaves is drained."""
+"""Seconds between two checks whether a worker that leaves is drained."""
 
 
 class Worker(ServerHandler, Probed, Protocol):
-    """A role: what it does with its clients, what it tells its operator, and the loops that it runs."""
+    """A role: its callbacks for clients, the state that it shows its operator, and the loops that it runs."""
 
     async def run(self) -> None:
-        """Work until cancelled, then give everything back."""
+        """Work until cancelled, then release everything."""
 
     def drain(self) -> None:
-        """Take no new work; finish, hand over or hand back what there is."""
+        """Accept no new work; finish the present work, hand it over or hand it back."""
 
     def give_up(self, why: str) -> None:
-        """Fail what is left."""
+        """Fail the requests that are left."""
 
     @property
     def phase(self) -> Phase:
-        """Whether it takes work, and whether it holds any."""
+        """Whether the worker accepts work, and whether it holds any."""
 
 
 class WorkerHost:
@@ -76,7 +77,7 @@ class WorkerHost:
         log.info("control on %s, probes on %s", control, http)
 
     def progress(self, done: int, total: int) -> None:
-        """Report how much of the model is loaded; called on the engine's thread."""
+        """Report to the supervisor how much of the model is loaded; called on the engine's thread."""
         self._announcer.say(loaded=done, total=total)
 
     async def serve(self, worker: Worker, stop: asyncio.Event) -> None:
@@ -95,7 +96,7 @@ class WorkerHost:
                 loop.cancel()
 
     async def _drain(self, worker: Worker) -> None:
-        """Let the worker finish, or hand over, what it has."""
+        """Let the worker finish its requests, or hand them over, within `drain_grace_s`; then fail the others."""
         worker.drain()
         deadline = monotonic() + self._settings.drain_grace_s
         while worker.phase is not Phase.DRAINED and monotonic() < deadline:  # noqa: ASYNC110 (made of many counts)
@@ -118,11 +119,14 @@ def run_worker(
     program: str,
     make_worker: Callable[[_Settings, WorkerHost, Path], Awaitable[Worker]],
 ) -> None:
-    """The whole life of a worker process. `make_worker(settings, host, model folder)` runs once the ports are bound and
-    the model is found; it may raise `OperatorError` or `TransferError`."""
+    """Run a worker process from start to exit.
+
+    `make_worker(settings, host, model folder)` is called once the ports are bound and the model is found; it may raise
+    `OperatorError` or `TransferError`.
+    """
 
     async def make(settings: _Settings, host: WorkerHost) -> Worker:
-        # A download may take for ever, and whoever stops the process does not want to wait for it.
+        # A download may never end, and a process that is stopped must not wait for it.
         finding = DaemonThreads(1, "find-model").submit(lambda: resolve_model(settings.model, weights=True))
         folder = await asyncio.wrap_future(finding)
         with collector_paused():

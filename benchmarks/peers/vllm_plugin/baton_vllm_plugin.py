@@ -1,12 +1,13 @@
-"""Two things about vLLM on few cores that it has no setting for; it loads this in each of its processes.
+"""Corrects two things of vLLM on few cores for which it has no setting; vLLM loads this plugin in each process.
 
-The folder of this file is put on `PYTHONPATH`, with the metadata by which vLLM finds plugins. What is done is said by
-environment variables, so that each can be measured with and without:
+The folder of this file is put on `PYTHONPATH`, with the metadata by which vLLM finds plugins. Environment variables
+switch each correction on, so that vLLM can be measured with and without it:
 
-`BATON_PEER_NIXL_DELAY_US`: NIXL's Python interface sets the delay of its progress thread to 0: it polls without pause
-and takes a core away from the engine.
-`BATON_PEER_NIXL_CORE`: NIXL's connector moves the worker's main thread, which on a CPU computes, to the machine's last
-core, whatever cores the worker was given: a prefill and a decode instance end on the same one.
+`BATON_PEER_NIXL_DELAY_US`: NIXL's Python interface sets the delay of its progress thread to 0, so that the thread polls
+without pause and takes a core away from the engine. The variable sets a delay.
+`BATON_PEER_NIXL_CORE`: NIXL's connector moves the worker's main thread, which computes on a CPU, to the machine's last
+core, whatever cores the worker was given, so that a prefill and a decode instance end on the same core. The variable
+names the core to use instead.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 
 def tune() -> None:
-    """Apply what the environment asks for."""
+    """Apply the corrections that the environment switches on."""
     if delay_us := os.environ.get("BATON_PEER_NIXL_DELAY_US"):
         pause_progress(int(delay_us))
     if core := os.environ.get("BATON_PEER_NIXL_CORE"):
@@ -25,13 +26,13 @@ def tune() -> None:
 
 
 def pause_progress(delay_us: int) -> None:
-    """NIXL agents made from now on poll every `delay_us` microseconds."""
+    """Make NIXL agents that are created from now on poll every `delay_us` microseconds."""
     binding = importlib.import_module("nixl._api").nixlBind
 
     standard: Any = binding.nixlAgentConfig
 
     class Patient(standard):  # type: ignore[misc]
-        """The agent's configuration, whose delay is not to be set to anything else."""
+        """The agent's configuration; it keeps the delay when NIXL's Python interface sets it to 0."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, delay_us if name == "pthrDelay" else value)
@@ -40,6 +41,6 @@ def pause_progress(delay_us: int) -> None:
 
 
 def stay_on(core: int) -> None:
-    """The core that NIXL's connector reserves for loading KV is the worker's own."""
+    """Make NIXL's connector reserve the worker's own core for loading KV."""
     platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
     platform.discover_numa_topology = classmethod(lambda cls: [[core]])

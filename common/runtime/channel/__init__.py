@@ -1,9 +1,10 @@
 """The control channel: one ROUTER at each worker, one DEALER at each of its clients (gateways and peer workers).
 
-ZeroMQ drops silently: at its high-water mark, for a peer it cannot route to, across a reconnect. So a session counts.
-Every heartbeat says how many messages the worker has sent in this session, its echo how many the client has; FIFO
-order makes "fewer received" mean "lost", and the client says Hello again. At each Hello both sides name the requests
-that they hold open, and each gives up what the other does not know.
+ZeroMQ drops messages silently: at its high-water mark, for a peer that it cannot route to, and across a reconnect. So
+both ends count the messages of a session. Every heartbeat carries the number of messages that the worker has sent in
+this session, and its echo the number that the client has sent. Messages arrive in FIFO order, so a receiver that has
+received fewer knows that messages were lost, and the client sends Hello again. At each Hello both sides list the
+requests that they hold open, and each gives up the requests that the other does not list.
 """
 
 from common.runtime.channel.client import ClientHandler, ControlClient, LinkState

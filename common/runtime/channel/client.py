@@ -45,51 +45,56 @@ log = logging.getLogger(__name__)
 
 _HELLO_RETRY_S = 0.25
 _HELLO_RETRY_MAX_S = 1.0
-"""Hellos are repeated ever more slowly: an answer counts only until the next one is said."""
+"""The interval between Hellos doubles up to this: the answer to a Hello is ignored once the next Hello was sent."""
 _FRAMES_AT_ONCE = 8
-"""Frames that a client takes in one turn of the event loop if they are there, and are small: whoever is behind passes
-on together what has come together."""
+"""Most small frames that a client handles in one turn of the event loop, if they have arrived: the code behind it can
+then forward their messages together."""
 _DEAF_SHARE = 0.7
-"""Of the timeout: missing echoes show a cut in one direction before the worker ends the session."""
+"""Share of the timeout after which missing echoes count as a link broken towards the worker. Below 1, so that the
+client notices before the worker ends the session."""
 
 
 class LinkState(StrEnum):
     """A client's view of its worker."""
 
     GREETING = "greeting"
-    """Not (yet, or any more) in a session; Hello is repeated."""
+    """No session yet, or none any more; Hello is repeated."""
     OPEN = "open"
     REFUSED = "refused"
-    """The worker will not have us; we ask again now and then, since another may take its place."""
+    """The worker refused the Hello. It is repeated once per timeout, since another worker may take this one's place."""
     CLOSED = "closed"
-    """Whoever runs the link has done with it: nothing is said or taken any more."""
+    """The owner of the link has closed it: it sends and accepts nothing any more."""
 
 
 class ClientHandler(Protocol):
-    """What a client does with one worker. Called on the event loop; must not block."""
+    """The client's callbacks for one worker. Called on the event loop; must not block."""
 
     def hello(self, link: ControlClient) -> Hello:
-        """This client's side of a handshake, but for `number`, with the requests that it holds open at this worker."""
+        """Return the Hello, except its `number`, with the requests that the client holds open at this worker."""
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         """A session with this incarnation opens."""
 
     def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
-        """The same session goes on after lost messages: give up what `welcome` does not list, ask for gaps."""
+        """The same session continues after lost messages: give up requests that `welcome` does not list, and ask for
+        missing tokens."""
 
     def on_message(self, link: ControlClient, message: Message) -> None:
         """A message within the session, heartbeats included."""
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
-        """The session is over, or none has come about in time: the worker is dead, restarted or silent. `crashed` if it
-        looks as if its process had died: its connection broke and nobody answers there, or somebody else does."""
+        """The session has ended, or none was opened in time: the worker is dead, restarted or silent.
+
+        `crashed` is true if its process seems to have died: its connection broke and nobody answers at its address, or
+        another incarnation does.
+        """
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
-        """The worker refuses us."""
+        """The worker refused the Hello."""
 
 
 class ControlClient:
-    """A link to one worker. It keeps trying to be open until it is cancelled."""
+    """A link to one worker. It keeps trying to open a session until it is cancelled."""
 
     def __init__(
         self,
@@ -102,12 +107,12 @@ class ControlClient:
         keys: CurveKeys | None = None,
         endpoint: str | None = None,
     ) -> None:
-        """`endpoint` is what `address` resolves to, where the caller has seen to that."""
+        """`endpoint` is the resolved form of `address`, if the caller has resolved it."""
         self.address = address
         self.state = LinkState.GREETING
         self.welcome: Welcome | None = None
         self.worker: Incarnation | None = None
-        """The worker's incarnation, of the session that is or last was open."""
+        """The worker's incarnation in the open session, or in the last one."""
         self.traffic = Traffic()
         self._me = me
         self._handler = handler
@@ -120,16 +125,16 @@ class ControlClient:
         self._heard_at = clock()
         self._resyncing = False
         self._greets = asyncio.Event()
-        """Set when a Hello is to be said at once: the session has ended, or is to be opened again."""
+        """Set to send a Hello at once: the session has ended, or must be opened again."""
         self._disconnected = False
-        """Whether the connection has broken, and nobody has answered since. Nothing is sent until then:
-        another worker may answer."""
+        """Whether the connection has broken and no Welcome has come since. No queued message is sent until then,
+        because another worker may answer."""
         self._breaks = 0
-        """Connections that have broken."""
+        """Number of times that the connection has broken."""
         self._unheard: tuple[int, float] | None = None
-        """The first echo that the worker has not confirmed: its number, and when it was sent."""
+        """The first echo that the worker has not confirmed: (its number, the time at which it was sent)."""
         self._heard = 0
-        """Messages that the worker has taken, as its last heartbeat says."""
+        """Messages that the worker has received, according to its last heartbeat."""
         self._hellos = 0
         self._hello_wait_s = _HELLO_RETRY_S / 2
         self._socket = context.socket(zmq.DEALER)
@@ -159,13 +164,16 @@ class ControlClient:
             self._socket.close(linger=100)
 
     def retire(self) -> None:
-        """Say and take nothing any more, but for the Goodbye of an open session. To be called by whoever cancels `run`,
-        which takes some turns of the loop to end: somebody else may be at this address by then, or another link."""
+        """Send and accept nothing any more, except the Goodbye of an open session.
+
+        The code that cancels `run` calls this first: `run` takes some turns of the event loop to end, and by then
+        another worker may be at this address, or another link to it may exist.
+        """
         if self.state is not LinkState.OPEN:
             self.state = LinkState.CLOSED
 
     def send(self, message: Message) -> None:
-        """Send within the session; inert if there is none (`on_lost` has said so, or will)."""
+        """Send within the session; no effect without one (`on_lost` was called, or will be)."""
         if self.state is not LinkState.OPEN:
             return
         self._outbox.append(message)
@@ -173,13 +181,13 @@ class ControlClient:
 
     @property
     def num_sent(self) -> int:
-        """Messages of this session that were sent, or are about to be; a heartbeat says which of them have arrived."""
+        """Messages of this session that were sent or wait to be sent; heartbeats say how many have arrived."""
         return self._sent + len(self._outbox)
 
     @property
     def unsent_work(self) -> frozenset[RequestKey]:
-        """Requests of this session that the worker cannot know of yet; those that a Hello meanwhile lists may be
-        unknown to it without having been lost."""
+        """Requests whose first message is still unsent, so that the worker cannot know them. If a Hello lists them and
+        the worker does not, they are not lost."""
         return self._outbox.unsent_work
 
     def _flush_soon(self) -> None:
@@ -196,9 +204,9 @@ class ControlClient:
                 stall_s = await sleep(self._hello_wait_s, self._pulse, self._greets)
             elif self.state is LinkState.REFUSED:
                 stall_s = await sleep(self._pulse.timeout_s, self._pulse)
-                if self.state is LinkState.REFUSED:  # it may have opened meanwhile
+                if self.state is LinkState.REFUSED:  # a session may have opened meanwhile
                     self._greet()
-            else:  # an idle link wakes its process for heartbeats alone
+            else:  # an idle link wakes its process only for heartbeats
                 left_s = self._heard_at + self._pulse.timeout_s - self._clock()
                 stall_s = await sleep(max(self._pulse.interval_s, left_s), self._pulse, self._greets)
             now = self._clock()
@@ -213,7 +221,7 @@ class ControlClient:
                 self._handler.on_lost(self, f"no answer for {silent_s:.1f} s", crashed=False)
 
     async def _watch_connection(self) -> None:
-        """A broken connection is looked into at once: the end of a process shows much sooner than its silence."""
+        """On a broken connection, send a Hello at once: it shows the end of a process much sooner than silence does."""
         while True:
             await recv_monitor_message(self._monitor)
             if self.state is LinkState.OPEN and not self._disconnected:
@@ -225,7 +233,7 @@ class ControlClient:
 
     @property
     def broken(self) -> bool:
-        """Whether its connection has broken, and it is not known yet whether the worker has crashed."""
+        """Whether the connection has broken and it is not known yet whether the worker has crashed."""
         return self._disconnected
 
     def _judge_connection(self, breaks: int) -> None:
@@ -233,7 +241,7 @@ class ControlClient:
             self._lose("its connection broke, and nobody answers", crashed=True)
 
     def _greet(self) -> bool:
-        """Say Hello; False when not connected."""
+        """Send a Hello; False if not connected."""
         self._hellos += 1
         hello = replace(self._handler.hello(self), number=self._hellos)
         if not self._try_send(encode(self._me, [hello])):
@@ -248,7 +256,7 @@ class ControlClient:
                 await self._take(frame)
                 if len(frame) > TURN_BYTES:
                     break
-            await asyncio.sleep(0)  # while frames are queued, nothing else here waits
+            await asyncio.sleep(0)  # `recv` does not yield to other tasks while frames are queued
 
     async def _take(self, frame: bytes) -> None:
         try:
@@ -298,11 +306,11 @@ class ControlClient:
 
     def _open(self, sender: Incarnation, welcome: Welcome) -> None:
         if welcome.number != self._hellos:
-            return  # an answer to an earlier Hello: what it lists, and the counts since, are out of date
+            return  # the answer to an earlier Hello: its list of requests and its message counts are out of date
         same_session = self.state is LinkState.OPEN and sender == self.worker
         if self.state is LinkState.OPEN and not same_session:
             self._lose("restarted", crashed=True)
-            return  # the handler may be done with this link; if not, the next Hello opens the next session
+            return  # the handler may have closed this link; if not, the next Hello opens the next session
         self.state = LinkState.OPEN
         self.worker, self.welcome = sender, welcome
         self._received = 0
@@ -317,9 +325,11 @@ class ControlClient:
             self._handler.on_open(self, welcome)
 
     def _is_deaf(self, heartbeat: Heartbeat) -> bool:
-        """Whether echoes are missing for long, by the worker's count and by our clock: heartbeats that lay unread here,
-        or that the worker was too busy to send, prove nothing. Nor do echoes that lie there behind large messages, of
-        which it takes one after another."""
+        """Whether echoes have been missing for too long, both by the worker's heartbeat count and by our clock.
+
+        Both are needed: heartbeats that lay unread here, or that the worker was too busy to send, prove nothing. Nor do
+        echoes that wait at the worker behind large messages, as long as its count of received messages grows.
+        """
         heard, self._heard = heartbeat.received != self._heard, heartbeat.received
         if heard or self._unheard is None or heartbeat.echoed >= self._unheard[0]:
             self._unheard = None
@@ -330,8 +340,7 @@ class ControlClient:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether more lies unread: what is read now may be old, and echoes are confirmed late because heartbeats are
-        read late. What has come since will tell."""
+        """Whether more frames wait unread: this heartbeat may then be old, and a later one may confirm the echoes."""
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def _resync(self, sender: Incarnation | None) -> None:
@@ -356,7 +365,7 @@ class ControlClient:
         self._handler.on_lost(self, why, crashed=crashed)
 
     def _flush(self) -> None:
-        """Send one frame; the next one in a turn of its own."""
+        """Send one frame; the next frame is sent in a later turn of the event loop."""
         self._flush_scheduled = False
         if self._outbox and self.state is LinkState.OPEN and not self._disconnected:
             try:
@@ -375,7 +384,7 @@ class ControlClient:
             self._lose(f"{len(self._outbox)} messages unread")
 
     def _try_send(self, frame: bytes) -> bool:
-        """Hand a frame to ZeroMQ; False when not connected, or at the high-water mark."""
+        """Hand a frame to ZeroMQ; False if not connected, or at the high-water mark."""
         try:
             result(self._socket.send(frame, flags=zmq.NOBLOCK))
         except zmq.Again:

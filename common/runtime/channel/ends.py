@@ -1,4 +1,4 @@
-"""What both ends of a control channel have: a bounded outbox, turns of the event loop, and patience after a stall."""
+"""Parts of both ends of a control channel: a bounded outbox, turns of the event loop, and timers that detect stalls."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from common.contract.messages import Decode, Message, Prefill
 from common.runtime.clock import Pulse
 
 MAX_OUTBOX_MESSAGES = 65_536
-"""Messages waiting for one peer that does not read; one more and the peer counts as lost."""
+"""Most messages that wait for one peer that does not read; with one more the peer counts as lost."""
 RECONNECT_S = 0.4
-"""Time in which a peer must say something again after its connection has broken: a process that has died never does."""
+"""Seconds after a broken connection within which the peer must speak again; otherwise it counts as lost."""
 BACKPRESSURE_RETRY_S = 0.01
 GOODBYE = "said goodbye"
 TURN_BYTES = 2**16
-"""Of a frame, whose messages are handled in one turn of the event loop."""
+"""Bytes of a frame whose messages are handled in one turn of the event loop; a larger frame takes several turns."""
 _STALL_SHARE = 0.25
-"""Of the timeout: a timer that comes later than this shows that the event loop has stood still."""
+"""Share of the timeout: a timer that fires later than this shows that the event loop was blocked."""
 
 
 @dataclass(slots=True)
@@ -30,46 +30,49 @@ class Traffic:
     """Counters of one end of a channel."""
 
     frames_refused: int = 0
-    """Frames that were malformed, or from a sender with no session."""
+    """Frames that were malformed, and messages from a sender without a session."""
     sessions_lost: int = 0
     resyncs: int = 0
-    """Sessions that were opened again because messages had been lost."""
+    """Number of times that a session was opened again because messages may have been lost."""
 
 
 class Outbox:
-    """Messages for one peer, in order, until ZeroMQ has taken them."""
+    """Messages for one peer, in order, that ZeroMQ has not accepted yet."""
 
     def __init__(self, me: Incarnation) -> None:
         self._me = me
         self._messages: deque[Message] = deque()
         self._frame: tuple[bytes, int] | None = None
-        """The first messages, encoded and counted: once, however often they are tried."""
+        """(the first messages, encoded; their number), kept so that a retry does not encode them again."""
 
     def __len__(self) -> int:
         return len(self._messages)
 
     @property
     def overfull(self) -> bool:
-        """Whether the peer has left more unread than anybody may."""
+        """Whether more than `MAX_OUTBOX_MESSAGES` messages wait."""
         return len(self._messages) > MAX_OUTBOX_MESSAGES
 
     @property
     def unsent_work(self) -> frozenset[RequestKey]:
-        """The requests that the peer cannot know of yet."""
+        """The requests whose first message waits here, so that the peer cannot know them yet."""
         return frozenset(message.key for message in self._messages if isinstance(message, Prefill | Decode))
 
     def append(self, message: Message) -> None:
-        """Put a message behind the others."""
+        """Append a message."""
         self._messages.append(message)
 
     def frame(self) -> bytes:
-        """The first messages, as many as one frame holds. Raises `ProtocolError` if the first one cannot travel."""
+        """Encode the first messages, as many as one frame holds.
+
+        Raises `ProtocolError` if the first one cannot be encoded.
+        """
         if self._frame is None:
             self._frame = encode_some(self._me, self._messages)
         return self._frame[0]
 
     def left(self) -> int:
-        """ZeroMQ has taken that frame; how many messages it held."""
+        """Remove the messages of the last `frame`, which ZeroMQ has accepted; return their number."""
         assert self._frame is not None
         (_, count), self._frame = self._frame, None
         for _ in range(count):
@@ -78,20 +81,23 @@ class Outbox:
 
 
 def turns(messages: Sequence[Message], num_bytes: int) -> Iterator[Sequence[Message]]:
-    """The messages of a frame of so many bytes, in as many parts as let others run between them."""
+    """Split the messages of a frame of `num_bytes` bytes into parts of about `TURN_BYTES`, one for each turn."""
     size = max(1, TURN_BYTES * len(messages) // max(1, num_bytes))
     return (messages[start : start + size] for start in range(0, len(messages), size))
 
 
 async def rest() -> None:
-    """Let others run between two turns: also the task of a timer that is due, which runs a turn after the timer."""
+    """Let other tasks run between two turns. Twice, since a task that a timer wakes runs one turn after the timer."""
     await asyncio.sleep(0)
     await asyncio.sleep(0)
 
 
 async def sleep(seconds: float, pulse: Pulse, until: asyncio.Event | None = None) -> float:
-    """Sleep, or until an event; for how long the event loop has stood still at the end of it, or 0. What others have
-    sent meanwhile lies unread, so nobody may be judged silent for that time."""
+    """Sleep for `seconds`, or until the event is set; return the seconds for which the event loop was blocked at the
+    end of the sleep, or 0.
+
+    Messages that arrived while it was blocked lie unread, so that time does not count as a peer's silence.
+    """
     loop = asyncio.get_running_loop()
     due = loop.time() + seconds
     if until is None:
@@ -104,8 +110,7 @@ async def sleep(seconds: float, pulse: Pulse, until: asyncio.Event | None = None
 
 
 def after_reconnect_time(pulse: Pulse, judge: Callable[[], None]) -> None:
-    """Call `judge` when a peer whose connection has broken should have spoken again; later, should the event loop
-    stand still meanwhile."""
+    """Call `judge` after `RECONNECT_S`; if the event loop was blocked meanwhile, wait for `RECONNECT_S` once more."""
     loop = asyncio.get_running_loop()
     due = loop.time() + RECONNECT_S
 
@@ -123,6 +128,6 @@ def _stall_s(late_s: float, pulse: Pulse) -> float:
 
 
 def result(sent: Awaitable[object]) -> None:
-    """The outcome of a send that does not wait: pyzmq answers with a future that is done. Raises what it holds."""
+    """Raise the exception of a send with `NOBLOCK`, if any: pyzmq returns a future that is already done."""
     assert isinstance(sent, asyncio.Future)
     sent.result()

@@ -44,33 +44,34 @@ from common.runtime.curve import CurveKeys
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
-"""Clients of one worker."""
+"""Most clients of one worker."""
 _CALM_BEATS = 8
-"""Heartbeats between which no message came or went, after which every second one is left out."""
+"""Heartbeats without any message between them, after which every second heartbeat is left out."""
 _GOODBYE_S = 0.05
-"""Time for the last frames to be read before the connections go: what is unread then may be dropped."""
+"""Seconds for clients to read the last frames before the connections close; frames unread by then may be dropped."""
 
 
 class ServerHandler(Protocol):
-    """What a worker does with its clients. Called on the event loop; must not block."""
+    """The worker's callbacks for its clients. Called on the event loop; must not block."""
 
     def welcome(self) -> Welcome:
-        """This worker's side of a handshake, but for `number` and `open_requests`."""
+        """Return the Welcome, except its `number` and `open_requests`."""
 
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
-        """A session opens, or opens again: give up what `hello` does not list; return what is open for this peer."""
+        """A session opens, or opens again: give up the peer's requests that `hello` does not list, and return the
+        peer's requests that are open here."""
 
     def on_open(self, peer: Incarnation, role: Role) -> None:
-        """The session is open, or open again: from now on the peer can be told things."""
+        """The session is open, or open again: from now on messages can be sent to the peer."""
 
     def on_message(self, peer: Incarnation, message: Message) -> None:
         """A message within a session."""
 
     def on_peer_lost(self, peer: Incarnation) -> None:
-        """The session is over: give up everything that was open for this peer."""
+        """The session has ended: give up everything that was open for this peer."""
 
     def heartbeat(self, number: int) -> Heartbeat:
-        """The worker's state of this moment, for every client."""
+        """The worker's present state, which is sent to every client."""
 
 
 @dataclass(slots=True)
@@ -83,12 +84,12 @@ class _Session:
     received: int = 0
     sent: int = 0
     broken: bool = False
-    """Whether its connection has broken, and the peer has said nothing since. Nothing is sent until its next Hello,
-    which says what it lacks."""
+    """Whether the connection has broken since the peer's last Hello. No queued message is sent until its next Hello,
+    after which both sides agree again on the open requests."""
 
 
 class ControlServer:
-    """A worker's ROUTER. `send` never blocks; a peer that does not read is lost, not waited for."""
+    """A worker's ROUTER. `send` never blocks; a peer that does not read counts as lost after a bound."""
 
     def __init__(self, me: Incarnation, clock: Clock, pulse: Pulse, keys: CurveKeys | None = None) -> None:
         self._me = me
@@ -100,9 +101,9 @@ class ControlServer:
             keys.server(self._socket)
         self._sessions: dict[Incarnation, _Session] = {}
         self._unflushed: dict[Incarnation, None] = {}
-        """Peers with messages to send, in the order of their first."""
+        """Peers with messages to send, in the order of their first unsent message."""
         self._stalled: dict[Incarnation, None] = {}
-        """Peers that do not read: they are tried again by a timer of their own, and delay nobody else."""
+        """Peers that do not read: a timer of their own tries them again, so that they delay no other peer."""
         self._flush_scheduled = False
         self._beat = 0
         """Intervals that have begun."""
@@ -111,7 +112,7 @@ class ControlServer:
         self.traffic = Traffic()
 
     def bind(self, host: str, port: int) -> int:
-        """Bind to `host:port`, an ephemeral port if 0; the bound port. Raises `OperatorError` if occupied."""
+        """Bind to `host:port` (0: an ephemeral port); return the port. Raises `OperatorError` if it is occupied."""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -132,7 +133,7 @@ class ControlServer:
             tasks.create_task(self._pulse_loop())
 
     def send(self, peer: Incarnation, message: Message) -> None:
-        """Send within the peer's session; inert if it has none (it was lost, and what it had open given up)."""
+        """Send within the peer's session; no effect without one (`on_peer_lost` has then given up its requests)."""
         session = self._sessions.get(peer)
         if session is None:
             return
@@ -154,7 +155,7 @@ class ControlServer:
         return tuple(self._sessions)
 
     async def close(self) -> None:
-        """Send what is unsent, say goodbye, and close the socket."""
+        """Send the unsent messages and a Goodbye to every peer, then close the socket."""
         for peer, session in self._sessions.items():
             with contextlib.suppress(zmq.Again, ProtocolError):
                 while session.outbox:
@@ -183,7 +184,7 @@ class ControlServer:
                     self._accept(sender, message)
             await (
                 rest() if len(parts[-1]) > TURN_BYTES else asyncio.sleep(0)
-            )  # while frames are queued, nothing waits
+            )  # `recv_multipart` does not yield to other tasks while frames are queued
 
     def _open_frame(self, parts: list[bytes]) -> tuple[Incarnation, list[Message]]:
         if len(parts) != 2:
@@ -267,7 +268,7 @@ class ControlServer:
                 self._flush_peer(peer)
 
     def _flush_peer(self, peer: Incarnation) -> None:
-        """Send one frame; the next one in a turn of its own."""
+        """Send one frame; the next frame is sent in a later turn of the event loop."""
         session = self._sessions[peer]
         outbox = session.outbox
         if outbox and not session.broken:
@@ -306,12 +307,16 @@ class ControlServer:
                 self._flush_peer(peer)
 
     def _send_control(self, peer: Incarnation, message: Message) -> None:
-        """Send a message of the link itself, outside the count; one that cannot leave now is repeated by its cause."""
+        """Send a message of the link itself, which is not counted. If it cannot be sent now, it is dropped: the event
+        that caused it comes again."""
         with contextlib.suppress(zmq.Again):
             self._send_now(peer, encode(self._me, [message]))
 
     def _send_now(self, peer: Incarnation, frame: bytes) -> bool:
-        """Hand a frame to ZeroMQ; False if the peer is not connected. Raises `zmq.Again` at the high-water mark."""
+        """Hand a frame to ZeroMQ; return False if the peer is not connected.
+
+        Raises `zmq.Again` at the high-water mark.
+        """
         try:
             result(self._socket.send_multipart([peer.encode(), frame], flags=zmq.NOBLOCK))
         except zmq.Again:
