@@ -122,7 +122,7 @@ class Guard:
         return answer.response(self._limits.retry_after_s, headers)
 
     def check_room(self) -> None:
-        """Raise `ApiError`, a 429, if as many requests are in flight as may."""
+        """Raise `ApiError`, a 429, if the number of requests in flight is at its limit."""
         if self.num_in_flight >= self._limits.max_in_flight:
             raise ApiError(429, f"{self.num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
 

@@ -123,7 +123,7 @@ class Dashboard:
                 await events.send(encode(self._shared() | admin))
             return await events.close()
 
-    # --- what they say -------------------------------------------------------------------------------------------
+    # --- answers -------------------------------------------------------------------------------------------------
 
     def _whole(self) -> dict[str, object]:
         """The current state, with all slots."""
@@ -158,7 +158,7 @@ class Dashboard:
             return None
         return self.admin.origin(request.headers.get("Host", ""))
 
-    # --- who watches ---------------------------------------------------------------------------------------------
+    # --- event streams -------------------------------------------------------------------------------------------
 
     @contextmanager
     def _watching(self, request: web.Request) -> Iterator[asyncio.Event]:

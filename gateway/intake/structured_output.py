@@ -200,7 +200,7 @@ def json_grammar(schema: str) -> str:
     refuse_unenforceable(parsed)
     return LLMatcher.grammar_from_json_schema(
         schema,
-        overrides={  # of all options that a schema may set under `x-guidance`
+        overrides={  # every option that a schema could set under `x-guidance`
             "whitespace_pattern": _WHITESPACE,
             "item_separator": ",",
             "key_separator": ":",

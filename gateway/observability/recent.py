@@ -81,7 +81,7 @@ class Recent:
         self._slot(now_s).failed += 1
 
     def slots(self, now_s: float, last: int = NUM_SLOTS) -> dict[str, object]:
-        """Of the `last` slots, the current one included, those with any event. JSON values only."""
+        """The `last` slots, the current one included, without those that have no event. JSON values only."""
         current = _number(now_s)
         shown = [_describe(slot) for slot in self._since(current - last)]
         return {"slot_s": SLOT_S, "num_slots": NUM_SLOTS, "current": current, "slots": shown}

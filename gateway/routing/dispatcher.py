@@ -376,7 +376,7 @@ class Dispatcher(Collector):
             yield margins
         yield from self.recovery.collect()
 
-    # --- a request's life ----------------------------------------------------------------------------------------
+    # --- life cycle of a request ---------------------------------------------------------------------------------
 
     def _open(self, generation: Generation) -> _Client:
         readiness = self.ready()
@@ -480,7 +480,7 @@ class Dispatcher(Collector):
             came_at = generation.waterfall.arrived_at or generation.waterfall.opened_at or now
             self._admission.observe(generation.tier, expected, now - came_at, now)
 
-    # --- workers for it ------------------------------------------------------------------------------------------
+    # --- workers for a request -----------------------------------------------------------------------------------
 
     def _want(self, client: _Client, want: Want) -> None:
         """Choices want workers; place them now, or after `want.delay_s`."""

@@ -181,7 +181,7 @@ NO_CAUTION: Final = Caution()
 Cached: TypeAlias = Mapping[Place, int]
 """Worker → leading prompt tokens that its cache probably holds, always fewer than the prompt has."""
 Routing = Literal["expected", "round_robin"]
-"""By expected times, or round robin without regard to load and caches, as a baseline."""
+"""`expected` compares expected times; `round_robin` ignores load and caches, and serves as a baseline."""
 
 
 class Router:

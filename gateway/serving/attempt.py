@@ -289,7 +289,7 @@ class Attempt:
             return Send(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))
         return abort(self.decode)
 
-    # --- the steps between ---------------------------------------------------------------------------------------
+    # --- internal steps ------------------------------------------------------------------------------------------
 
     def _on_tokens(self, part: Part, message: Tokens) -> list[Action]:
         choice = self.choices.get(message.choice)

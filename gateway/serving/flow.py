@@ -49,7 +49,7 @@ from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash, Share, s
 MAX_FAILURES = 6
 """Attempts at a choice that may fail without a new token in between; one more fails the request."""
 MAX_BUGS = 2
-"""As `MAX_FAILURES`, for failures that a worker reported as its own fault."""
+"""Like `MAX_FAILURES`, but for failures that a worker reported as its own fault."""
 FIRST_DELAY_S = 0.05
 """Seconds before a new attempt after two failures in a row; each further failure doubles it."""
 _FINAL = frozenset({Cause.INVALID, Cause.DEADLINE})
@@ -289,7 +289,7 @@ class Flow:
         """The client has left; inert after the end."""
         return self._end(FlowState.CANCELLED, "cancelled") if self.running else []
 
-    # --- the steps between ---------------------------------------------------------------------------------------
+    # --- internal steps ------------------------------------------------------------------------------------------
 
     def _do(self, attempt: Attempt, actions: Sequence[AttemptAction], share: Share = Share.NONE) -> list[Action]:
         """Carry out an attempt's actions. `share` is the attempt's share in a worker's crash."""

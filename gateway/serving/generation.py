@@ -48,7 +48,7 @@ class Generation:
     """Most seconds that the whole generation may take."""
     tier: Tier = Tier.STANDARD
     tenant: str = ""
-    """Whose request it is. Tenants within a tier share the workers evenly."""
+    """The request's tenant. Tenants within a tier share the workers evenly."""
     cache_salt: str = ""
     """Prefixes are shared only under the same salt; `request_intake` derives it from the tenant and the client's
     salt."""

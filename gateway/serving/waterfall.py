@@ -220,7 +220,7 @@ class Waterfall:
         line.spend(rest, line.end - line.now, 0)
         self.segments = line.segments
 
-    # --- what has come of it -------------------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------------------
 
     @property
     def legs(self) -> list[Leg]:
@@ -256,7 +256,7 @@ class Waterfall:
         told = [leg.prompt.num_cached for leg in self.legs if leg.prompt is not None and leg.first_at is not None]
         return told[-1] if told else 0
 
-    # --- the steps between ---------------------------------------------------------------------------------------
+    # --- internal steps ------------------------------------------------------------------------------------------
 
     def _before(self, line: _Line, leg: Leg) -> None:
         """Account the time up to the beginning of an attempt."""
