@@ -56,12 +56,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_SIZE = 2**31
-"""No vocabulary and no context comes near it."""
+"""Exclusive bound on sizes in a model's configuration; real vocabularies and contexts are far below it."""
 _ADMIN_BOUNDS = ConnectionBounds(max_connections=64)
 
 
 def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
-    """What the API is told of the settings and the model in `folder`. Raises `OperatorError`."""
+    """The API's settings, from the gateway's settings and the model in `folder`. Raises `OperatorError`."""
     config = read_config(folder)
     vocab_size, context = (_size(config, name, folder) for name in ("vocab_size", "max_position_embeddings"))
     most = settings.max_model_len or context
@@ -92,12 +92,12 @@ def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
 
 
 def _system_fingerprint(folder: Path) -> str:
-    """What clients see change when the same seed may give another answer, as far as a gateway knows."""
+    """An identifier that changes when the same seed may give another answer, as far as a gateway can tell."""
     return "fp_" + hashlib.sha256(f"{version()} {config_hash(folder)}".encode()).hexdigest()[:12]
 
 
 def _size(config: dict[str, Any], name: str, folder: Path) -> int:
-    """A positive number of the model's. Raises `OperatorError`."""
+    """A positive integer of the model's configuration. Raises `OperatorError`."""
     value = config.get(name)
     if type(value) is not int or not 0 < value < _MAX_SIZE:
         said = repr(value)[:40]
@@ -106,7 +106,7 @@ def _size(config: dict[str, Any], name: str, folder: Path) -> int:
 
 
 def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyring | None, ServerTls | None]:
-    """The API keys and the certificate; SIGHUP reads them again at once. Raises `OperatorError`."""
+    """Load the API keys and the certificate; SIGHUP reloads them at once. Raises `OperatorError`."""
 
     def counted(file: str) -> Callable[[bool], None]:
         return lambda good: metrics.reloaded(file, good)
@@ -130,7 +130,7 @@ def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyrin
 
 
 async def _listen(listener: Listener, what: str, host: str, port: int, scheme: str = "http") -> str:
-    """Bind; the URL. Raises `OperatorError`."""
+    """Bind the listener, and return its URL. Raises `OperatorError`."""
     try:
         await listener.bind(host, port)
     except OSError as error:
@@ -143,7 +143,7 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 
 def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing | None:
-    """Where requests are told as spans, if anywhere. Raises `OperatorError`."""
+    """The sender of traces; None if no collector is configured. Raises `OperatorError`."""
     if settings.otlp_endpoint is None:
         return None
     try:
@@ -156,7 +156,7 @@ def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing 
 
 
 def admission_of(settings: GatewaySettings) -> Admission:
-    """Who is let in."""
+    """The admission with the limits of the settings."""
     return Admission(
         {
             Tier.INTERACTIVE: settings.interactive_limit_s,
@@ -167,7 +167,7 @@ def admission_of(settings: GatewaySettings) -> Admission:
 
 
 def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
-    """What serves generations. Raises `OperatorError`."""
+    """The dispatcher of the settings. Raises `OperatorError`."""
     registry = Registry(
         settings.prefill_workers,
         settings.decode_workers,
@@ -190,7 +190,7 @@ def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
 
 
 async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Role, Source]:
-    """Where workers are listed, if they are not named. Raises `OperatorError`."""
+    """Discovery sources by role; empty if all workers are named. Raises `OperatorError`."""
     services = {Role.PREFILL: settings.prefill_service, Role.DECODE: settings.decode_service}
     named = {role: service for role, service in services.items() if service is not None}
     period_s = settings.discovery_period_s
@@ -207,7 +207,7 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
 
 
 async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, share: Share | None = None) -> None:
-    """Bind, connect, serve until `stop`; on a port that it has a share of, if there is one. Raises `OperatorError`."""
+    """Bind, connect, and serve until `stop`. With a `share`, serve on the shared port. Raises `OperatorError`."""
     announcer = Announcer(settings.announce_fd)
     dispatcher = _dispatcher(settings, folder)
     api_settings = api_settings_of(settings, folder)

@@ -1,18 +1,18 @@
 """The OpenAI-compatible HTTP API.
 
-The life of a generating request:
+The life cycle of a generating request:
 
-1. `Guard` finds out whose it is and lets it in, within the limits of its API key.
-2. Its body is read, within the bounds on size, time and rate; then it takes its slot among the requests at once, and is
-   checked for form (`schemas`).
-3. `Intake` tokenises its prompts and makes it a `Job` of one `Generation` for each prompt; the caller is charged for
-   them, by their length before and by their tokens after, and later for what is generated.
-4. `stream_pieces` runs the generations and turns their tokens into pieces of text, up to a stop string; where answers
-   can hold calls of functions or reasoning, `answer_parts` takes them apart.
-5. Each piece is worded as a chunk and sent, or all are collected into one answer. The status line waits for the first
-   piece, so that a failure before it has an HTTP status; a failure after it is an `error` event.
-6. A client that leaves cancels the handler (`create_runner` sees to that), which closes the generations. So does the
-   gateway's end, for requests that are not done by then; these are told (`Ending`).
+1. `Guard` identifies the caller and admits the request within the limits of its API key.
+2. The body is read within bounds on size, time and rate; then the request takes its slot among those in flight, and its
+   form is validated (`schemas`).
+3. `Intake` tokenises the prompts and makes a `Job` with one `Generation` for each prompt. The caller is charged for the
+   prompts, by length before and by tokens after tokenising, and later for generated tokens.
+4. `stream_pieces` runs the generations and turns their tokens into pieces of text, up to a stop string. If answers can
+   contain function calls or reasoning, `answer_parts` splits them.
+5. Each piece is sent as a chunk, or all are collected into one answer. The status line waits for the first piece, so
+   that a failure before it has an HTTP status; a failure after it is an `error` event.
+6. If the client leaves, the handler is cancelled (`create_runner` arranges that), which closes the generations. So are
+   the handlers of requests that the gateway's grace period does not suffice for; these end with an error (`Ending`).
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from gateway.web.request_ids import echo_name, name_requests
 Clock = Callable[[], float]
 _JOB = web.RequestKey("job", Job)
 _TURN_REPORTS = 256
-"""Log probabilities of so many tokens are taken in before others get a turn of the event loop."""
+"""Tokens with log probabilities that are processed before other tasks get a turn of the event loop."""
 _TURN_BYTES = 2**16
-"""So much of an answer is encoded before they do."""
+"""Bytes of an answer that are encoded before other tasks get a turn of the event loop."""
 
 
 def create_app(
@@ -73,9 +73,9 @@ def create_app(
     traces: Traces | None = None,
     dashboard: Dashboard | None = None,
 ) -> web.Application:
-    """The application, to be run by `create_runner`. `clock` gives seconds and never goes back.
+    """The application, which `create_runner` runs. `clock` returns seconds and never goes back.
 
-    With a keyring only who has one of its keys is let in, and within its limits.
+    With a keyring, only holders of its keys are admitted, within the limits of their keys.
     """
     ending = Ending()
     guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock), ending)
@@ -110,9 +110,9 @@ def create_app(
 def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
     """A runner for the application of `create_app`.
 
-    It cancels the handler of a client that leaves, which `aiohttp` does not do unless told. Its `cleanup` stops
-    listening, gives requests in flight `shutdown_timeout_s` to end, and then tells those that are left. It is to be
-    given connections by a `Listener`, which bounds them.
+    It cancels the handler of a client that leaves, which `aiohttp` does only on request. Its `cleanup` stops listening,
+    gives open requests `shutdown_timeout_s` to finish, and then ends the others with an error. Connections come from a
+    `Listener`, which bounds them.
     """
 
     async def wait(_: web.Application) -> None:
@@ -330,14 +330,15 @@ class _Api:
 
 
 async def _explain(request: web.Request, response: web.StreamResponse) -> None:
-    """Say where the request went, and why; of several prompts, the first. A stream's head waits for its first piece."""
+    """Add the routing decision to the headers; of several prompts, the first one's. A stream's head waits for its first
+    piece."""
     if _JOB in request:
         for name, value in request[_JOB].generations[0].waterfall.route.items():
             response.headers[f"x-baton-{name}"] = value
 
 
 async def _encoded(answer: Json) -> bytes:
-    """A whole answer, which may be large: others get their turns meanwhile."""
+    """Encode a whole answer, which may be large, and let other tasks run meanwhile."""
     pieces: list[bytes] = []
     num_bytes = 0
     for piece in encode_in_pieces(answer):

@@ -1,4 +1,4 @@
-"""What the HTTP API is told at start: the model it speaks for, and the bounds within which it does."""
+"""Settings of the HTTP API at start: the model that it serves, and its limits."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from common.contract.tiers import Tier
 
 
 def version() -> str:
-    """Of Baton, as it is installed."""
+    """Baton's installed version."""
     try:
         return importlib.metadata.version("baton")
-    except importlib.metadata.PackageNotFoundError:  # run where it lies
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
         return "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Most of everything that a client can make the gateway hold."""
+    """Bounds on everything that a client can make the gateway hold."""
 
     max_sequence_tokens: int
-    """Prompt and output together: the model's context, or what the workers take if that is less."""
+    """Most tokens of prompt and output together: the model's context, or less (`--max-model-len`)."""
     max_body_bytes: int = 8 * 2**20
     max_bodies_bytes: int = 256 * 2**20
-    """Of all bodies that are being read at a time, as they come; beyond, the client that has most of it gets a 429."""
+    """Most bytes, as received, of all bodies being read; above it the client that holds most gets a 429."""
     max_answer_bytes: int = 64 * 2**20
-    """Of all answers to one request, at their longest; what would come to more is refused with 400."""
+    """Most bytes of all answers to one request at their longest; a request that could exceed it is refused with 400."""
     max_in_flight: int = 2048
-    """Most POST requests at once whose bodies have been read; the next one is refused with 429."""
+    """Most POST requests in flight whose bodies have been read; further ones are refused with 429."""
     default_budget_s: float = 86400.0
-    """Time that a generation may take."""
+    """Most seconds that a generation may take."""
     body_timeout_s: float = 60.0
-    """Time that a client may take to send its body."""
+    """Most seconds that a client may take to send its body."""
     body_grace_s: float = 10.0
-    """For the first byte of a body; from then on it must come, on average, at `min_body_bytes_per_s`."""
+    """Seconds without a rate limit on a body; after them it must have an average rate of `min_body_bytes_per_s`."""
     min_body_bytes_per_s: int = 1024
     stall_timeout_s: float = 60.0
-    """Time that a streaming client may read nothing before it counts as gone."""
+    """Seconds without reading after which a streaming client counts as gone."""
     retry_after_s: int = 1
-    """What 429 and 503 say in `Retry-After`."""
+    """Default of `Retry-After` in 429 and 503, in seconds."""
 
     @property
     def max_body_values(self) -> int:
-        """Commas and opening brackets in a body, those in its strings included: a prompt that the context takes, as
+        """Most commas and opening brackets in a body, those in its strings included. A prompt that fits the context, as
         text or as tokens, has fewer."""
         return max(100_000, 4 * self.max_sequence_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Sampling parameters of a request that leaves them out."""
+    """Sampling parameters for requests that omit them."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -67,7 +67,7 @@ class SamplingDefaults:
 
     @classmethod
     def from_model(cls, folder: Path) -> SamplingDefaults:
-        """The model author's, from `generation_config.json`, where that file asks for sampling (`do_sample`).
+        """The model author's defaults from `generation_config.json`, if that file enables sampling (`do_sample`).
 
         Raises `OperatorError` if the file is there and its values cannot be used.
         """
@@ -87,7 +87,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a request must meet to count as goodput."""
+    """Latency targets that a request must meet to count as goodput."""
 
     ttft_s: float = math.inf
     """Arrival to first token."""
@@ -97,35 +97,36 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """The model served, the bounds, and who may call."""
+    """The served model, the limits, and who may call."""
 
     model_name: str
-    """What clients call the model, and what answers and metrics do."""
+    """Name of the model in requests, answers and metrics."""
     other_names: tuple[str, ...] = ()
-    """By which it may be called, too."""
+    """Further names that requests may use for the model."""
     system_fingerprint: str | None = None
-    """What answers say of it."""
+    """Reported in answers."""
     model_vocab_size: int
-    """Rows of the model's embedding: every token id that goes to a worker is below it."""
+    """Rows of the model's embedding; every token id sent to a worker is less."""
     limits: Limits
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     targets: Mapping[Tier, Target] = field(default_factory=lambda: dict.fromkeys(Tier, Target()))
     tenant_header: str | None = None
-    """Names the tenant of a request. It is believed, whoever wrote it: the operator named it, so the operator's ingress
-    sets it, or strips it from what clients send. None makes all requests one tenant's. Where API keys are asked for,
-    the tenant is the key's, and the header goes before it only for keys that say so."""
+    """Header that names the tenant of a request. It is trusted whoever wrote it, so the operator's ingress must set it
+    or remove it from client requests. With None, all requests belong to one tenant. With API keys, the tenant is the
+    key's, and the header takes precedence only for keys that allow it."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call from a browser; see `gateway/access/cors.py`."""
     allowed_hosts: frozenset[str] | None = None
-    """Names by which it may be called, beside addresses and `localhost`; None for any: `gateway/access/hosts.py`."""
+    """Names by which the gateway may be called, besides addresses and `localhost`; None for any:
+    `gateway/access/hosts.py`."""
     explain_routing: bool = False
-    """Say with each answer where its request went, and why: addresses of workers, and what they have cached."""
+    """Report in each answer's headers where its request went, and why: worker addresses and cached tokens."""
     tool_parser: str = "auto"
-    """The format of the model's calls, as `gateway.text.dialect` knows them; `none`, or `auto`."""
+    """Format of the model's function calls, one known to `gateway.text.dialect`; `none`, or `auto`."""
     reasoning_parser: str = "auto"
     """`think` for a model that reasons between tags; `none`, or `auto`."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that the model goes by."""
+        """All names of the model."""
         return (self.model_name, *self.other_names)

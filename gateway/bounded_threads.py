@@ -1,4 +1,4 @@
-"""Work in threads: only so much of it at once, whether or not anybody still waits for it."""
+"""Threads with a bound on concurrent work, which holds even if nobody waits for the work any more."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T")
 
 _TURNS: Final = 100_000
-"""Of a loop, within which an exception that was sent to a thread surely arrives."""
+"""Iterations of an empty loop within which an exception sent to a thread certainly arrives."""
 
 
 _AGAIN_S: Final = 0.1
-"""Between two attempts to end work that has taken too long."""
+"""Seconds between attempts to interrupt work that has taken too long."""
 
 
 class BoundedThreads:
-    """A few threads. Who has to wait for one, and leaves, leaves nothing behind; work that has begun is done."""
+    """A few threads. A caller that leaves while it waits for a thread leaves nothing behind; work that has begun is
+    completed."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._places = asyncio.Semaphore(num_threads)
 
     async def run(self, work: Callable[[], T], most_s: float | None = None) -> T:
-        """What `work` returns or raises, once it has had its turn.
+        """Run `work` in a thread, and return what it returns or raise what it raises.
 
-        Raises `TimeoutError` if Python code of it is not done in `most_s`, and ends it.
+        Raises `TimeoutError` if its Python code is not done within `most_s` seconds, and ends it.
         """
         await self._places.acquire()
         loop = asyncio.get_running_loop()
@@ -40,7 +41,7 @@ class BoundedThreads:
         def interrupt() -> None:
             nonlocal timer
             interruptible.interrupt()
-            timer = loop.call_later(_AGAIN_S, interrupt)  # a destructor, say, may have met it, and lost it
+            timer = loop.call_later(_AGAIN_S, interrupt)  # a destructor, for example, may have swallowed the exception
 
         def release(_: object) -> None:
             self._places.release()
@@ -55,21 +56,21 @@ class BoundedThreads:
 
 
 class _Interrupted(BaseException):
-    """Sent to a thread. No error, so that nothing on the way takes it for one and goes on."""
+    """Sent to a thread to interrupt it. It is no `Exception`, so that no handler for those catches it and goes on."""
 
 
 class Interruptible(Generic[T]):
-    """A piece of work that another thread may end; where it is in the middle of C code, at the end of that."""
+    """A piece of work that another thread can interrupt; within C code, only at the end of that code."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
         self._lock = threading.Lock()
         self._thread: int | None = None
-        """Where it is under way."""
+        """Id of the thread that runs the work; None if none does."""
         self._interrupted = False
 
     def __call__(self) -> T:
-        """Do it. Raises `TimeoutError` if it was interrupted."""
+        """Do the work. Raises `TimeoutError` if it was interrupted."""
         try:
             with self._lock:
                 self._thread = threading.get_ident()
@@ -77,11 +78,11 @@ class Interruptible(Generic[T]):
                 result = self._work()
             finally:
                 self._leave()
-            if self._interrupted:  # it was done just then: the thread must not meet it in somebody else's work
+            if self._interrupted:  # the exception must arrive here, not in the thread's next work
                 for _ in range(_TURNS):
                     pass
         except _Interrupted:
-            self._leave()  # again, for it may have come in the middle of that
+            self._leave()  # repeated, because the exception may have arrived in the middle of it
             raise TimeoutError("it took too long") from None
         return result
 
@@ -90,7 +91,7 @@ class Interruptible(Generic[T]):
             self._thread = None
 
     def interrupt(self) -> None:
-        """End it, if it is under way."""
+        """Interrupt the work if it is running."""
         with self._lock:
             if self._thread is not None:
                 self._interrupted = True

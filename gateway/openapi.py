@@ -1,7 +1,7 @@
 """`/openapi.json`: the HTTP API described in OpenAPI 3.1, made from the schemas that check the requests.
 
-A new path gets a row in `ROUTES`. What depends on settings is not in it: the document is the same for each gateway of
-one version.
+A new path gets a row in `ROUTES`. The document does not depend on settings: it is the same for each gateway of one
+version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVENTS: Final = "text/event-stream"
 PLAIN: Final = "text/plain"
 
 Answers = Mapping[str, type[BaseModel] | None]
-"""What each media type of an answer holds, an event stream in each event; None where JSON Schema cannot say."""
+"""Media type → schema of an answer, of each event for an event stream; None if JSON Schema cannot describe it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +35,17 @@ class Route:
 
     method: str
     path: str
-    """As aiohttp writes it canonically."""
+    """aiohttp's canonical form of the path."""
     operation: str
-    """A name for whoever generates a client."""
+    """Operation name for generators of clients."""
     tag: str
     summary: str
     body: type[BaseModel] | None = None
     answers: Answers
     errors: tuple[int, ...] = ()
-    """Statuses that come with an error object, besides those of every path."""
+    """Statuses with an error object, in addition to those of every path."""
     other: Mapping[int, Answers] = field(default_factory=dict)
-    """Statuses other than 200 that come with something else."""
+    """Statuses other than 200 with another answer."""
 
 
 _ERRORS: Final[Mapping[int, str]] = {
@@ -184,14 +184,14 @@ ROUTES: Final = (
 
 
 class SchemaMaker(GenerateJsonSchema):
-    """pydantic's, without titles that repeat a field's name, and without defaults that only say that it is missing."""
+    """pydantic's generator, without titles that repeat a field's name, and without defaults that only mean absence."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        """Never."""
+        """False: no field has a title."""
         return False
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
-        """The default, if it says something."""
+        """The schema with its default, unless that is None or an empty list."""
         made = super().default_schema(schema)
         if made.get("default") in (None, []):
             made.pop("default", None)
@@ -200,12 +200,12 @@ class SchemaMaker(GenerateJsonSchema):
 
 @functools.cache
 def document() -> bytes:
-    """The document, as it is sent."""
+    """The encoded document."""
     return json.dumps(describe()).encode()
 
 
 def describe() -> dict[str, Any]:
-    """The document."""
+    """The document as a JSON object."""
     references, made = models_json_schema(
         [(model, "validation") for model in dict.fromkeys(_models())],
         ref_template="#/components/schemas/{model}",
@@ -246,13 +246,13 @@ def _models() -> Iterator[type[BaseModel]]:
 
 
 class _Schemas:
-    """Words operations, with references to the schemas of bodies and answers."""
+    """Builds operations, with references to the schemas of bodies and answers."""
 
     def __init__(self, references: Mapping[Any, JsonSchemaValue]) -> None:
         self._references = references
 
     def operation(self, route: Route) -> dict[str, Any]:
-        """The route as an operation."""
+        """The operation object of a route."""
         is_open = route.path in OPEN_PATHS
         errors = sorted({*route.errors, 500} | (set() if is_open else {401}))
         operation: dict[str, Any] = {

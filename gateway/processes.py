@@ -1,9 +1,9 @@
 """`baton gateway --processes N`: one gateway as several processes that share its port.
 
-Each is a gateway of its own, with links and a view of the workers; the kernel deals out the connections. They start
-from one process, which only watches: it forks them, says that the gateway is ready when all are, and ends them all when
-it is told to, or when one of them ends. Whoever asks one for `/metrics` or `/ready` is answered for all: it asks the
-others by sockets in a folder that nobody else can read.
+Each process is a gateway of its own, with its own links and view of the workers; the kernel distributes connections.
+One parent process only watches: it forks them, announces that the gateway is ready when all are, and ends all when told
+to, or when one of them ends. A process that is asked for `/metrics` or `/ready` answers for all: it asks the others
+through sockets in a private folder.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from common.runtime.lifecycle import Announcer, end_with_parent, exit_on_operato
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
-"""Within which a process must answer another one."""
+"""Seconds within which a process must answer another one."""
 _GRACE_S = 12.0
-"""Beyond what open requests get, to tell those that are left, and the collector of traces: then a process is killed."""
+"""Seconds after the grace period of open requests before a process is killed. Requests that are left are ended with an
+error and traces are sent in this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,15 @@ class Share:
     index: int
     number: int
     listener: socket.socket
-    """Bound to the port that all share."""
+    """Socket bound to the port that all processes share."""
     folder: Path
-    """Of the sockets."""
+    """Folder of the UNIX sockets between the processes."""
     announce_fd: int
-    """Where the process that watches listens."""
+    """File descriptor on which the parent process receives this process's announcement."""
 
     @property
     def middleware(self) -> Middleware:
-        """Makes what this process says of itself, on `/metrics` and `/ready`, what all say."""
+        """Middleware that turns this process's `/metrics` and `/ready` into those of all processes."""
 
         @web.middleware
         async def for_all(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -78,7 +79,7 @@ class Share:
 
     @property
     def path(self) -> str:
-        """Where the others ask this process."""
+        """Path of the UNIX socket on which the other processes ask this one."""
         return str(self.folder / str(self.index))
 
     async def _ask_all(self, path: str, own: bytes) -> list[bytes]:
@@ -100,8 +101,8 @@ class Share:
 
 
 def merged_metrics(expositions: Sequence[bytes]) -> bytes:
-    """Every sample of every process, told apart by the label `process`. As text: to parse it would take as long as all
-    else that a scrape costs, several times over."""
+    """All samples of all processes, distinguished by the label `process`. The merge works on text, because parsing
+    would take several times as long as the rest of a scrape."""
     families: dict[str, list[str]] = {}
     for index, exposition in enumerate(expositions):
         label = f'process="{index}"'
@@ -122,7 +123,8 @@ def merged_metrics(expositions: Sequence[bytes]) -> bytes:
 
 
 def merged_readiness(answers: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Ready when all are, for a client may meet any of them; the reason is that of the first that is not."""
+    """Ready if all processes are, because a client may reach any of them. The reason is that of the first unready
+    one."""
     worst = next((answer for answer in answers if not answer["ready"]), answers[0])
     details = {"processes": [answer["details"] for answer in answers]}
     return {"ready": worst["ready"], "reason": worst["reason"], "details": details}
@@ -132,10 +134,10 @@ def merged_readiness(answers: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def bind_shared(host: str, port: int, number: int) -> list[socket.socket]:
-    """As many sockets on one port, which nobody else listens on. Raises `OperatorError`."""
+    """`number` sockets bound to one port that no other process listens on. Raises `OperatorError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as alone:  # with SO_REUSEPORT another gateway's port would do, too
+        with socket.socket(family, kind, protocol) as alone:  # SO_REUSEPORT alone would share another gateway's port
             alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             alone.bind(address)
             address = alone.getsockname()
@@ -182,7 +184,7 @@ def run_processes(
         processes = [fork.Process(target=process, args=(share, shares)) for share in shares]
         for each in processes:
             each.start()
-        for share in shares:  # a connection that came to a copy here would wait for ever
+        for share in shares:  # a connection to this copy would never be accepted
             share.listener.close()
             os.close(share.announce_fd)
         codes: list[int] = []
@@ -200,18 +202,19 @@ async def _watch(
     grace_s: float,
     codes: list[int],
 ) -> None:
-    """Until it is time to end; then end all. Those that had ended by themselves leave their exit codes in `codes`."""
+    """Wait until it is time to end, then end all processes. Appends the exit codes of those that had ended by
+    themselves to `codes`."""
     loop = asyncio.get_running_loop()
     ended: list[BaseProcess] = []
 
     def on_end(process: BaseProcess) -> None:
         loop.remove_reader(process.sentinel)
-        if not stop.is_set():  # a signal from the terminal reaches all of them
+        if not stop.is_set():  # a signal from the terminal reaches all processes
             ended.append(process)
         stop.set()
 
     def hang_up() -> None:
-        """Whoever has changed the keys tells this process, whose id is known."""
+        """Pass SIGHUP on: an operator who has changed the keys signals only this process, whose id is known."""
         for process in processes:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGHUP)
@@ -235,7 +238,7 @@ async def _watch(
 
 
 async def _announce(readers: Sequence[int], announcer: Announcer) -> None:
-    """Say that the gateway is ready, as the first process says it, once every one has."""
+    """Announce that the gateway is ready, with the first process's facts, once every process is."""
 
     async def ready(fd: int) -> dict[str, object]:
         stream = asyncio.StreamReader()

@@ -1,1 +1,1 @@
-"""Who is let in at the HTTP port: connections, keys, rate limits, origins, and the guard around every handler."""
+"""Access control at the HTTP port: connections, API keys, rate limits, origins, and the guard around every handler."""

@@ -1,4 +1,4 @@
-"""Who may ask: a file of keys, hashed, with what each of them may do.
+"""API keys: a file of hashed keys and of what each key may do.
 
 ```toml
 [[keys]]
@@ -9,10 +9,10 @@ tokens_per_minute = 100_000
 max_concurrency = 8
 tenant = "team-a"                    # default: the key's name
 tiers = ["standard", "batch"]        # default: all
-tenant_from_header = false           # whether the header of --tenant-header goes before `tenant`
+tenant_from_header = false           # whether the header of --tenant-header takes precedence over `tenant`
 ```
 
-A key has 256 random bits, so nobody finds it by trying, however fast the hash is: one SHA-256 is enough, and a slow
+A key has 256 random bits, so it cannot be guessed, however fast the hash is. One SHA-256 is therefore enough; a slow
 hash would only slow down every request.
 """
 
@@ -37,9 +37,10 @@ from gateway.intake.schemas import field_path
 from gateway.web.watched_files import WatchedFiles
 
 MAX_KEYS: Final = 4096
-"""Most keys in a file: each is compared with every key that is given, which takes a fraction of a microsecond."""
+"""Most keys in a file. Each given key is compared with every key of the file; one comparison takes a fraction of a
+microsecond."""
 MAX_TENANT_CHARS: Final = 256
-"""Longest name of a tenant, as on the wire."""
+"""Longest tenant name in characters, as in the wire protocol."""
 _MAX_FILE_BYTES: Final = 4 * 2**20
 _NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
 _PREFIX: Final = "baton-"
@@ -59,7 +60,7 @@ _PerMinute = Annotated[int, Field(ge=1, le=2**40)]
 
 
 class ApiKey(BaseModel):
-    """One key, and what it may do."""
+    """One API key and what it may do."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -74,7 +75,7 @@ class ApiKey(BaseModel):
 
     @property
     def own_tenant(self) -> str:
-        """Whose requests these are, unless a header that is believed says otherwise."""
+        """Tenant of this key's requests, unless the tenant header takes precedence (`tenant_from_header`)."""
         return self.tenant or self.name
 
 
@@ -85,7 +86,7 @@ class _File(BaseModel):
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file. Raises `OperatorError`, which names the line or the field at fault."""
+    """Read the keys of a file. Raises `OperatorError`, which names the line or the field at fault."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
@@ -97,7 +98,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise OperatorError(f"{path}: {field_path(first['loc'])}: {first['msg']}") from error
-    except ValueError as error:  # no TOML, or no UTF-8
+    except ValueError as error:  # invalid TOML or invalid UTF-8
         raise OperatorError(f"{path}: {error}") from error
     for field in ("name", "sha256"):
         seen: set[str] = set()
@@ -110,8 +111,8 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 class Keyring:
-    """The keys in force. The file is read again when it has changed; what is wrong with it then is logged, and the
-    keys stay as they were."""
+    """The keys in force. A changed file is read again; if it is invalid, the error is logged and the keys stay as they
+    were."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Keyring:
         clock: Callable[[], float] = time.monotonic,
         reloaded: Callable[[bool], None] = lambda good: None,
     ) -> None:
-        """`reloaded` is told of every attempt to read the file again. Raises `OperatorError`."""
+        """`reloaded` is called with the outcome of each attempt to read the file again. Raises `OperatorError`."""
         self._path = path
         self._reloaded = reloaded
         self._files = WatchedFiles([path], clock)
@@ -128,11 +129,11 @@ class Keyring:
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
-        """All entries."""
+        """All entries of the file."""
         return tuple(key for _, key in self._keys)
 
     def find(self, given: str) -> ApiKey | None:
-        """The entry of a key. It takes as long for a wrong key as for any right one."""
+        """The entry of a given key, or None. The lookup takes the same time for wrong and for right keys."""
         self.refresh()
         digest = hashlib.sha256(given.encode(errors="surrogateescape")).digest()
         found = None
@@ -142,7 +143,7 @@ class Keyring:
         return found
 
     def refresh(self, *, at_once: bool = False) -> None:
-        """Read the file again if it has changed; `at_once`: whether or not it was looked at just now."""
+        """Read the file again if it has changed. `at_once` ignores the minimum interval between two checks."""
         if not self._files.changed(at_once=at_once):
             return
         try:
@@ -160,13 +161,13 @@ def _by_digest(keys: tuple[ApiKey, ...]) -> list[tuple[bytes, ApiKey]]:
 
 
 def draw_key() -> tuple[str, str]:
-    """A new key, and the SHA-256 that a file has of it."""
+    """A new key and its SHA-256 as written in the file."""
     key = _PREFIX + secrets.token_urlsafe(_KEY_BYTES)
     return key, hashlib.sha256(key.encode()).hexdigest()
 
 
 def main() -> None:
-    """`baton api-key NAME`: draw a key; print it, and the entry for the gateway's file."""
+    """`baton api-key NAME`: draw a key, and print it with its entry for the gateway's file."""
     arguments = sys.argv[1:]
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: baton api-key NAME", file=sys.stderr)

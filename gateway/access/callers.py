@@ -1,4 +1,4 @@
-"""Who has sent a request: whose it is, what it may ask for, and what it is charged."""
+"""The sender of a request: its tenant, what it may ask for, and what it is charged."""
 
 from __future__ import annotations
 
@@ -17,50 +17,53 @@ from gateway.observability.metrics import GatewayMetrics
 from gateway.web.http_errors import ApiError, invalid
 
 _HEADERS: Final[Mapping[Limit, str]] = {Limit.REQUESTS: "requests", Limit.TOKENS: "tokens"}
-"""What OpenAI's headers call a rate."""
+"""Name of each rate limit in OpenAI's headers."""
 _MAX_METERS: Final = 2 * MAX_KEYS
 
 
 class Caller:
-    """One request's sender."""
+    """The sender of one request. This base class is used without API keys and enforces nothing."""
 
     def __init__(self, tenant: str, key_name: str | None = None) -> None:
         self.tenant = tenant
         self.key_name = key_name
-        """None where no keys are asked for."""
+        """None if the gateway asks for no keys."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """The request, from when it is let in to its end. Raises `ApiError`, a 429."""
+        """Context of the request, from admission to its end. Raises `ApiError`, a 429."""
         yield
 
     def check_tier(self, tier: Tier) -> None:
-        """Raise `ApiError`, a 403, for a tier that is not for this caller."""
+        """Raise `ApiError`, a 403, for a tier that this caller may not use."""
 
     def expect_prompt(self, num_tokens: int) -> None:
-        """Charge what a prompt costs at least, before the work of tokenising it. Raises as `admit_prompt` does."""
+        """Charge the least tokens that a prompt can have, before it is tokenised. Raises as `admit_prompt` does."""
 
     def admit_prompt(self, num_tokens: int) -> None:
-        """Charge a prompt, or the rest of one that was expected. Raises `ApiError`: a 429, or a 400 if waiting would
-        not help; what was charged by then is the price of the work."""
+        """Charge a prompt of `num_tokens`, less what `expect_prompt` has charged already.
+
+        Raises `ApiError`: a 429, or a 400 if waiting cannot help. A charge made before the refusal is kept, as the
+        price of the work done.
+        """
 
     def give_back(self, num_tokens: int) -> None:
-        """A prompt that was charged was refused, and nothing of it computed."""
+        """Return the charge of a prompt that was refused before anything of it was computed."""
 
     def charge(self, num_tokens: int) -> None:
-        """Charge tokens that have been generated."""
+        """Charge generated tokens."""
 
     def headers(self) -> dict[str, str]:
-        """What an answer says about the caller's limits."""
+        """Response headers that tell the caller its limits."""
         return {}
 
 
 CALLER: Final = web.RequestKey("caller", Caller)
-"""Where a request has its caller, once it is let in."""
+"""Request key under which an admitted request keeps its caller."""
 
 
 def client_of(request: web.Request) -> str:
-    """Whom to tell from others: the holder of a key, or else an address."""
+    """Identity of the client, for telling clients apart: the name of its API key, or else its address."""
     return request[CALLER].key_name or f"at {request.remote}"
 
 
@@ -76,7 +79,7 @@ class KeyCaller(Caller):
         self._metrics = metrics
         self._clock = clock
         self._num_expected = 0
-        """Tokens of the request's prompt that are charged already."""
+        """Tokens of the request's prompt that have been charged already."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -125,7 +128,7 @@ class KeyCaller(Caller):
 
 
 class Callers:
-    """Finds out who has sent a request."""
+    """Identifies the caller of each request."""
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class Callers:
         metrics: GatewayMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without a keyring everyone is let in."""
+        """Without a keyring every request is admitted."""
         self._keyring = keyring
         self._tenant_header = tenant_header
         self._metrics = metrics
@@ -142,7 +145,7 @@ class Callers:
         self._meters: dict[str, KeyMeter] = {}
 
     def identify(self, request: web.Request) -> Caller:
-        """Who has sent it. Raises `ApiError`: a 401 without a valid key, a 400 for what names no tenant."""
+        """The caller of a request. Raises `ApiError`: a 401 without a valid key, a 400 for an invalid tenant header."""
         if self._keyring is None:
             return Caller(_named_tenant(request, self._tenant_header) or "")
         key = self._keyring.find(_given_key(request) or "")
@@ -153,7 +156,7 @@ class Callers:
         return KeyCaller(tenant or key.own_tenant, key, self._meter(key), self._metrics, self._clock)
 
     def _meter(self, key: ApiKey) -> KeyMeter:
-        """A key is known by its name: one that is exchanged for another goes on with what has been used."""
+        """The meter of a key. Meters go by key name, so a key that replaces another of that name inherits its usage."""
         limits = KeyLimits(
             requests_per_minute=key.requests_per_minute,
             tokens_per_minute=key.tokens_per_minute,
@@ -161,7 +164,7 @@ class Callers:
         )
         meter = self._meters.get(key.name)
         if meter is None:
-            if len(self._meters) >= _MAX_METERS:  # of names that files had once
+            if len(self._meters) >= _MAX_METERS:  # names that earlier versions of the file had
                 self._meters = {name: each for name, each in self._meters.items() if each.num_open}
             meter = self._meters[key.name] = KeyMeter(limits, self._clock())
         meter.set_limits(limits, self._clock())
@@ -169,8 +172,8 @@ class Callers:
 
 
 def _given_key(request: web.Request) -> str | None:
-    """What the request authenticates itself with; None also if a header comes twice, or two of them differ: then
-    somebody has added to what another wrote."""
+    """The key that the request authenticates with. None if it has none, if a header occurs twice, or if the two headers
+    differ: then an intermediary may have added a key to the client's own."""
     bearers, bare = (request.headers.getall(name, []) for name in ("Authorization", "x-api-key"))
     if len(bearers) > 1 or len(bare) > 1:
         return None
@@ -182,8 +185,11 @@ def _given_key(request: web.Request) -> str | None:
 
 
 def _named_tenant(request: web.Request, header: str | None) -> str | None:
-    """The tenant that `header` names; None without one. Raises `ApiError`, a 400, for what is no name, or two of them:
-    then somebody has added to what another wrote."""
+    """The tenant that `header` names; None without one.
+
+    Raises `ApiError`, a 400, for an invalid name, or if the header occurs twice: then an intermediary may have added a
+    name to the client's own.
+    """
     names = [] if header is None else request.headers.getall(header, [])
     if len(names) > 1:
         raise invalid(None, f"the header {header} must come once", code="invalid_tenant")
@@ -203,7 +209,7 @@ def _rate_limit_headers(kind: str, allowance: Allowance) -> dict[str, str]:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: `17ms`, `1s`, `6m0s`."""
+    """A duration in OpenAI's notation: `17ms`, `1s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

@@ -1,9 +1,9 @@
-"""Clients' connections: how many, and how long each may take over what.
+"""Client connections: how many there may be, and how long each of their steps may take.
 
-aiohttp parses HTTP, bounds lines, fields and pipelined requests, and ends connections that idle. What it leaves open is
-closed here: a request's head must be complete in time, and within a size; an answer must be read; and there are only so
-many connections, those in the middle of a TLS handshake included. When there are as many as may be, the address that
-has most of them loses one on which no request is being served, so that nobody can keep others out.
+aiohttp parses HTTP, bounds lines, fields and pipelined requests, and closes idle connections. This module adds the
+missing bounds: a request's head must be complete within a time and a size, an answer must be read, and the number of
+connections is limited, TLS handshakes in progress included. At that limit, the address with the most connections loses
+one that is serving no request, so that no client can keep the others out.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ from gateway.web.http_errors import ApiError, from_http, internal_error
 
 _BACKLOG: Final = 1024
 _ACCEPT_PAUSE_S: Final = 1.0
-"""After the process has run out of descriptors or memory."""
+"""Pause before accepting again after `accept` has failed: the process is out of descriptors or memory."""
 _TLS_GOODBYE_S: Final = 5.0
 _SPARE_DESCRIPTORS: Final = 256
-"""For everything that is not a client's connection."""
+"""File descriptors reserved for everything other than client connections."""
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBounds:
-    """What a client's connections may take."""
+    """Bounds on client connections."""
 
     max_connections: int = 4096
     header_timeout_s: float = 10.0
-    """For a TLS handshake; for the head of a request, from the connection's beginning or, later on, from the head's
-    first byte; and for the rest of a body that is answered already, and thrown away."""
+    """Time limit of a TLS handshake; of a request's head, counted from the start of the connection or, for later
+    requests, from the head's first byte; and of reading the rest of a body that has been answered already and is
+    discarded."""
     idle_timeout_s: float = 75.0
-    """Between an answer and the next head; longer than proxies keep connections."""
+    """Time between an answer and the next head; longer than proxies keep connections open."""
     stall_timeout_s: float = 60.0
-    """Without a byte of an answer being read."""
+    """Time in which the client must read at least one byte of an answer."""
     max_head_bytes: int = 64 * 2**10
-    """All lines of a head together."""
+    """All lines of a head together, in bytes."""
 
 
 class _Connection(web.RequestHandler):
-    """aiohttp's connection, with deadlines. Its own errors have the API's shape, and name nothing of what was sent."""
+    """aiohttp's connection, with deadlines. Its own errors have the API's shape and quote no received bytes."""
 
     __slots__ = ("_body", "_bounds", "_head_bytes", "_head_timer", "_listener", "_num_answered", "_stall_timer")
 
     def __init__(self, server: web.Server, bounds: ConnectionBounds, listener: Listener) -> None:
-        # Bodies are inflated where their size is bounded (`request_body`), and not where they are thrown away.
+        # `request_body` inflates bodies, because it bounds their size; discarded bodies are not inflated.
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -72,7 +73,7 @@ class _Connection(web.RequestHandler):
         self._listener = listener
         self._num_answered = 0
         self._body: aiohttp.StreamReader | None = None
-        """Of the last request that was answered: it may still be coming."""
+        """Body of the last request that was answered; it may still be arriving."""
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -106,7 +107,7 @@ class _Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Answer, and be ready for the next request; what aiohttp answers of its own accord gets the API's shape."""
+        """Send the answer and get ready for the next request; aiohttp's own error answers are given the API's shape."""
         if isinstance(resp, web.HTTPException):
             resp = from_http(resp, request.path, 0).response(1)
         end = await super().finish_response(request, resp, start_time)
@@ -121,7 +122,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What is no HTTP. aiohttp would log it, and send it back."""
+        """Answer what is not valid HTTP, or a handler's failure. aiohttp would log the request and echo it."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer is under way, and cannot become another one")
         if status >= 500:
@@ -147,12 +148,12 @@ class _Connection(web.RequestHandler):
 
     @property
     def idle(self) -> bool:
-        """Whether it is between requests, or in the middle of a head."""
+        """Whether the connection is between requests, or in the middle of a head."""
         return not self._busy
 
     @property
     def _busy(self) -> bool:
-        """Whether what comes now is, or may be, the body of a request, or waits behind one."""
+        """Whether incoming bytes are, or may be, part of a request's body, or wait behind one."""
         return self._request_count != self._num_answered or not (self._body is None or self._body.is_eof())
 
     def _expect_head(self) -> None:
@@ -167,14 +168,14 @@ class _Connection(web.RequestHandler):
             self.force_close()
 
     def _refuse(self, reason: str, status: int, message: str) -> None:
-        """Answer before there is a request to answer, and close."""
+        """Send an error before there is a request to answer, and close."""
         self._listener.refused(reason)
         if self.transport is not None:
             self.transport.write(_raw_response(ApiError(status, message)))
         self.force_close()
 
     def _expect_reading(self) -> None:
-        """Look again later whether less is unread than now."""
+        """Abort the connection if the bytes left to read are no fewer after the stall timeout; else check again."""
         transport = self.transport
         if transport is None:
             return
@@ -191,7 +192,7 @@ class _Connection(web.RequestHandler):
 
 
 class Listener:
-    """Accepts connections for a runner's application, within bounds. To be closed before the runner is cleaned up."""
+    """Accepts connections for a runner's application, within bounds. Close it before cleaning up the runner."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class Listener:
         metrics: GatewayMetrics | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """The runner has been set up. `metrics` counts these connections."""
+        """`runner` must have been set up. `metrics` counts these connections."""
         assert runner.server is not None
         self._server = runner.server
         self._bounds = bounds
@@ -210,11 +211,11 @@ class Listener:
         self._accepting: list[asyncio.Task[None]] = []
         self._handshakes: dict[asyncio.Task[None], str] = {}
         self._connections: dict[_Connection, str] = {}
-        """Each with the address of its client, the oldest first."""
+        """Connection → address of its client, oldest first."""
 
     @property
     def port(self) -> int:
-        """The port bound first."""
+        """The port that was bound first."""
         port: int = self._sockets[0].getsockname()[1]
         return port
 
@@ -226,14 +227,14 @@ class Listener:
             self.listen(socket.create_server(address, family=family, backlog=_BACKLOG))
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept what comes to this socket, which is bound, and is closed with the rest."""
+        """Accept connections from a bound socket, which `close` closes too."""
         listener.listen(_BACKLOG)
         listener.setblocking(False)
         self._sockets.append(listener)
         self._accepting.append(asyncio.create_task(self._accept(listener)))
 
     async def close(self) -> None:
-        """Accept nothing more. Connections are the runner's to end, but for those that are not made yet."""
+        """Accept no more connections, and cancel handshakes in progress. The runner closes the other connections."""
         tasks = [*self._accepting, *self._handshakes]
         for task in tasks:
             task.cancel()
@@ -242,18 +243,18 @@ class Listener:
             listener.close()
 
     def opened(self, connection: _Connection) -> None:
-        """A connection has been made."""
+        """Record a connection that has been made."""
         assert connection.transport is not None
         self._connections[connection] = _host(connection.transport.get_extra_info("peername"))
         self._count()
 
     def closed(self, connection: _Connection) -> None:
-        """A connection is no more."""
+        """Record a connection that has been lost."""
         self._connections.pop(connection, None)
         self._count()
 
     def refused(self, reason: str) -> None:
-        """A connection is not let in, or is ended."""
+        """Count a connection that was refused or closed, by reason."""
         if self._metrics is not None:
             self._metrics.connection_refused(reason)
 
@@ -280,14 +281,14 @@ class Listener:
             task.add_done_callback(self._connected)
 
     async def _connect(self, connection: socket.socket) -> None:
-        """Until the connection is made, and TLS agreed on, where there is any."""
+        """Return once the connection is made, after the TLS handshake if TLS is used."""
         options: dict[str, Any] = {}
         if self._tls is not None:
             timeout_s = self._bounds.header_timeout_s
             options = {"ssl": self._tls, "ssl_handshake_timeout": timeout_s, "ssl_shutdown_timeout": _TLS_GOODBYE_S}
         try:
             await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection, **options)
-        except OSError as error:  # an SSLError, too, is one
+        except OSError as error:  # includes SSLError
             _LOG.debug("no connection with a client: %s", error)
             self.refused("handshake")
 
@@ -299,7 +300,8 @@ class Listener:
         return _Connection(self._server, self._bounds, self)
 
     def _make_room(self, client: str) -> bool:
-        """End a connection of the address that has most, if that has more than `client` would have; False if none."""
+        """Close a connection of the address that holds most, if those are more than `client` would have with this
+        one. False if none was closed."""
         held = Counter(self._connections.values()) + Counter(self._handshakes.values())
         ((most, num),) = held.most_common(1)
         if num <= held[client] + 1:
@@ -331,12 +333,12 @@ class Listener:
 
 
 def _host(address: Any) -> str:
-    """Of a socket's peer; that of a UNIX socket has none."""
+    """The address of a socket's peer; empty for a UNIX socket, which has none."""
     return str(address[0]) if address else ""
 
 
 def allow_descriptors(max_connections: int) -> None:
-    """Raise the process's bound on open files to what so many connections need, as far as the system lets it."""
+    """Raise the process's limit of open files to what `max_connections` need, as far as the system permits."""
     needed = max_connections + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= needed:
@@ -347,7 +349,7 @@ def allow_descriptors(max_connections: int) -> None:
 
 
 def _raw_response(error: ApiError) -> bytes:
-    """An answer where there is no request that aiohttp could answer."""
+    """A complete HTTP response, for errors before aiohttp has a request to answer."""
     body = json.dumps(error.body()).encode()
     lines = [
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",

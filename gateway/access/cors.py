@@ -1,6 +1,6 @@
-"""Which web pages may call the API from a browser: those of the origins that the operator has named.
+"""Which web pages may call the API from a browser: pages of the origins that the operator has named.
 
-No cookie means anything here, so no answer allows credentials; what a page knows is its API key.
+The API uses no cookies, so no answer allows credentials; a page authenticates with an API key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from aiohttp import web
 
 ANY_ORIGIN: Final = "*"
 EXPLAINED: Final = ("route", "prefill", "decode", "cached-tokens", "expected-ttft-ms", "prefix-from", "prefix-tokens")
-"""What is said of a routing decision (`gateway.routing.router`)."""
+"""Suffixes of the `x-baton-*` headers that explain a routing decision (`gateway.routing.router`)."""
 _METHODS: Final = "GET, POST, OPTIONS"
 _EXPOSED: Final = ", ".join(
     (
@@ -28,14 +28,14 @@ _HEADER_NAMES: Final = re.compile(r"[A-Za-z0-9-]{1,64}( ?, ?[A-Za-z0-9-]{1,64}){
 
 
 class Cors:
-    """What a browser is told. Without origins: nothing, so that it keeps answers from every page of other origins."""
+    """CORS headers. Without configured origins there are none, so browsers withhold answers from foreign pages."""
 
     def __init__(self, origins: Collection[str] = ()) -> None:
-        """`origins` as browsers write them, `https://example.org:8443`; or `*`, which is any."""
+        """`origins` in the browsers' notation, such as `https://example.org:8443`; `*` allows any origin."""
         self._origins = frozenset(origins)
 
     def is_preflight(self, request: web.Request) -> bool:
-        """Whether a browser asks beforehand, for a page that may call. It has no key with it."""
+        """Whether this is a browser's preflight for a page that may call. Preflights carry no API key."""
         return (
             request.method == "OPTIONS"
             and "Access-Control-Request-Method" in request.headers
@@ -43,7 +43,7 @@ class Cors:
         )
 
     def preflight(self, request: web.Request) -> web.Response:
-        """The answer to that: the page may send what it has named."""
+        """The answer to a preflight: the page may send the headers that it has named."""
         headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": str(_MAX_AGE_S)}
         wanted = request.headers.get("Access-Control-Request-Headers", "")
         if _HEADER_NAMES.fullmatch(wanted):
@@ -51,11 +51,11 @@ class Cors:
         return web.Response(status=204, headers=headers)
 
     def refuses(self, request: web.Request) -> bool:
-        """Whether a browser sends this for a page of another site, which may not. Without a preflight: a page may send
-        text to anybody, who need not know that it is JSON.
+        """Whether a browser sends this request for a page of another site that may not call the API.
 
-        Browsers say so in `Sec-Fetch-Site`, over HTTPS and to `localhost`; else most name the page's origin; and of the
-        others what is not called JSON is not taken.
+        Not every such request has a preflight: a page may send text to any server, and the text may be JSON. Browsers
+        state the relation of the sites in `Sec-Fetch-Site`, over HTTPS and to `localhost`; otherwise most send the
+        page's `Origin`. Requests of other browsers are refused unless their content type is JSON.
         """
         headers = request.headers
         origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site")
@@ -69,7 +69,7 @@ class Cors:
         return browser and request.content_type != "application/json"
 
     def headers(self, request: web.Request) -> Mapping[str, str]:
-        """What every answer says, preflights included."""
+        """CORS headers of every answer, preflights included."""
         if not self._origins:
             return {}
         origin = request.headers.get("Origin")

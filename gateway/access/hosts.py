@@ -1,5 +1,6 @@
-"""By which names a gateway may be called. A page can make a name of its own mean any address, of this machine too (DNS
-rebinding), and then calls what it finds there as its own; no page can do that with an address or `localhost`."""
+"""Host names that a gateway answers to. A page's author can make the page's host name resolve to any address, this
+machine's included (DNS rebinding), and the page then calls the server there as its own origin. No page can do that
+with an IP address or `localhost`."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from gateway.web.host_names import is_address, is_loopback
 
 ANY_HOST: Final = "*"
 _NOBODYS: Final = ("localhost", "host.docker.internal")
-"""Names that no page can have."""
+"""Host names that no web page can have."""
 
 
 def called_by(names: Collection[str], *, host: str, has_keys: bool) -> frozenset[str] | None:
-    """The names that `Hosts` is to let in, of a gateway that listens at `host`: those that the operator has given.
+    """Names for `Hosts` to admit, at a gateway that listens at `host`; None if it need not check.
 
-    Where there are none, only a gateway that asks for no key and is for this machine alone has to look at all.
+    The names are the operator's. Without any, only a gateway without API keys on a loopback address checks.
     """
     if ANY_HOST in names or (not names and (has_keys or not is_loopback(host))):
         return None
@@ -24,14 +25,15 @@ def called_by(names: Collection[str], *, host: str, has_keys: bool) -> frozenset
 
 
 class Hosts:
-    """Looks at the `Host` of requests."""
+    """Checks the `Host` header of requests."""
 
     def __init__(self, names: Collection[str] | None) -> None:
-        """`names` beside addresses and `localhost`; None for any."""
+        """`names` are admitted besides IP addresses and `localhost`; None admits any name."""
         self._names = None if names is None else frozenset(names) | frozenset(_NOBODYS)
 
     def refuses(self, host_header: str | None) -> bool:
-        """Whether a request was sent to a name that is not this gateway's. Without the header it is no browser's."""
+        """Whether a request names a host that is not this gateway's. A request without the header is not from a
+        browser."""
         if self._names is None or host_header is None:
             return False
         host = _without_port(host_header).lower().rstrip(".")

@@ -1,4 +1,5 @@
-"""Around every handler: who may ask, how many at once, and that each end has a status, a shape and a count."""
+"""The guard around every handler: it authenticates, bounds requests in flight, and gives each end a status, a shape and
+a count."""
 
 from __future__ import annotations
 
@@ -23,39 +24,39 @@ from gateway.web.ending import Ending
 from gateway.web.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"}) | assets.PATHS.keys()
-"""What probes and scrapers read, which have no key; and the page in which a person gives one."""
+"""Paths that need no key: those of probes and scrapers, and the dashboard page, where a person enters a key."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class Slot:
-    """A request's place among those in flight. It is taken once the body is there: until then the request costs a
-    connection, and nothing that others wait for."""
+    """A request's place among those in flight. It is taken once the body has been read; until then the request occupies
+    only a connection."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._taken = False
 
     def take(self) -> None:
-        """Raises `ApiError`, a 429, where there is none."""
+        """Take the place. Raises `ApiError`, a 429, if none is free."""
         assert not self._taken
         self._guard.check_room()
         self._taken = True
         self._guard.count(1)
 
     def leave(self) -> None:
-        """The request has ended, with a slot or without."""
+        """End the request, whether or not it has taken its place."""
         if self._taken:
             self._taken = False
             self._guard.count(-1)
 
 
 SLOT: Final = web.RequestKey("slot", Slot)
-"""Where a POST has its slot."""
+"""Request key of a POST's slot."""
 
 
 class Guard:
-    """Authentication, the bounds on requests, errors, and the headers that every answer has."""
+    """Authentication, bounds on requests, errors, and the headers of every answer."""
 
     def __init__(self, settings: ApiSettings, metrics: GatewayMetrics, callers: Callers, ending: Ending) -> None:
         self._limits = settings.limits
@@ -65,11 +66,11 @@ class Guard:
         self._hosts = Hosts(settings.allowed_hosts)
         self._ending = ending
         self.num_in_flight = 0
-        """Requests that have a slot."""
+        """Number of requests that hold a slot."""
 
     @property
     def middleware(self) -> Middleware:
-        """To be installed in the application."""
+        """The middleware to install in the application."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -84,7 +85,7 @@ class Guard:
         return guard
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Called before the head of any answer is sent, a stream's and an error's included."""
+        """Add headers to any answer before its head is sent, including streams and errors."""
         response.headers.update(self._cors.headers(request))
         if CALLER in request:
             response.headers.update(request[CALLER].headers())
@@ -104,7 +105,7 @@ class Guard:
                 return await handler(request)
             if self._cors.refuses(request):
                 raise ApiError(403, "requests of this web page are not taken", code="foreign_origin")
-            self.check_room()  # rather than read a body for nothing
+            self.check_room()  # before a body is read in vain
             self._ending.follow()
             with caller.request(), closing_slot(request, Slot(self)):
                 return await handler(request)
@@ -116,24 +117,24 @@ class Guard:
             if not self._ending.is_reason():
                 raise
             answer = as_api_error(has_ended())
-        except Exception as error:  # noqa: BLE001 (logged where it is worded)
+        except Exception as error:  # noqa: BLE001 (logged in as_api_error)
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
         return answer.response(self._limits.retry_after_s, headers)
 
     def check_room(self) -> None:
-        """Raise `ApiError`, a 429, if as many requests are in flight as may."""
+        """Raise `ApiError`, a 429, if the number of requests in flight is at its limit."""
         if self.num_in_flight >= self._limits.max_in_flight:
             raise ApiError(429, f"{self.num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
 
     def count(self, change: int) -> None:
-        """A slot is taken, or free again."""
+        """Record that a slot was taken (+1) or freed (-1)."""
         self.num_in_flight += change
         self._metrics.requests_in_flight.inc(change)
 
 
 @contextmanager
 def closing_slot(request: web.Request, slot: Slot) -> Iterator[None]:
-    """Give the request its slot to take."""
+    """Offer the request its slot, and free the slot at the end."""
     request[SLOT] = slot
     try:
         yield
@@ -142,17 +143,17 @@ def closing_slot(request: web.Request, slot: Slot) -> Iterator[None]:
 
 
 def is_gone(request: web.Request) -> bool:
-    """Whether the client's connection is closed, so that nobody reads an answer."""
+    """Whether the client's connection is closed, so that nobody would read an answer."""
     return request.transport is None or request.transport.is_closing()
 
 
 def has_ended() -> GenerationFailed:
-    """What becomes of a request that is under way when a gateway's time to end is over."""
+    """The failure of a request that is still in flight when the gateway's shutdown grace is over."""
     return GenerationFailed(Cause.DRAINING, "this gateway ends, and the request was not done in time")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What the client is told about any error; what it is not told is logged."""
+    """The client's version of any error; details that it does not contain are logged."""
     match error:
         case ApiError():
             return error
@@ -167,6 +168,6 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _endpoint(request: web.Request) -> str:
-    """The route's pattern: a label that clients cannot multiply."""
+    """The route's pattern, as a metric label: clients cannot create new values of it."""
     resource = request.match_info.route.resource
     return "unknown" if resource is None else resource.canonical

@@ -1,12 +1,13 @@
-"""What one API key may use up, on one gateway: requests and tokens a minute, and requests at once.
+"""Limits of one API key at one gateway: requests and tokens per minute, and concurrent requests.
 
-The rates are token buckets: a bucket holds a minute's worth, and fills evenly. A key that has rested may use a minute's
-worth at once, and goes on at its rate. Nothing here looks at a clock, or waits: every call is told the time.
+The rates are token buckets: a bucket holds one minute's worth and fills evenly. A key that was idle may use a minute's
+worth at once, and continues at its rate. This code reads no clock and never waits: the time is an argument of each
+call.
 
-A prompt's tokens are taken when the request is let in, and output tokens as they are generated, if need be on credit:
-then the next request waits until that is paid back. The other way, to set `max_tokens` aside and give back what was not
-used, would refuse most requests that leave `max_tokens` out, for what they could use and hardly ever do. So the rate is
-kept over time, and exceeded for a moment by at most what the requests at once generate.
+A prompt's tokens are taken when the request is admitted. Output tokens are taken as they are generated, on credit if
+necessary; the next request then waits until the credit is repaid. The alternative, to reserve `max_tokens` and return
+the unused rest, would refuse most requests that omit `max_tokens`, because few use as much as they could. So the rate
+holds over time, and is exceeded briefly by at most what the concurrent requests generate.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from enum import StrEnum
 from typing import Final
 
 _SECONDS: Final = 60.0
-"""Limits are for a minute."""
+"""Seconds in the period of the limits, one minute."""
 _ROUNDING: Final = 1e-9
-"""Share of a bucket by which what has been computed in floating point may miss."""
+"""Tolerance for rounding errors of a bucket's level, as a fraction of its capacity."""
 
 
 class Limit(StrEnum):
-    """What a request may run into. The value is the error's code, and labels metrics."""
+    """Which limit was reached. The value is the error's code and a metric label."""
 
     REQUESTS = "requests_per_minute"
     TOKENS = "tokens_per_minute"
@@ -32,7 +33,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """The limits of one key; None where there is none."""
+    """The limits of one key; None means unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -41,64 +42,64 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A request that is not let in."""
+    """Why a request is not admitted."""
 
     limit: Limit
     wait_s: float | None
-    """Seconds until it would be, if nothing else comes meanwhile; None if nobody knows."""
+    """Seconds until it would be admitted if nothing else arrived; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """A bucket, as clients see it."""
+    """A bucket's state as told to clients."""
 
     limit: int
     remaining: int
     reset_s: float
-    """Seconds until it is full."""
+    """Seconds until the bucket is full."""
 
 
 class TokenBucket:
-    """Holds what may be used at once, and fills at an even rate. What is taken on credit is paid back first."""
+    """A bucket that fills at an even rate up to a minute's worth. Tokens taken on credit make its level negative."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
-        """Full at `now_s`, with a minute's worth."""
+        """A full bucket at `now_s`, holding one minute's worth."""
         self.capacity = per_minute
         self._rate = per_minute / _SECONDS
         self._level = float(per_minute)
         self._at_s = now_s
 
     def wait_s(self, amount: int, now_s: float) -> float:
-        """Seconds until it holds `amount`, which is not more than it ever will; 0 if it does."""
+        """Seconds until it holds `amount`, at most its capacity; 0 if it does now."""
         assert 0 <= amount <= self.capacity
         missing = amount - self._fill(now_s)
         return 0.0 if missing <= self.capacity * _ROUNDING else missing / self._rate
 
     def take(self, amount: int, now_s: float) -> None:
-        """Take `amount`, on credit if it holds less."""
+        """Take `amount`, on credit if the bucket holds less."""
         assert amount >= 0
         self._level = self._fill(now_s) - amount
 
     def give_back(self, amount: int, now_s: float) -> None:
-        """What was taken was not used."""
+        """Return tokens that were taken and not used."""
         assert amount >= 0
         self._level = min(float(self.capacity), self._fill(now_s) + amount)
 
     def allowance(self, now_s: float) -> Allowance:
-        """What it holds now."""
+        """The bucket's state now."""
         level = self._fill(now_s)
         remaining = max(0, int(level + self.capacity * _ROUNDING))
         return Allowance(limit=self.capacity, remaining=remaining, reset_s=(self.capacity - level) / self._rate)
 
     def resized(self, per_minute: int, now_s: float) -> TokenBucket:
-        """A bucket of another size, from which as much is missing."""
+        """A bucket of another capacity, with the same number of tokens missing."""
         missing = self.capacity - self._fill(now_s)
-        bucket = TokenBucket(per_minute, self._at_s)  # the latest time told, which no clock that goes back fills again
+        bucket = TokenBucket(per_minute, self._at_s)  # the latest time seen: a clock that goes back does not refill it
         bucket._level -= missing
         return bucket
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if it holds more than it can."""
+        """Raise `AssertionError` if the level is above the capacity."""
         assert self._level <= self.capacity
 
     def _fill(self, now_s: float) -> float:
@@ -109,7 +110,7 @@ class TokenBucket:
 
 
 class KeyMeter:
-    """What one key uses. Whatever `begin` lets in, `end` must follow."""
+    """Usage of one key. Each `begin` that admits a request must be followed by one `end`."""
 
     def __init__(self, limits: KeyLimits, now_s: float) -> None:
         self._limits = limits
@@ -119,11 +120,12 @@ class KeyMeter:
 
     @property
     def num_open(self) -> int:
-        """Requests let in and not ended."""
+        """Requests admitted and not ended."""
         return self._num_open
 
     def begin(self, now_s: float) -> Refusal | None:
-        """Let a request in, which counts at once, whatever becomes of it; or say why not, and count nothing."""
+        """Admit a request and count it, whatever becomes of it; or return the reason for refusing it and count
+        nothing."""
         if self._limits.max_concurrency is not None and self._num_open >= self._limits.max_concurrency:
             return Refusal(limit=Limit.CONCURRENCY, wait_s=None)
         if self._requests is not None:
@@ -135,13 +137,14 @@ class KeyMeter:
         return None
 
     def end(self) -> None:
-        """A request that was let in has ended."""
+        """Record the end of an admitted request."""
         assert self._num_open > 0
         self._num_open -= 1
 
     def admit(self, num_tokens: int, now_s: float, num_taken: int = 0) -> Refusal | None:
-        """Take a prompt's tokens, at most `most_tokens`, of which `num_taken` have been taken; or say why not, and take
-        none. Who comes again after a refusal has to pay for all of them."""
+        """Take a prompt's tokens, at most `most_tokens`, of which `num_taken` have been taken already; or return the
+        reason for refusing, and take none. The wait of a refusal is for all of `num_tokens`, since a retry pays for all
+        of them."""
         if self._tokens is None:
             return None
         if self._tokens.wait_s(max(0, num_tokens - num_taken), now_s):
@@ -153,27 +156,27 @@ class KeyMeter:
         return None
 
     def give_back(self, num_tokens: int, now_s: float) -> None:
-        """An admitted prompt was not computed."""
+        """Return the tokens of an admitted prompt that was not computed."""
         if self._tokens is not None:
             self._tokens.give_back(num_tokens, now_s)
 
     @property
     def most_tokens(self) -> int | None:
-        """Largest prompt that is ever let in; None for any."""
+        """Largest prompt that can ever be admitted; None if unlimited."""
         return self._limits.tokens_per_minute
 
     def charge(self, num_tokens: int, now_s: float) -> None:
-        """Tokens have been generated."""
+        """Take tokens that have been generated."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now_s)
 
     def allowances(self, now_s: float) -> Mapping[Limit, Allowance]:
-        """What is left of each rate that has a limit."""
+        """State of each limited rate."""
         buckets = {Limit.REQUESTS: self._requests, Limit.TOKENS: self._tokens}
         return {limit: bucket.allowance(now_s) for limit, bucket in buckets.items() if bucket is not None}
 
     def set_limits(self, limits: KeyLimits, now_s: float) -> None:
-        """Go on with other limits; what has been used stays used."""
+        """Replace the limits; earlier usage still counts."""
         if limits == self._limits:
             return
         self._limits = limits
@@ -181,7 +184,7 @@ class KeyMeter:
         self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now_s)
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if anything is counted that cannot be."""
+        """Raise `AssertionError` if a count is impossible."""
         assert self._num_open >= 0
         for bucket in (self._requests, self._tokens):
             if bucket is not None:

@@ -1,1 +1,1 @@
-"""An answer on its way out: a request's generations as one stream of pieces, worded in the OpenAI API's formats."""
+"""Outgoing answers: a request's generations as one stream of pieces, put into the OpenAI API's formats."""

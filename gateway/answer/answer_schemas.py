@@ -1,6 +1,6 @@
-"""The shapes of answers, for `/openapi.json`. `responses` and `api` word them; tests hold one against the other.
+"""Schemas of answers, for `/openapi.json`. `responses` and `api` build the answers; tests compare them with these.
 
-A field with a default may be missing.
+Fields with a default may be absent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Answer(BaseModel):
 
 
 class Error(_Answer):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str
@@ -29,55 +29,55 @@ class Error(_Answer):
 
 
 class ErrorAnswer(_Answer):
-    """Every refusal and failure."""
+    """The body of every refusal and failure."""
 
     error: Error
 
 
 class Timings(_Answer):
-    """What a request's time was spent on."""
+    """Where a request's time went."""
 
     e2e_ms: float
-    """From its arrival to its last token."""
+    """From the request's arrival to its last token."""
     ttft_ms: float | None
-    """To its first one, if there was any."""
+    """From arrival to first token; null if there was none."""
     stages_ms: dict[Stage, float]
-    """Add up to all of it; a stage that took no time is left out."""
+    """The stages add up to `e2e_ms`; a stage that took no time is left out."""
     attempts: int
     pull_bytes: int = 0
-    """Read from other workers, where anything was."""
+    """KV bytes read from other workers, if any."""
     pull_ms: float = 0.0
     hidden_pull_ms: float = 0.0
-    """The part of `pull_ms` that something else hid."""
+    """The part of `pull_ms` that overlapped with computation."""
 
 
 class PromptDetails(_Answer):
-    """What became of the prompts' tokens."""
+    """Details of the prompts' tokens."""
 
     cached_tokens: int
-    """Whose KV a prefix cache had: not computed for this request."""
+    """Prompt tokens whose KV came from a prefix cache: they were not computed for this request."""
 
 
 class CompletionDetails(_Answer):
-    """What the generated tokens are."""
+    """Details of the generated tokens."""
 
     reasoning_tokens: int
-    """Up to the end of `</think>`, over all choices."""
+    """Tokens up to the end of `</think>`, over all choices."""
 
 
 class Usage(_Answer):
-    """Tokens of a request, over all prompts and choices."""
+    """Token counts of a request, over all prompts and choices."""
 
     prompt_tokens: int
     completion_tokens: int
-    """Up to the token that ended each choice, that one included."""
+    """Tokens up to and including the one that ended each choice."""
     total_tokens: int
     prompt_tokens_details: PromptDetails | None = None
-    """At the end, not in the usage so far."""
+    """Present in the final usage, absent from the usage so far."""
     completion_tokens_details: CompletionDetails | None = None
-    """The same, where the model reasons."""
+    """Present in the final usage of a model that reasons."""
     timings: Timings | None = None
-    """With `include_timings`."""
+    """Present with `include_timings`."""
 
 
 class TokenAlternative(_Answer):
@@ -102,7 +102,7 @@ class ChatLogprobs(_Answer):
 
 
 class CalledFunction(_Answer):
-    """What is called, and with what."""
+    """A function and the arguments of its call."""
 
     name: str
     arguments: str
@@ -110,7 +110,7 @@ class CalledFunction(_Answer):
 
 
 class Call(_Answer):
-    """A call of a function that the request has named."""
+    """A call of one of the request's functions."""
 
     id: str
     type: Literal["function"]
@@ -118,17 +118,17 @@ class Call(_Answer):
 
 
 class ChatAnswerMessage(_Answer):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
-    """Null where it only calls functions."""
+    """Null if the message consists of calls only."""
     refusal: None
     tool_calls: list[Call] = []
     reasoning_content: str = ""
-    """What a model that reasons thought first."""
+    """The reasoning that precedes the answer."""
     reasoning: str = ""
-    """The same."""
+    """Same as `reasoning_content`."""
 
 
 class ChatChoice(_Answer):
@@ -139,20 +139,20 @@ class ChatChoice(_Answer):
     logprobs: ChatLogprobs | None
     finish_reason: AnswerEnd
     token_ids: list[int] = []
-    """With `return_token_ids`."""
+    """Present with `return_token_ids`."""
 
 
 class RankedToken(_Answer):
-    """A token that is in the prompt, or could have been there."""
+    """A token of the prompt, or an alternative to it."""
 
     logprob: float
     rank: int
-    """1 for the most likely one."""
+    """1 for the most likely token."""
     decoded_token: str
 
 
 class ChatCompletion(_Answer):
-    """A whole answer to a chat."""
+    """A complete answer to a chat."""
 
     id: str
     object: Literal["chat.completion"]
@@ -160,37 +160,37 @@ class ChatCompletion(_Answer):
     """Unix time."""
     model: str
     system_fingerprint: str | None
-    """Another one says that the same seed may give another answer."""
+    """A different value means that the same seed may give a different answer."""
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] = []
-    """With `return_token_ids`."""
+    """Present with `return_token_ids`."""
     prompt_logprobs: list[dict[str, RankedToken] | None] = []
-    """With the request's field of that name: by token id, for each token of the prompt; null for the first."""
+    """Present with the request's field of that name: by token id, for each token of the prompt; null for the first."""
 
 
 class CalledFunctionDelta(_Answer):
-    """What a chunk adds to a call."""
+    """The part of a call that a chunk adds."""
 
     name: str | None = None
     arguments: str = ""
 
 
 class CallDelta(_Answer):
-    """A call that begins, or goes on."""
+    """The beginning of a call, or more of it."""
 
     index: int
     id: str = ""
-    """With the beginning, as `type` and the name are."""
+    """Present at the beginning of a call, as `type` and the function's name are."""
     type: Literal["function"] = "function"
     function: CalledFunctionDelta
 
 
 class ChatDelta(_Answer):
-    """What a chunk adds to the message."""
+    """The part of the message that a chunk adds."""
 
     role: Literal["assistant"] = "assistant"
-    """In a choice's first chunk."""
+    """Present in a choice's first chunk."""
     content: str | None = ""
     tool_calls: list[CallDelta] = []
     reasoning_content: str = ""
@@ -198,19 +198,19 @@ class ChatDelta(_Answer):
 
 
 class ChatChunkChoice(_Answer):
-    """The part of a choice that has just been generated."""
+    """The newly generated part of a choice."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: AnswerEnd | None
-    """In a choice's last chunk."""
+    """Set in a choice's last chunk."""
     token_ids: list[int] = []
-    """With `return_token_ids`."""
+    """Present with `return_token_ids`."""
 
 
 class ChatCompletionChunk(_Answer):
-    """What has just been generated."""
+    """A chunk of a streamed answer to a chat."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -219,48 +219,48 @@ class ChatCompletionChunk(_Answer):
     system_fingerprint: str | None
     choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] = []
-    """With `return_token_ids`, in a choice's first chunk."""
+    """Present with `return_token_ids`, in a choice's first chunk."""
     usage: Usage | None = None
-    """With `stream_options.include_usage`: in the last chunk, which has no choices; null in the others, or what it is
-    so far (`continuous_usage_stats`)."""
+    """With `stream_options.include_usage`: in the last chunk, which has no choices; in the others null, or with
+    `continuous_usage_stats` the usage so far."""
 
 
 class ChatEvent(_Answer):
-    """One event of a stream; what says `[DONE]` is the last one, and so is an error."""
+    """One event of a stream. The last event is `[DONE]`, or an error."""
 
     event: Literal["message", "error"] = "message"
     data: Literal["[DONE]"] | Json[ChatCompletionChunk | ErrorAnswer]
 
 
 class CompletionLogprobs(_Answer):
-    """Log probabilities, one entry of each list for each token."""
+    """Log probabilities; each list has one entry for each token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    """Null for the first token of a prompt, as in `top_logprobs`."""
+    """Null for the first token of a prompt; so is its entry in `top_logprobs`."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class CompletionChoice(_Answer):
-    """A text, or the part of it that has just been generated."""
+    """A text, or the newly generated part of one."""
 
     index: int
     """Choice `c` of prompt `p` is `p * n + c`."""
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    """Null in all but a choice's last chunk."""
+    """Null except in a choice's last chunk."""
     token_ids: list[int] = []
-    """With `return_token_ids`."""
+    """Present with `return_token_ids`."""
     prompt_token_ids: list[int] = []
-    """The same; in a stream, in the choice's first chunk."""
+    """Present with `return_token_ids`; in a stream, in the choice's first chunk."""
     prompt_logprobs: list[dict[str, RankedToken] | None] = []
-    """With the request's field of that name: by token id, for each token of the prompt; null for the first."""
+    """Present with the request's field of that name: by token id, for each token of the prompt; null for the first."""
 
 
 class Completion(_Answer):
-    """A whole answer, or what has just been generated."""
+    """A complete answer, or a chunk of a streamed one."""
 
     id: str
     object: Literal["text_completion"]
@@ -269,19 +269,19 @@ class Completion(_Answer):
     system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage | None = None
-    """Of a whole answer; of a stream with `stream_options.include_usage`, in the last chunk, or in
-    each with what it is so far (`continuous_usage_stats`)."""
+    """In a complete answer; with `stream_options.include_usage` in a stream's last chunk, and with
+    `continuous_usage_stats` in each chunk, as the usage so far."""
 
 
 class CompletionEvent(_Answer):
-    """One event of a stream; what says `[DONE]` is the last one, and so is an error."""
+    """One event of a stream. The last event is `[DONE]`, or an error."""
 
     event: Literal["message", "error"] = "message"
     data: Literal["[DONE]"] | Json[Completion | ErrorAnswer]
 
 
 class Model(_Answer):
-    """The model that is served."""
+    """The served model."""
 
     id: str
     object: Literal["model"]
@@ -292,14 +292,14 @@ class Model(_Answer):
 
 
 class ModelList(_Answer):
-    """The one model, by each of its names."""
+    """The one served model, listed once for each of its names."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class Tokens(_Answer):
-    """A prompt's tokens."""
+    """Token ids of a text or a conversation."""
 
     tokens: list[int]
     count: int
@@ -307,25 +307,25 @@ class Tokens(_Answer):
 
 
 class DetokenizedText(_Answer):
-    """The text of tokens, special ones spelt out."""
+    """The text of tokens, with special tokens spelt out."""
 
     prompt: str
 
 
 class Health(_Answer):
-    """The process answers."""
+    """The process is alive."""
 
     status: Literal["ok"]
 
 
 class Version(_Answer):
-    """What is installed."""
+    """The installed version."""
 
     version: str
 
 
 class Load(_Answer):
-    """How much there is to do."""
+    """Current load."""
 
     server_load: int
     """Requests in flight at this process."""

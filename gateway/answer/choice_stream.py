@@ -1,4 +1,4 @@
-"""A request's generations as one stream of pieces, which may be closed at any moment and leaves nothing running."""
+"""A request's generations as one stream of pieces, which can be closed at any moment and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from gateway.text.detokenizer import TokenDecoder
 from gateway.text.prompt_text import PromptText
 
 _QUEUED_PIECES = 64
-"""Pieces of a request with several prompts that wait for the client; beyond, its generations are not read from."""
+"""Pieces that wait for the client, of a request with several prompts; at this number its generations are not read."""
 _PROMPTS_AT_ONCE = 64
-"""Of one request; the others begin as these end. As many requests as may be in flight have, with so many prompts each,
-no more open than a worker can be told of in one message."""
+"""Prompts of one request that are generated at a time; the others begin as these end. With this bound, all requests
+that may be in flight have no more open generations than one message to a worker can list."""
 
 
 class Choice(Protocol):
-    """One choice on its way to the client."""
+    """One choice's conversion of deltas into pieces."""
 
     ended: bool
-    """The last piece is out; further deltas are to be ignored."""
+    """Whether the last piece has been returned; further deltas are to be ignored."""
 
     def pieces(self, delta: Delta) -> Sequence[Piece]:
-        """Take the choice's next delta."""
+        """Take the choice's next delta, and return its pieces."""
         ...
 
 
@@ -79,14 +79,14 @@ async def _prompts_alone(job: Job) -> AsyncGenerator[Piece, None]:
 
 
 class _NoText:
-    """A choice of which only the prompt is wanted: workers generate the one token that they have to."""
+    """A choice whose answer has only the prompt: the one token that workers have to generate is dropped."""
 
     def __init__(self, choice: int) -> None:
         self._choice = choice
         self.ended = False
 
     def pieces(self, delta: Delta) -> Sequence[Piece]:
-        """The end, whatever was generated."""
+        """The final piece, whatever was generated."""
         self.ended = True
         return (Piece(choice=self._choice, text="", num_tokens=0, reports=(), finish_reason="length"),)
 
@@ -137,7 +137,7 @@ async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenera
 async def _pump(
     stream: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | Exception | None], room: asyncio.Semaphore
 ) -> None:
-    """Move pieces into `queue`, and at the end None, or what was raised: the reader raises it again."""
+    """Move pieces into `queue`, and at the end put None, or the exception raised, which the reader raises again."""
     try:
         async with room, aclosing(stream) as pieces:
             async for piece in pieces:

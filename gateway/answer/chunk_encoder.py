@@ -1,5 +1,5 @@
-"""Answers as JSON: whole ones in pieces, and the chunks of a stream. Most of these differ in nothing but their text:
-what is around it is encoded once."""
+"""JSON encoding of answers: whole ones in pieces, and the chunks of a stream. Most chunks of a choice differ in nothing
+but their text, so what surrounds the text is encoded once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def encode(payload: Mapping[str, object]) -> bytes:
-    """JSON without spaces."""
+    """Encode as JSON without spaces."""
     return _JSON.encode(payload).encode()
 
 
 def encode_in_pieces(payload: object) -> Iterator[bytes]:
-    """JSON of which each item of an iterator is made when its turn comes, so that somebody else can have a turn between
-    any two pieces. Objects are gone through, and lists encoded at once, but for long ones, of numbers."""
+    """Encode as JSON, in pieces. Each item of an iterator is made only when it is encoded, so that other tasks can run
+    between any two pieces. Objects are encoded member by member; lists at once, except long lists of numbers, which are
+    split."""
     match payload:
         case dict():
             for number, (name, value) in enumerate(payload.items()):
@@ -44,17 +45,19 @@ def encode_in_pieces(payload: object) -> Iterator[bytes]:
 
 
 class ChunkEncoder:
-    """Of one request."""
+    """Encodes the chunks of one request."""
 
     def __init__(self, answer: AnswerFormat, *, usage_follows: bool) -> None:
-        """`usage_follows`: the stream ends with the usage, and a chunk without one says that it has none."""
+        """`usage_follows`: the stream ends with a usage chunk, so every other chunk without usage has `"usage":
+        null`."""
         self._answer = answer
         self._rest: dict[str, object] = {"usage": None} if usage_follows else {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        """Choice → what is before and after the text of its plain chunks."""
+        """Choice → encoded bytes before and after the text of its plain chunks."""
 
     def encode(self, piece: Piece, first: bool, usage: Usage | None = None) -> bytes:
-        """A piece, the choice's `first` or a later one, as `AnswerFormat.chunk` words it; with the usage so far."""
+        """Encode a piece, the choice's `first` or a later one, as `AnswerFormat.chunk` builds it, with the usage so
+        far."""
         if usage is not None:
             return encode(self._answer.chunk(piece, first) | {"usage": usage.as_json()})
         if first or not piece.plain:
@@ -65,7 +68,7 @@ class ChunkEncoder:
         return around[0] + _JSON.encode(piece.text).encode() + around[1]
 
     def _split(self, choice: int) -> tuple[bytes, bytes]:
-        mark = secrets.token_hex(16)  # nothing else in the chunk is this
+        mark = secrets.token_hex(16)  # occurs nowhere else in the chunk
         piece = Piece(choice=choice, text=mark, num_tokens=1, reports=(), finish_reason=None)
         before, _, after = encode(self._answer.chunk(piece, False) | self._rest).partition(f'"{mark}"'.encode())
         return before, after

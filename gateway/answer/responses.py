@@ -15,13 +15,13 @@ from gateway.text.choice_text import AnswerEnd, Piece, TokenReport
 
 Json = dict[str, Any]
 _Array = Callable[[Iterable[Any]], Iterable[Any]]
-"""How a JSON array is given: `list`, or `iter` for items that are made one by one, as `encode_in_pieces` takes them."""
+"""Constructor of a JSON array: `list`, or `iter` for items made one by one, which `encode_in_pieces` takes."""
 PromptIds = Sequence[Sequence[int]] | None
-"""The prompt of each choice, where the ids of tokens were asked for."""
+"""The prompt of each choice, if token ids were asked for; else None."""
 
 
 class TokenSpeller(Protocol):
-    """The part of the tokenizer that is needed here."""
+    """The part of the tokenizer that this module needs."""
 
     def spelling(self, token_id: int) -> tuple[str, bytes]:
         """A name for the token, and its bytes."""
@@ -30,19 +30,19 @@ class TokenSpeller(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int | None = None
-    """Of the prompts', those that were not computed; None while it is not known."""
+    """Prompt tokens that were not computed; None while unknown."""
     num_reasoning_tokens: int | None = None
-    """Of the completions', those up to the end of the reasoning; None where there is none to be looked for."""
+    """Completion tokens up to the end of the reasoning; None if reasoning is not looked for."""
     timings: Json | None = None
-    """What the request's time was spent on, where that was asked for."""
+    """Where the request's time went, if the client asked for it."""
 
     def as_json(self) -> Json:
-        """As the API has it."""
+        """The usage object of the API."""
         usage: Json = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
@@ -57,17 +57,17 @@ class Usage:
 
 @dataclass(slots=True)
 class WholeChoice:
-    """A choice, collected."""
+    """All pieces of one choice, collected."""
 
     texts: list[str] = field(default_factory=list)
     reports: list[TokenReport] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    """Where they were asked for."""
+    """Filled if token ids were asked for."""
     prompt_reports: list[TokenReport] = field(default_factory=list)
     finish_reason: AnswerEnd | None = None
     reasoning: list[str] = field(default_factory=list)
     calls: list[list[CallDelta]] = field(default_factory=list)
-    """The deltas of each call of a function."""
+    """The deltas of each function call."""
 
     def add(self, piece: Piece) -> None:
         """Append the choice's next piece."""
@@ -86,7 +86,7 @@ class WholeChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
-    """What every answer and every chunk of one request says of it."""
+    """Fields that all answers and chunks of one request share."""
 
     id: str
     created: int
@@ -96,7 +96,7 @@ class Heading:
 
     @classmethod
     def draw(cls, prefix: str, created: int, model: str, system_fingerprint: str | None = None) -> Heading:
-        """With a new id, which names the answer and nothing inside."""
+        """A heading with a new random id, which reveals no internal id."""
         drawn = f"{prefix}-{secrets.token_hex(16)}"
         return cls(id=drawn, created=created, model=model, system_fingerprint=system_fingerprint)
 
@@ -112,14 +112,14 @@ class Heading:
 
 
 class AnswerFormat(Protocol):
-    """How one endpoint words its answers."""
+    """The format of one endpoint's answers."""
 
     operation: str
-    """What the endpoint does, as OpenTelemetry names it."""
+    """OpenTelemetry's name of the endpoint's operation."""
 
     @property
     def heading(self) -> Heading:
-        """What is the same in all of them."""
+        """Fields that all answers and chunks share."""
         ...
 
     def chunk(self, piece: Piece, first: bool) -> Json:
@@ -127,7 +127,7 @@ class AnswerFormat(Protocol):
         ...
 
     def usage_chunk(self, usage: Usage) -> Json:
-        """The last chunk of a stream that carries usage."""
+        """The last chunk of a stream that reports usage."""
         ...
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
@@ -150,8 +150,8 @@ class CompletionFormat:
         echoed: int | None = None,
         prompted: int | None = None,
     ) -> None:
-        """With so many alternatives the prompt's tokens are among the log probabilities (`echoed`), and in
-        `prompt_logprobs` (`prompted`)."""
+        """`echoed` and `prompted` are numbers of alternatives. `echoed` puts the prompt's tokens into `logprobs`,
+        `prompted` into `prompt_logprobs`; None leaves them out."""
         self._heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
@@ -161,11 +161,11 @@ class CompletionFormat:
 
     @property
     def heading(self) -> Heading:
-        """What every chunk begins with."""
+        """Fields that every chunk begins with."""
         return self._heading
 
     def chunk(self, piece: Piece, first: bool) -> Json:
-        """The piece's text; a choice's first chunk has the ids of its prompt, where they were asked for."""
+        """The piece's text; a choice's first chunk has its prompt's token ids, if they were asked for."""
         choice = self._choice(piece.choice, piece.text, piece.prompt_reports, piece.reports, piece.finish_reason)
         if self._prompt_ids is not None:
             choice["token_ids"] = piece.token_ids
@@ -174,7 +174,7 @@ class CompletionFormat:
         return self._heading.as_json("text_completion") | {"choices": [choice]}
 
     def usage_chunk(self, usage: Usage) -> Json:
-        """Usage, and no choices."""
+        """A chunk with usage and no choices."""
         return self._heading.as_json("text_completion") | {"choices": [], "usage": usage.as_json()}
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
@@ -220,7 +220,7 @@ class CompletionFormat:
         }
 
     def _alternatives(self, report: TokenReport) -> Mapping[str, float] | None:
-        """The most likely tokens, and the one taken whether it is among them or not."""
+        """The most likely tokens, and the chosen one even if it is not among them."""
         if report.logprobs is None:
             return None
         alternatives = {self._name(token_id): logprob for token_id, logprob in report.logprobs.top[: self._echoed]}
@@ -244,7 +244,7 @@ class ChatFormat:
         prompt_ids: PromptIds = None,
         prompted: int | None = None,
     ) -> None:
-        """`prompted` as in `CompletionFormat`."""
+        """`prompted` is as in `CompletionFormat`."""
         self._heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
@@ -253,12 +253,12 @@ class ChatFormat:
 
     @property
     def heading(self) -> Heading:
-        """What every chunk begins with."""
+        """Fields that every chunk begins with."""
         return self._heading
 
     def chunk(self, piece: Piece, first: bool) -> Json:
-        """The piece's text; a choice's first chunk says whose turn it is, and where that was asked for, what the prompt
-        is."""
+        """The piece's text; a choice's first chunk also has the role, and the prompt's token ids, if they were asked
+        for."""
         delta: Json = {"role": "assistant"} if first else {}
         if piece.reasoning:
             delta |= _reasoning(piece.reasoning)
@@ -282,7 +282,7 @@ class ChatFormat:
         return chunk
 
     def usage_chunk(self, usage: Usage) -> Json:
-        """Usage, and no choices."""
+        """A chunk with usage and no choices."""
         return self._heading.as_json("chat.completion.chunk") | {"choices": [], "usage": usage.as_json()}
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
@@ -326,7 +326,8 @@ class ChatFormat:
 
 
 def _prompt_logprobs(reports: Iterable[TokenReport], num: int, speller: TokenSpeller, array: _Array) -> Json:
-    """As vLLM has them: of each token of the prompt but the first, itself and the most likely ones, by their ids."""
+    """`prompt_logprobs` in vLLM's form: for each token of the prompt but the first, an object by token id with that
+    token and the `num` most likely ones; null for the first."""
 
     def entry(token_id: int, logprob: float, rank: int) -> Json:
         return {str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": speller.spelling(token_id)[0]}}
@@ -353,7 +354,7 @@ def _message(choice: WholeChoice) -> Json:
 
 
 def _reasoning(text: str) -> Json:
-    """Under the name that DeepSeek has given it, which most clients read, and under vLLM's."""
+    """The reasoning under two names: DeepSeek's, which most clients read, and vLLM's."""
     return {"reasoning_content": text, "reasoning": text}
 
 

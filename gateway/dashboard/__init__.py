@@ -1,6 +1,6 @@
-"""The page at `/`: a chat beside the live pools, and what it reads them from.
+"""The dashboard at `/`: a page with a chat and a live view of the pools, and the data for it.
 
-`page/` holds what the browser loads, as it is: HTML, a style sheet, ECMAScript modules, no build step. `assets` serves
-it, `pool_view` words the state of the pools, `admin_link` says whether the page may offer to drain workers, and
-`handlers` binds all that to HTTP.
+`page/` holds the files that the browser loads unchanged: HTML, a style sheet, ECMAScript modules, no build step.
+`assets` serves them, `pool_view` describes the state of the pools, `admin_link` decides whether the page may offer to
+drain workers, and `handlers` connects these to HTTP.
 """

@@ -1,4 +1,4 @@
-"""Whether a page can reach the admin port, and may be told of it. Pure."""
+"""Link from the dashboard page to the admin port, if the page can reach it and may be told of it. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOST = re.compile(r"(localhost|\d{1,3}(?:\.\d{1,3}){3})(?::\d{1,5})?")
 
 @dataclass(frozen=True, slots=True)
 class AdminLink:
-    """Where operators look at workers and drain them."""
+    """Location of the admin port, where operators list and drain workers."""
 
     host: str
     """The address that the admin port is bound to."""
@@ -22,8 +22,9 @@ class AdminLink:
     def origin(self, host_header: str) -> str | None:
         """The admin port's origin for a page that was loaded from `host_header`: the same host, the other port.
 
-        None where it would not be reached there, and where the host is neither `localhost` nor an IPv4 address: a name
-        may be anybody's by tomorrow (DNS rebinding), and a policy cannot name an IPv6 address.
+        None if the port cannot be reached at that host, or if the host is neither `localhost` nor an IPv4 address: a
+        name may later resolve to another host (DNS rebinding), and a content security policy cannot name an IPv6
+        address.
         """
         match = _HOST.fullmatch(host_header)
         if match is None:

@@ -1,4 +1,4 @@
-"""The files of the page, read once, each with its entity tag; and the policy under which a browser runs them."""
+"""The files of the page, read once, each with its entity tag; and the browser's content security policy for them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PATHS: Final = {
     for file in sorted(_FOLDER.iterdir())
     if file.suffix in _TYPES
 }
-"""Path in the URL → file."""
+"""URL path → file."""
 
 
 def content_security_policy(admin_origin: str | None) -> str:
-    """Only what this gateway itself serves, no script in the page's text, in nobody's frame; and, where there is one,
-    requests to the admin port."""
+    """The policy: only content of this gateway, no inline scripts, no embedding in frames; and requests to the admin
+    port, if an origin is given."""
     connect = "'self'" if admin_origin is None else f"'self' {admin_origin}"
     return (
         f"default-src 'self'; connect-src {connect}; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -35,7 +35,7 @@ def content_security_policy(admin_origin: str | None) -> str:
 
 
 class Asset:
-    """One file."""
+    """One file of the page."""
 
     def __init__(self, file: Path) -> None:
         self._body = file.read_bytes()
@@ -43,7 +43,8 @@ class Asset:
         self._content_type = _TYPES[file.suffix]
 
     def response(self, request: web.Request, admin_origin: str | None) -> web.Response:
-        """The file, or a 304 for a browser that has it: it asks each time, so that it never shows an old one."""
+        """The file, or a 304 if the browser has it. Browsers revalidate each time, so they never show an old
+        version."""
         headers = {
             "Cache-Control": "no-cache",
             "Content-Security-Policy": content_security_policy(admin_origin),

@@ -1,6 +1,6 @@
-"""The dashboard over HTTP: the page, `GET /pools` (this moment) and `GET /pools/events` (as it goes on).
+"""HTTP handlers of the dashboard: the page, `GET /pools` (current state) and `GET /pools/events` (stream of states).
 
-While nobody watches nothing is computed. Those who watch at the same time share what is computed for one of them.
+Nothing is computed while nobody watches, and concurrent watchers share one computation.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from gateway.workers.registry import WorkerView
 PERIOD_S: Final = 0.4
 """Seconds between two events."""
 MAX_WATCHERS: Final = 16
-"""Event streams at once; the next one is refused with 429, or takes the place of one of whoever has most."""
+"""Most concurrent event streams. The next one is refused with 429, or replaces one of the client that has most."""
 _LATEST_SLOTS: Final = 4
-"""Slots in each event but the first, which has them all."""
+"""Slots in each event except the first, which has all."""
 
 
 class Pools(Protocol):
-    """What knows workers and requests: the dispatcher."""
+    """The dispatcher's view of workers and requests."""
 
     @property
     def handoffs(self) -> Mapping[tuple[str, str], int]:
-        """Completed handoffs by the addresses of prefill and decode worker."""
+        """Completed handoffs, by (address of the prefill worker, address of the decode worker)."""
         ...
 
     def worker_views(self) -> Collection[WorkerView]:
-        """Every worker that this gateway was told of."""
+        """All workers that this gateway knows."""
         ...
 
     def open_flows(self) -> Iterable[tuple[Flow, float]]:
-        """The requests under way, and when each came."""
+        """The open requests, with their arrival times."""
         ...
 
 
 class Dashboard:
-    """The page and its data, to be given to `create_app`."""
+    """The page and its data; `create_app` takes it."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class Dashboard:
         period_s: float = PERIOD_S,
         process: tuple[int, int] | None = None,
     ) -> None:
-        """`clock` is the application's; `process` is which of how many processes of its gateway this is."""
+        """`clock` is the application's. `process` is (number of this process from 1, number of the gateway's
+        processes)."""
         self._pools = pools
         self._model_name = settings.model_name
         self._targets = {
@@ -83,7 +84,7 @@ class Dashboard:
         self._assets = {path: assets.Asset(file) for path, file in assets.PATHS.items()}
         self._latest: tuple[float, dict[str, object]] = (float("-inf"), {})
         self._open: dict[str, list[asyncio.Event]] = {}
-        """Event streams of each client, the oldest first; what is set is to end."""
+        """Client → end signals of its event streams, oldest first; setting one ends its stream."""
         self._closing = False
         self._watchers = Gauge(
             "baton_gateway_dashboard_watchers", "Event streams of the pools.", registry=metrics.registry
@@ -92,9 +93,9 @@ class Dashboard:
         """Set once the admin port is bound, if there is one."""
 
     def add_to(self, app: web.Application, client_of: Callable[[web.Request], str]) -> None:
-        """Add the routes, the count of refusals, and the end of every event stream when the application ends.
+        """Add the routes, the count of refusals, and the closing of all event streams at the application's shutdown.
 
-        `client_of` tells whose a request is, once it is let in.
+        `client_of` returns the client identity of an admitted request.
         """
         self._client_of = client_of
         for path in self._assets:
@@ -122,15 +123,15 @@ class Dashboard:
                 await events.send(encode(self._shared() | admin))
             return await events.close()
 
-    # --- what they say -------------------------------------------------------------------------------------------
+    # --- answers -------------------------------------------------------------------------------------------------
 
     def _whole(self) -> dict[str, object]:
-        """This moment, and all that is remembered."""
+        """The current state, with all slots."""
         now = self._clock()
         return self._view(now) | {"recent": self._recent.slots(now)}
 
     def _shared(self) -> dict[str, object]:
-        """This moment, computed once for all who watch."""
+        """The current state with the latest slots, computed once for all watchers."""
         now = self._clock()
         at, latest = self._latest
         if now - at >= self._period_s / 2:
@@ -153,15 +154,15 @@ class Dashboard:
         return {"admin_port": None if origin is None else int(origin.rpartition(":")[2])}
 
     def _admin_origin(self, request: web.Request) -> str | None:
-        if self.admin is None or request.secure:  # no page that came encrypted may call what is not
+        if self.admin is None or request.secure:  # a page loaded over TLS may not call a port without TLS
             return None
         return self.admin.origin(request.headers.get("Host", ""))
 
-    # --- who watches ---------------------------------------------------------------------------------------------
+    # --- event streams -------------------------------------------------------------------------------------------
 
     @contextmanager
     def _watching(self, request: web.Request) -> Iterator[asyncio.Event]:
-        """A place for an event stream, and what is set when it is to end."""
+        """Register an event stream; yields the signal that ends it."""
         client, end = self._client_of(request), asyncio.Event()
         self._make_room(client)
         self._open.setdefault(client, []).append(end)
@@ -175,7 +176,8 @@ class Dashboard:
             self._leave(client, end)
 
     def _make_room(self, client: str) -> None:
-        """Nobody can keep others out: who has more than a newcomer would have gives its oldest up."""
+        """End the oldest stream of the client with most, if it has more than this client would have; else raise a 429.
+        So no client can keep the others out."""
         if sum(map(len, self._open.values())) < MAX_WATCHERS:
             return
         most = max(self._open, key=lambda each: len(self._open[each]))
@@ -186,7 +188,7 @@ class Dashboard:
         self._leave(most, oldest)
 
     def _leave(self, client: str, end: asyncio.Event) -> None:
-        """Take a stream off the books, on which it may not be any more."""
+        """Unregister a stream; inert if it is not registered."""
         streams = self._open.get(client, [])
         if end in streams:
             streams.remove(end)
@@ -194,7 +196,7 @@ class Dashboard:
                 del self._open[client]
 
     async def _close(self, _: web.Application) -> None:
-        """A gateway that ends does not wait for those who watch."""
+        """End all event streams, so that the shutdown does not wait for them."""
         self._closing = True
         for streams in self._open.values():
             for end in streams:
@@ -224,5 +226,5 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 def _finite(seconds: float) -> float | None:
-    """JSON has no infinity."""
+    """`seconds`, or None for infinity, which JSON does not have."""
     return seconds if math.isfinite(seconds) else None

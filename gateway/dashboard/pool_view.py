@@ -1,7 +1,7 @@
-"""The pools and the requests in flight as the dashboard shows them. Pure; JSON values only.
+"""State of the pools and of open requests for the dashboard. Pure; JSON values only.
 
-Whoever may send requests may see this. So it says where requests are and how far they have got, and nothing of what
-is in them or whose they are.
+Whoever may send requests may see it. So it shows where requests are and how far they are, but neither their content nor
+whose they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gateway.serving.flow import Flow
 from gateway.workers.registry import WorkerView
 
 MAX_REQUESTS: Final = 64
-"""Requests that are listed one by one; the others are counted."""
+"""Most requests listed one by one; the others are only counted."""
 
 
 class Stage(StrEnum):
@@ -31,24 +31,24 @@ class Stage(StrEnum):
     """It has its first token, and its KV is on the way to the decode worker."""
     DECODE = "decode"
     MOVING = "moving"
-    """A draining decode worker goes on with it while another one pulls it."""
+    """A draining decode worker still generates it while another one pulls it."""
     RECOVERING = "recovering"
-    """A worker has failed it: another one is sought, or has begun anew."""
+    """A worker has failed it; another one is sought, or has begun."""
 
 
 class Names:
-    """Names of requests for the outside, from which nothing inside can be learnt."""
+    """Public names of requests, which reveal no internal id."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     def of(self, request: RequestId) -> str:
-        """The same name each time."""
+        """The name of a request, the same at each call."""
         return hashlib.blake2b(request.encode(), key=self._secret, digest_size=4).hexdigest()
 
 
 def worker_view(worker: WorkerView) -> dict[str, object]:
-    """One worker, as this gateway sees it."""
+    """One worker as this gateway sees it."""
     load, rates = worker.load, worker.rates.per_s
     said = load or worker.welcome
     return {
@@ -73,7 +73,7 @@ def worker_view(worker: WorkerView) -> dict[str, object]:
 
 
 def request_view(flow: Flow, age_s: float, names: Names) -> dict[str, object]:
-    """One request under way."""
+    """One open request."""
     attempt = _shown(flow)
     prompt_len = len(flow.generation.token_ids)
     prefill = None if attempt is None or attempt.prefill is None else attempt.prefill.place.address
@@ -91,7 +91,7 @@ def request_view(flow: Flow, age_s: float, names: Names) -> dict[str, object]:
 
 
 def stage_of(flow: Flow) -> Stage:
-    """Where a request is; with several choices, the one that is furthest behind counts."""
+    """Where a request is; with several choices, where its attempt that is furthest behind is."""
     attempt = _shown(flow)
     if attempt is None:
         return Stage.RECOVERING if flow.admitted else Stage.QUEUED
@@ -111,8 +111,8 @@ def pool_view(
     now: float,
     names: Names,
 ) -> dict[str, object]:
-    """Workers, and requests under way with the time at which each came; `handoffs` counts those that were completed,
-    by prefill and decode worker."""
+    """The state of workers and open requests; `flows` pairs each request with its arrival time. `handoffs` counts
+    completed handoffs by (prefill worker, decode worker)."""
     under_way = [(flow, since) for flow, since in flows if flow.running]
     listed = [request_view(flow, now - since, names) for flow, since in under_way[:MAX_REQUESTS]]
     return {
@@ -126,7 +126,8 @@ def pool_view(
 
 
 def _shown(flow: Flow) -> Attempt | None:
-    """The attempt that tells most: the newest of those that have not brought a token yet; None while one is wanted."""
+    """The attempt to show: the newest without a token from its decode worker, else the newest. None while workers are
+    wanted."""
     if flow.wants or not flow.attempts:
         return None
     behind = [attempt for attempt in flow.attempts if not attempt.decode_has_spoken]
@@ -134,5 +135,5 @@ def _shown(flow: Flow) -> Attempt | None:
 
 
 def _has_failed(flow: Flow) -> bool:
-    """Whether an attempt has failed since a choice's last token."""
+    """Whether an attempt has failed since the last token of an unfinished choice."""
     return any(choice.num_failures for choice in flow.choices if not choice.ended)

@@ -1,1 +1,2 @@
-"""From a request's body to what is to be generated: its form, its meaning, and what its answer must follow."""
+"""From a request's body to a job: check its form, tokenise its prompts, and build the grammar that its answer must
+follow."""

@@ -1,8 +1,8 @@
-"""How long a regular expression, or a grammar, is when every repetition is written out: what it may force at once.
+"""Length of a regular expression or a grammar with every repetition written out: an upper bound on what it can force at
+once.
 
-A library that follows grammars takes what is forced in one go, however long that is: `a{1000000000}` is a gigabyte of
-work and memory in 13 characters. All alternatives are counted, so this bounds it from above; nothing is parsed
-strictly.
+The grammar library processes a forced text in one go, however long it is: `a{1000000000}` costs a gigabyte of work and
+memory in 13 characters. All alternatives are counted, so the result is an upper bound. The parser here is lenient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from typing import Final
 
 MAX_EXPANDED: Final = 20_000
-"""Characters: some 5 ms for each mask of `a{20000}`, with all cores free."""
+"""Characters. With `a{20000}` each mask takes about 5 ms with all cores free."""
 _REGEX: Final = re.compile(
     r"\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|\(\?[^:)]*:|\{(?P<least>\d+)[^}]*\}|.", re.DOTALL
 )
@@ -24,7 +24,7 @@ _LARK: Final = re.compile(
 
 
 def expanded_length(expression: str) -> int:
-    """Of a regular expression."""
+    """Expanded length of a regular expression, in characters."""
     sums, last = [0], 0
     for token in _REGEX.finditer(expression):
         text = token[0]
@@ -45,8 +45,8 @@ def expanded_length(expression: str) -> int:
 
 
 def expanded_grammar_length(grammar: str) -> int:
-    """Of the longest rule of a grammar in Lark's notation, or GBNF, where rules name others; a rule that comes back to
-    itself counts once, for it can always end."""
+    """Expanded length of the longest rule of a grammar in Lark's notation or GBNF, with named rules inserted, in
+    characters. A rule that leads back to itself counts once, because it can always end."""
     found = list(_DEFINITION.finditer(grammar))
     ends = [each.start() for each in found[1:]] + [len(grammar)]
     bodies = {each[1]: grammar[each.end() : end] for each, end in zip(found, ends, strict=True)}

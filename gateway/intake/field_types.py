@@ -1,7 +1,7 @@
-"""What a field of a request takes, where that is more than one kind of value, and what it becomes.
+"""Types of request fields that take more than one kind of value, and the values that they become.
 
-Each type is declared once: it checks, and `/openapi.json` says the same. Lists fail at their first wrong item: there
-may be millions of them, and an error object for each would cost seconds and gigabytes.
+Each type is declared once; validation and `/openapi.json` use the same declaration. Validation of a list stops at its
+first wrong item: there may be millions of items, and an error object for each would cost seconds and gigabytes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from common.contract.sampling import MAX_BIAS, MAX_LOGIT_BIAS, LogitBias, TokenI
 from common.contract.tiers import Tier
 
 MAX_PROMPTS: Final = 2048
-"""Most prompts in one completions request; what they may be together is bounded by the body and by the answers."""
+"""Most prompts in one completions request. The sizes of the body and of the answers bound their total length."""
 MAX_MESSAGES: Final = 10_000
-"""Most messages of one conversation: many small ones take long to check and to put into the template."""
+"""Most messages of one conversation. Checking and rendering many small messages takes long."""
 MAX_CALLS: Final = 4096
-"""Most calls of functions in one conversation."""
+"""Most function calls in one conversation."""
 MAX_PARTS: Final = 16_384
-"""Most parts of messages in one conversation."""
+"""Most message parts in one conversation."""
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 1024
-"""Longest stop string."""
+"""Longest stop string in characters."""
 MAX_TEXT_CHARS: Final = 2**16
-"""Longest schema, expression or grammar."""
+"""Longest schema, expression or grammar in characters."""
 
 TIERS: Final[Mapping[str, Tier]] = {tier.value: tier for tier in Tier} | {
     "auto": Tier.STANDARD,
@@ -44,14 +44,14 @@ TIERS: Final[Mapping[str, Tier]] = {tier.value: tier for tier in Tier} | {
     "priority": Tier.INTERACTIVE,
     "flex": Tier.BATCH,
 }
-"""Values of `service_tier`: the tiers by name, and OpenAI's names for what comes nearest."""
+"""Values of `service_tier`: the tiers by name, and OpenAI's names, mapped to the nearest tier."""
 
 TokenPrompt: TypeAlias = tuple[int, ...]
 Prompt: TypeAlias = str | TokenPrompt
 
 
 def text(value: str) -> str:
-    """JSON can spell half a surrogate pair, which is no text."""
+    """Refuse a lone surrogate: JSON can spell one, but it is not valid text."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -60,7 +60,7 @@ def text(value: str) -> str:
 
 
 def _takes(given: Any, message: str, become: Callable[[Any], object]) -> PlainValidator:
-    """Takes values of the type `given`, refuses others with `message`, and keeps what they `become`."""
+    """Accept values of the type `given`, refuse others with `message`, and store what `become` returns."""
     adapter: TypeAdapter[Any] = TypeAdapter(given, config=ConfigDict(strict=True))
 
     def check(value: object) -> object:
@@ -84,7 +84,7 @@ def _prompt(given: str | list[int]) -> Prompt:
 
 
 def not_many_parts(messages: object) -> object:
-    """Each message has its own limits; all together take as long to check."""
+    """Bound the calls and parts of all messages together; each message's own limits do not bound the total work."""
     for field, most in (("tool_calls", MAX_CALLS), ("content", MAX_PARTS)):
         values = [each.get(field) for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
         if sum(len(value) for value in values if isinstance(value, list)) > most:
@@ -97,7 +97,8 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _not_many(given: object) -> object:
-    """An object has no way to fail early, so that its size is looked at first."""
+    """Check the size of an object before its entries, because validation of an object does not stop at the first
+    error."""
     if isinstance(given, dict) and len(given) > MAX_LOGIT_BIAS:
         raise PydanticCustomError("form", "too many entries")
     return given

@@ -1,4 +1,4 @@
-"""Fields of a request that are accepted without effect: which ones on purpose, and a log of all that come."""
+"""Request fields that are accepted without effect: a table of those ignored on purpose, and a log of all that occur."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ IGNORED: Final[Mapping[str, str]] = {
     "user": _NOT_STORED,
     "verbosity": _NO_TEMPLATE,
 }
-"""Fields of the OpenAI API and of vLLM that would not change the answer, and why; but where a schema has them."""
+"""Fields of the OpenAI API and of vLLM that have no effect, with the reason. A field that the request's schema declares
+does have an effect, even if it is listed here."""
 
 
 def unknown_fields(given: object, schema: type[BaseModel]) -> Iterator[str]:
-    """Fields that `schema` does not have, and that its parts do not have: those as `messages.name`. The first 10,000
-    fields and parts are looked at, and no more."""
+    """Fields that `schema` and its nested schemas do not declare, a nested one as `messages.name`. Only the first
+    10,000 fields and parts are examined."""
     left: deque[tuple[object, tuple[type[BaseModel], ...], str]] = deque([(given, (schema,), "")])
     num_looked_at = 0
     while left:
@@ -74,7 +75,7 @@ def unknown_fields(given: object, schema: type[BaseModel]) -> Iterator[str]:
 
 @cache
 def _known(schemas: tuple[type[BaseModel], ...]) -> dict[str, tuple[type[BaseModel], ...]]:
-    """The fields that any of these schemas has, and the schemas of what is in each."""
+    """Field name → schemas nested in it, over all fields of these schemas."""
     fields = [item for schema in schemas for item in schema.model_fields.items()]
     return {field.alias or name: tuple(_models_in(field.annotation)) for name, field in fields}
 
@@ -87,15 +88,15 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 class IgnoredFields:
-    """Lists ignored fields in the log, each once: by name, never with a value. Clients choose the names, so there is a
-    bound on how many are listed, and on how much of each; what cannot be printed is spelt out."""
+    """Logs each ignored field once, by name and never with a value. Clients choose the names, so the number of logged
+    names and their length are bounded; unprintable characters are escaped."""
 
     def __init__(self) -> None:
         self._listed: set[str] = set()
 
     def note(self, names: Iterable[str]) -> None:
-        """These have come with a request. They are not even read where the log is not at level `info`, or when as many
-        are listed as may be."""
+        """Log the names that are new. `names` is not iterated if the log level is above `info`, or if the maximum
+        number of names has been logged."""
         if len(self._listed) == _MAX_NAMES or not _LOG.isEnabledFor(logging.INFO):
             return
         new: set[str] = set()

@@ -1,4 +1,4 @@
-"""What the library that follows JSON schemas accepts and does not keep, or pays for without a bound: refused here."""
+"""Refuses JSON schemas that the grammar library accepts but does not enforce, or that cost it unbounded work."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from typing import Any
 from gateway.intake.expanded_length import MAX_EXPANDED, expanded_length
 
 _MAX_MULTIPLE = 10_000
-"""The library counts through all remainders of a division at once."""
+"""The library enumerates all remainders of a division at once."""
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that JSON writes with their number, if at all: no string that follows a schema has one."""
+"""Characters that JSON writes only as numeric escapes, if at all. The grammar of a schema allows none of them in a
+string."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords with a schema for each of several names."""
+"""Keywords whose value maps names to schemas."""
 _LITERAL = frozenset({"enum", "const", "default", "examples"})
-"""Keywords with values that are no schemas."""
+"""Keywords whose values are not schemas."""
 _REGEX_PART = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}|([av])|.)", re.DOTALL
 )
-"""An escape; if it is one of a character by its number, that, or else its letter."""
+"""An escape of a regular expression. Groups 1 to 4 capture a character's number, group 5 the letter of a control
+character."""
 _SET = re.compile(r"\[(?!\S*--)(?:\^[^\[\]&~]+|[^\^\[\]&~][^\[\]&~]+)\]")
-"""In a regular expression without escapes: all characters but some, or one of several."""
+"""A set in a regular expression without escapes: a negated set, or a set of several characters."""
 
 
 def refuse_unenforceable(schema: dict[str, Any]) -> None:
-    """Raise `ValueError` if an answer could have every token that the library allows and yet not follow `schema`."""
+    """Raise `ValueError` if an answer could follow the library's grammar and still violate `schema`, or if the grammar
+    would be too expensive."""
     multiples = []
     for part in _parts(schema):
         least, required = part.get("minProperties"), part.get("required")
@@ -54,7 +57,7 @@ def refuse_unenforceable(schema: dict[str, Any]) -> None:
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schema, and all schemas in it, wherever a `$ref` could find them."""
+    """The schema and all schemas in it, including every place that a `$ref` can name."""
     left: list[Any] = [schema]
     while left:
         part = left.pop()
@@ -70,7 +73,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The strings in a value. Names of objects are none of them: those can always be written."""
+    """The strings in a value. Member names are left out, because they can always be written."""
     left = [value]
     while left:
         part = left.pop()
@@ -81,7 +84,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _loses_bound(part: dict[str, Any]) -> bool:
-    """Whether the library would take an excluded bound of numbers for one of them."""
+    """Whether the library would wrongly admit an exclusive numeric bound itself as a value."""
 
     def bounds(*names: str) -> list[float]:
         values = [part[name] for name in names if type(part.get(name)) in (int, float)]
@@ -95,7 +98,8 @@ def _loses_bound(part: dict[str, Any]) -> bool:
 
 
 def _needs_control(pattern: str) -> bool:
-    """Whether a regular expression has a control character by itself, and not as one of several that would do."""
+    """Whether a regular expression requires a control character. One among the alternatives of a set is not
+    required."""
 
     def plain(escape: re.Match[str]) -> str:
         digits = next((group for group in escape.groups()[:4] if group is not None), None)
@@ -109,7 +113,8 @@ def _is_control(code: int) -> bool:
 
 
 def _common_multiple(values: list[Any]) -> int:
-    """The least common multiple of those that are numbers, in units of their last decimal place, without zeros."""
+    """Least common multiple of the numbers in `values`, in units of their last decimal place, without trailing
+    zeros."""
     numbers = [Decimal(str(value)) for value in values if type(value) in (int, float) and 0 < value < math.inf]
     places = max([0, *(-int(number.as_tuple().exponent) for number in numbers)])
     common = math.lcm(*(int(number * 10**places) for number in numbers))

@@ -1,4 +1,4 @@
-"""From a request's form to what is to be generated: tokenise, fill in defaults, and hold it against the limits."""
+"""From a validated request form to a job: tokenise the prompts, fill in defaults, and enforce the limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer, PromptEndi
 from gateway.web.http_errors import ApiError, invalid
 
 COMPLETION_MAX_TOKENS = 16
-"""What the OpenAI API takes when a completions request leaves `max_tokens` out."""
+"""Default of `max_tokens` for a completions request, as in the OpenAI API."""
 
 _SAMPLING = TypeAdapter(SamplingParams)
 _PASSED_ON = (
@@ -49,89 +49,90 @@ _PASSED_ON = (
     "ignore_eos",
     "seed",
 )
-"""Fields that are sampling parameters under the same name."""
+"""Fields that are sampling parameters of the same name."""
 _EFFORTS: Final = ("reasoning_effort", "verbosity")
-"""Fields that few chat templates read."""
+"""Fields that few chat templates read; a request with one that the template does not read is logged."""
 
 
 _TOKEN_BYTES: Final = 4
-"""Of an answer, for each token."""
+"""Assumed bytes of an answer for each token."""
 _TOKEN_ID_BYTES: Final = 8
-"""Of an answer, for the id of each token, where that is asked for."""
+"""Assumed bytes of an answer for the id of each token, if ids are asked for."""
 _LOGPROB_BYTES: Final = 80
-"""Of an answer, for each log probability in it."""
+"""Assumed bytes of an answer for each log probability in it."""
 _LONG_CHARS: Final = 2048
-"""From this size on a text is charged for before it is tokenised."""
+"""Texts of at least this many characters are charged before they are tokenised."""
 _TEMPLATE_S: Final = 10.0
-"""For putting a conversation into the chat template, which is a program of the model's author: a loop in it may have no
-end."""
+"""Time limit for rendering a conversation with the chat template. The template is a program by the model's author, and
+may contain an endless loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request, ready to be generated."""
+    """One validated request, ready to be generated."""
 
     generations: tuple[Generation, ...]
     """One for each prompt; choice `c` of prompt `p` is choice `p * n + c` of the request."""
     stops: tuple[str, ...]
     echoes: tuple[str, ...]
-    """What each prompt's texts begin with."""
+    """For each prompt, the text that its choices begin with."""
     stream: bool
     include_usage: bool
-    """End the stream with a chunk that carries the usage."""
+    """End the stream with a chunk that reports usage."""
     plan: AnswerPlan | None = None
-    """What to look for in the texts, if they can be more than text."""
+    """What to extract from the generated texts: reasoning, calls, or both. None if they are plain text."""
     continuous_usage: bool = False
-    """Let each chunk carry the usage so far."""
+    """Report the usage so far in each chunk."""
     include_timings: bool = False
-    """Let the usage say what the time was spent on."""
+    """Report in the usage where the time went."""
     decoder: TokenDecoder | None = None
-    """Gives the text even of special tokens, where that was asked for."""
+    """Decoder that spells out special tokens, if the client asked for that."""
     prompt_ids: Sequence[Sequence[int]] | None = None
-    """The prompt of each choice, if the answer is to have the ids of all tokens."""
+    """The prompt of each choice, if the answer reports token ids."""
     generates_nothing: bool = False
-    """The answer is what the texts begin with: no worker is asked."""
+    """Whether nothing is to be generated. Workers are then needed only for log probabilities of the prompt."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Tokens of all prompts together."""
         return sum(len(generation.token_ids) for generation in self.generations)
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether log probabilities were asked for."""
+        """Whether log probabilities of generated tokens were asked for."""
         return self.generations[0].sampling.logprobs is not None
 
 
 Admit = Callable[[int], None]
-"""Takes the least that a request's prompts can cost, before they are tokenised; raises what `Caller` does."""
+"""Charges the least tokens that a request's prompts can have, before they are tokenised; raises as
+`Caller.expect_prompt` does."""
 
 
 def _for_nothing(num_tokens: int) -> None:
-    """Nobody is charged."""
+    """An `Admit` that charges nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LengthLimit:
-    """The most tokens that a client asked for, and what it called that."""
+    """Bounds of the number of tokens to generate, and the name of the field that sets it."""
 
     param: str
     asked: int | None
     default: int | None
-    """None for all that the context leaves."""
+    """Number of tokens if the client gives none; None for all that the context leaves."""
     most: int
-    """What the bound on a request's answers leaves to each of its choices."""
+    """Most tokens for each choice under the bound on the size of a request's answers."""
 
 
 class Intake:
-    """Turns validated forms into jobs. Raises `ApiError`, a 400 (or 404, for the model) naming the field at fault,
-    or a 429."""
+    """Turns validated forms into jobs. Raises `ApiError`: a 400 (or a 404 for an unknown model) that names the field at
+    fault, or a 429."""
 
     def __init__(
         self, tokenizer: ModelTokenizer, settings: ApiSettings, workers_take: Callable[[], int | None] = lambda: None
     ) -> None:
-        """`workers_take` tells the most tokens of one sequence that any decode worker takes, which may be below the
-        context where KV caches are small; None while that is not known."""
+        """`workers_take` returns the most tokens of one sequence that any decode worker takes, or None while unknown.
+        It may be below the model's context if the KV caches are small."""
         self._tokenizer = tokenizer
         self._workers_take = workers_take
         self._settings = settings
@@ -140,16 +141,16 @@ class Intake:
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
 
     async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
-        """A job of one generation for each prompt."""
+        """A job with one generation for each prompt."""
         self._check_form(form)
         num_prompts = len(form.prompt)
-        self._most_tokens(form, num_prompts, form.logprobs)  # refused before anything is tokenised
+        self._most_tokens(form, num_prompts, form.logprobs)  # refuse before tokenising
         grammar = await grammar_of(form, self._tokenizer)
         context = self._context()
         self._expect(form.prompt, "prompt", context, admit)
         prompts: list[list[int]] = []
         for prompt in form.prompt:
-            await asyncio.sleep(0)  # others have their turns: there may be many prompts
+            await asyncio.sleep(0)  # let other tasks run: there may be many prompts
             prompts.append(await self._prompt_tokens(prompt, context))
         echoed = form.logprobs if form.echo else None
         most = self._most_tokens(form, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
@@ -165,12 +166,12 @@ class Intake:
         return self._job(form, generations, echoes)
 
     async def chat(self, form: ChatRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
-        """A job of one generation."""
+        """A job with one generation."""
         self._check_form(form)
         if form.top_logprobs is not None and not form.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        self._most_tokens(form, 1, num_logprobs)  # refused before anything is tokenised
+        self._most_tokens(form, 1, num_logprobs)  # refuse before tokenising
         tools = usable_tools(form)
         switches = form.switches()
         self._ignored.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
@@ -194,7 +195,7 @@ class Intake:
         return self._job(form, [generation], plan=plan)
 
     async def tokenize(self, form: TokenizeRequest, admit: Admit = _for_nothing) -> list[int]:
-        """The tokens of a text or a conversation, as many as the model's context takes."""
+        """The tokens of a text or a conversation, at most `max_sequence_tokens`."""
         self.check_model(form.model)
         if (form.prompt is None) == (form.messages is None):
             raise invalid("prompt", "give either prompt or messages")
@@ -211,7 +212,7 @@ class Intake:
         return token_ids
 
     def detokenize(self, form: DetokenizeRequest) -> str:
-        """The text of tokens, special ones spelt out."""
+        """The text of tokens, with special tokens spelt out."""
         self.check_model(form.model)
         if len(form.tokens) > self._limits.max_sequence_tokens:
             raise invalid("tokens", f"{len(form.tokens)} tokens, at most {self._limits.max_sequence_tokens}")
@@ -219,7 +220,7 @@ class Intake:
         return self._tokenizer.decode_all(form.tokens)
 
     def check_model(self, name: str | None) -> None:
-        """A request may leave the model out, there being one; it may not name another."""
+        """Raise a 404 if a request names a model that is not served. It may omit the model, since there is only one."""
         if name is not None and name not in self._settings.names:
             raise ApiError(404, f"the model {name} is not served here", param="model", code="model_not_found")
 
@@ -238,7 +239,7 @@ class Intake:
             raise invalid(param, f"{param}: the model's token ids are 0 to {size - 1}")
 
     def _context(self) -> int:
-        """Tokens of prompt and answer together that every worker takes."""
+        """Most tokens of prompt and answer together: the model's limit, or less if the decode workers take less."""
         return min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
 
     def _most_tokens(
@@ -249,8 +250,11 @@ class Intake:
         num_prompt_tokens: int = 0,
         echoed: int | None = None,
     ) -> int:
-        """Tokens of each choice with which the answers to a request stay within their bound; before them each choice
-        has log probabilities of the prompt's, with so many alternatives where they are `echoed` or asked for."""
+        """Most tokens for each choice so that the answers to a request stay within their size bound.
+
+        `echoed` is the number of alternatives reported with the prompt's echoed log probabilities, None for no echo.
+        These, and `prompt_logprobs`, use up part of the bound.
+        """
         n, prompted = form.n or 1, form.prompt_logprobs
         prompt_bytes = n * num_prompt_tokens * (_report_bytes(echoed) + _report_bytes(prompted))
         if prompt_bytes > self._limits.max_answer_bytes:
@@ -266,8 +270,9 @@ class Intake:
         return most
 
     def _expect(self, prompts: Sequence[Prompt], param: str, context: int, admit: Admit) -> None:
-        """Before they are tokenised: refuse what by its length alone is beyond the context, and admit the least that
-        long texts can have. Short ones are no work, and are admitted by what they have."""
+        """Before tokenising, refuse texts whose length alone exceeds the context, and charge long texts for the least
+        tokens that they can have. Short texts are cheap to tokenise; they are charged afterwards, for their actual
+        tokens."""
         expected = 0
         for text in prompts:
             if isinstance(text, str):
@@ -300,7 +305,7 @@ class Intake:
         switches: Mapping[str, Any],
         ending: PromptEnding = "answer",
     ) -> str:
-        """A conversation as the model reads it."""
+        """Render a conversation with the chat template, as the model reads it."""
         for name in switches:
             if not self._tokenizer.takes_switch(name):
                 raise invalid("chat_template_kwargs", f"chat_template_kwargs: {name[:64]!r} is not a request's to set")
@@ -334,8 +339,8 @@ class Intake:
         grammar: str | None,
         echoed: int | None = None,
     ) -> Generation:
-        """`param` is the field that the prompt came from; log probabilities of it are `echoed` with so many
-        alternatives."""
+        """`param` is the field that the prompt came from. `echoed` is the number of alternatives for its echoed log
+        probabilities, None for no echo."""
         context = self._context()
         if not token_ids:
             raise invalid(param, f"{param} must not be empty")
@@ -428,7 +433,7 @@ class Intake:
 
 
 def _report_bytes(num_logprobs: int | None) -> int:
-    """Of an answer, for the log probabilities of a token, with so many alternatives."""
+    """Assumed bytes of an answer for the log probabilities of one token with `num_logprobs` alternatives."""
     return 0 if num_logprobs is None else _LOGPROB_BYTES * (1 + num_logprobs)
 
 
@@ -443,22 +448,24 @@ def _ending(form: ChatRequest) -> PromptEnding:
 
 
 def _too_long(param: str, num_tokens: int | None, context: int) -> ApiError:
-    """`num_tokens`: as far as they were counted; None for more than the context."""
+    """`num_tokens` is the count as far as it is known, or a lower bound; None if it is only known to exceed the
+    context."""
     counted = f"more than {context}" if num_tokens is None else str(num_tokens)
     message = f"{_longest(context)}, of which at least one is to be generated: {param} has {counted}"
     return invalid(param, message, code="context_length_exceeded")
 
 
 def _longest(context: int) -> str:
-    """In OpenAI's words, by which clients (LiteLLM, for one) know what is wrong: they do not all read the code."""
+    """OpenAI's wording, which clients such as LiteLLM recognise; not all of them read the error code."""
     return f"This model's maximum context length is {context} tokens"
 
 
 def _cache_salt(tenant: str, cache_salt: str | None) -> str:
-    """What separates one request's cached prefixes from another's: the tenant and what the client asks for besides.
+    """The salt that separates a request's cached prefixes from those of others: a digest of its tenant and its own
+    salt.
 
-    A tenant is printable and holds no line end, so two pairs are never written alike; the digest brings any of them
-    within the bounds of the wire. Where neither is given, everyone shares.
+    A tenant is printable and contains no line end, so different pairs never give the same text; the digest keeps the
+    salt within the wire protocol's bounds. Requests with neither tenant nor salt share their prefixes.
     """
     if not tenant and cache_salt is None:
         return ""

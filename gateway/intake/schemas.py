@@ -1,7 +1,7 @@
-"""Requests as clients send them, checked for form.
+"""Schemas of requests as clients send them.
 
-Types are strict, `null` counts as absent, and unknown fields are ignored: nothing of a request reaches a worker but
-the fields declared here, after validation. What would change the answer, and is not implemented, is refused.
+Types are strict, `null` counts as absent, and unknown fields are ignored: only the fields declared here reach a worker,
+after validation. A field that would change the answer and is not implemented is refused.
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "watermarking": (),
     "web_search_options": (),
 }
-"""Fields that are not implemented, but where a schema has them, with the values that ask for nothing."""
+"""Fields that are not implemented, each with its harmless values. A field that the request's schema declares is not
+refused."""
 _FORBIDS: Final = "; ignoring it could put what it forbids into the answer (logit_bias makes a token unlikely)"
 _WHY_UNSUPPORTED: Final[Mapping[str, str]] = {"allowed_token_ids": _FORBIDS, "bad_words": _FORBIDS}
-"""What the refusal of some of them adds."""
+"""Reasons that are added to the refusal of some of these fields."""
 
 
 def _content(value: object) -> str:
@@ -112,7 +113,7 @@ def _content(value: object) -> str:
 
 
 def _schema_text(value: object) -> str | None:
-    """A JSON schema, as an object or as its text."""
+    """The text of a JSON schema, given as an object or as text."""
     if value is None or isinstance(value, str):
         return None if value is None else _text(value)
     if not isinstance(value, dict):
@@ -128,7 +129,7 @@ _JsonSchema: TypeAlias = dict[str, Any] | Annotated[str, Field(max_length=MAX_TE
 
 
 def _describe_refused(schema: dict[str, Any]) -> None:
-    """Fields that no schema has, and that are refused, belong into the document, too."""
+    """Describe refused fields that the schema does not declare in the OpenAPI document."""
     for name, harmless in _UNSUPPORTED.items():
         said = {"enum": [*harmless, None], "description": "Not supported; these values ask for nothing."}
         schema["properties"].setdefault(name, said)
@@ -149,17 +150,17 @@ class _Body(_Schema):
 
 
 class StreamOptions(_Schema):
-    """What a stream carries besides."""
+    """What a stream reports besides chunks of the answer."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """With `include_usage`: each chunk has the usage so far."""
+    """With `include_usage`: report the usage so far in each chunk."""
     include_timings: bool | None = None
     """As the field of the same name beside `stream`."""
 
 
 class JsonSchema(_Schema):
-    """A schema that an answer must follow."""
+    """A JSON schema that an answer must follow."""
 
     schema_: Annotated[
         str | None, PlainValidator(_schema_text, json_schema_input_type=_JsonSchema), Field(alias="schema")
@@ -175,7 +176,8 @@ class ResponseFormat(_Schema):
 
 
 class StructuredOutputs(_Schema):
-    """vLLM's; at most one of them. What is not here would change the answer."""
+    """vLLM's structured output, with at most one constraint. Unknown fields are refused, because they would change the
+    answer."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -189,7 +191,7 @@ class StructuredOutputs(_Schema):
 
 
 class SamplingFields(_Body):
-    """Fields of both generating endpoints. Bounds of sampling parameters are the contract's."""
+    """Fields of both generating endpoints. The bounds of sampling parameters are those of `common.contract`."""
 
     model_config = ConfigDict(json_schema_extra=_describe_ignored)
 
@@ -198,12 +200,12 @@ class SamplingFields(_Body):
     min_tokens: MinTokens | None = None
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    """0 takes the most likely token."""
+    """0 selects the most likely token."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
-    """0 and, as others have it, -1 keep all."""
+    """0 keeps all tokens; so does -1, as in other servers."""
     min_p: MinP | None = None
     seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
-    """-1, as others have it, is drawn."""
+    """-1 means a random seed, as in other servers."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stops = ()
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
@@ -221,17 +223,17 @@ class SamplingFields(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_timings: bool | None = None
-    """Say in the usage what the time was spent on."""
+    """Report in the usage where the time went."""
     return_token_ids: bool | None = None
-    """Each choice has the ids of its tokens, and of its prompt's; vLLM's."""
+    """Report the token ids of each choice and of its prompt, as in vLLM."""
     prompt_logprobs: NumLogprobs | None = None
-    """Report log probabilities of the prompt's tokens, with this many alternatives; not in a stream."""
+    """Report log probabilities of the prompt's tokens, with this many alternatives; not with `stream`."""
     skip_special_tokens: bool | None = None
-    """False: special tokens are spelt out in the text, but for the one that ends it."""
+    """False: spell special tokens out in the text, except the one that ends it."""
     user: Text | None = None
     service_tier: ServiceTier = Tier.STANDARD
     cache_salt: Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_text)] | None = None
-    """Requests share cached prefixes only with those that say the same."""
+    """Requests share cached prefixes only with requests of the same salt."""
 
 
 class CompletionRequest(SamplingFields):
@@ -239,10 +241,11 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    """0 generates nothing, and needs no worker but for log probabilities of the prompt."""
+    """0 generates nothing, and needs a worker only for log probabilities of the prompt."""
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
-    """Begin each text with its prompt; and the log probabilities, if they are asked for, with its tokens'."""
+    """Begin each text with its prompt. Log probabilities, if asked for, then begin with those of the prompt's
+    tokens."""
 
 
 class TextPart(_Schema):
@@ -253,18 +256,18 @@ class TextPart(_Schema):
 
 
 class ChatMessage(_Schema):
-    """One turn of a conversation; text, calls of functions and what they gave."""
+    """One message of a conversation: text, function calls, or the result of a call."""
 
     role: Name
     name: Name | None = None
     tool_calls: ToolCalls | None = None
-    """Of an assistant's message, which needs no content."""
+    """For messages of the role `assistant` only, which then need no content."""
     content: str | None = Field(None, validate_default=True)
     tool_call_id: Annotated[Name | None, Field(validate_default=True)] = None
-    """Of a message of the role `tool`: which call it answers."""
+    """For messages of the role `tool`: the id of the call that the message answers."""
     reasoning_content: Text | None = None
     reasoning: Text | None = None
-    """What an assistant thought, under either name."""
+    """The assistant's reasoning; the two names are equivalent."""
 
     @field_validator("tool_calls", mode="after")
     @classmethod
@@ -286,7 +289,8 @@ class ChatMessage(_Schema):
         return call_id
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: nothing is null, there is always a content, and arguments are objects."""
+        """The message as chat templates expect it: without null values, always with content, and with arguments as
+        objects."""
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
         message.setdefault("content", "")
         if self.tool_calls is not None:
@@ -312,22 +316,22 @@ class ChatRequest(SamplingFields):
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    """False: no more than one call."""
+    """False allows at most one call."""
     chat_template_kwargs: TemplateSwitches | None = None
     """Variables of the model's chat template, such as `enable_thinking`."""
     reasoning_effort: Name | None = None
-    """As `chat_template_kwargs` would set it; `none` turns `enable_thinking` off besides."""
+    """Sets the variable of `chat_template_kwargs` of this name; `none` also sets `enable_thinking` to false."""
     verbosity: Name | None = None
-    """As `chat_template_kwargs` would set it."""
+    """Sets the variable of `chat_template_kwargs` of this name."""
     continue_final_message: bool | None = None
-    """The answer goes on with the last message, whose turn is left open."""
+    """The answer continues the last message, whose turn is left open."""
     add_generation_prompt: bool | None = None
-    """False: nobody's turn is opened for the answer; so it is with `continue_final_message`, too."""
+    """False: no turn is opened for the answer. The same holds with `continue_final_message`."""
     include_reasoning: bool | None = None
-    """False leaves the reasoning out of the answer."""
+    """False omits the reasoning from the answer."""
 
     def switches(self) -> dict[str, Any]:
-        """Variables of the chat template; those that are named as such go before the others."""
+        """Variables of the chat template. `chat_template_kwargs` takes precedence over the other fields."""
         efforts = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         said: dict[str, Any] = {name: value for name, value in efforts.items() if value is not None}
         if self.reasoning_effort == "none":
@@ -370,7 +374,7 @@ def parse(schema: type[SchemaT], body: object) -> SchemaT:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "content")` as `messages[0].content`."""
+    """Format a field's location: `("messages", 0, "content")` becomes `messages[0].content`."""
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
     return path.removeprefix(".")
 
@@ -380,6 +384,6 @@ def _refuse_unsupported(body: dict[Any, object], schema: type[_Schema]) -> None:
         value = body.get(name)
         if value is None or name in schema.model_fields:
             continue
-        if not any(value == each and type(value) is type(each) for each in harmless):  # True is no 1
+        if not any(value == each and type(value) is type(each) for each in harmless):  # 1 == True
             why = _WHY_UNSUPPORTED.get(name, "")
             raise invalid(name, f"{name} is not supported{why}", code="unsupported_parameter")

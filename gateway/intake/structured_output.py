@@ -1,6 +1,7 @@
-"""What an answer must follow: JSON schemas, regular expressions, choices and grammars, as one grammar for the workers.
+"""Structured output: JSON schemas, regular expressions, choices and grammars, each compiled into one grammar for
+workers.
 
-OpenAI's `response_format`, and vLLM's `guided_*` and `structured_outputs`, which say the same in other words.
+The constraint comes from OpenAI's `response_format`, or from vLLM's equivalent `guided_*` and `structured_outputs`.
 """
 
 from __future__ import annotations
@@ -26,30 +27,33 @@ from gateway.text.tokenizer import ModelTokenizer
 from gateway.web.http_errors import ApiError, invalid
 
 COMPILE_TIMEOUT_S = 2.0
-"""What takes longer to check may come back; the library's own bounds, which are no seconds, say what is refused."""
+"""Time limit of a check. A client whose check exceeds it may retry; the library's own bounds, which do not depend on
+time, decide what is refused."""
 MAX_WAIT_S = 5.0
-"""For a thread. Who waits in vain may come back."""
+"""Longest wait for a thread; after it the client may retry."""
 MAX_WAITING = 64
-"""Requests at once."""
+"""Most requests that wait for a thread at once."""
 _BUSY = "too many grammars and schemas are being checked"
 _WHITESPACE = r"( |\n {0,32})"
-"""Between the parts of a JSON text, or nothing: compact or indented, but not endless, as some models would have it."""
+"""White space between the parts of a JSON text: none, or enough to indent it. It is bounded, because some models would
+generate white space without end."""
 _ESCAPES = 'nrbtf\\"'
-"""In JSON's strings. None by number: each name is written in one way, so those that are taken are told from others."""
+"""Escapes allowed in JSON strings. Numeric escapes are excluded, so that each name has one spelling and names that are
+already used can be told from others."""
 _MAX_ERROR_CHARS = 500
 _THREADS = DaemonThreads(2, "grammar")
-"""Its own, so that what takes long delays nobody's tokens."""
+"""Threads of this module only, so that long checks delay no other request's tokens."""
 _BYTES = LLTokenizer("byte")
-"""Enough to see whether a grammar can be followed."""
+"""Sufficient to check whether a grammar can be followed."""
 _NAMES_TOKENS = re.compile("unknown special token|Token range")
-"""Errors of what the model's own tokenizer is needed for."""
+"""Errors that only the model's own tokenizer could avoid."""
 _INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
 _num_waiting = 0
 _ANY_OBJECT = '{"type": "object"}'
 
 
 async def grammar_of(form: SamplingFields, tokenizer: ModelTokenizer | None = None) -> str | None:
-    """The grammar of an answer to `form`, followed a little way with tokens of `tokenizer`; None if it is free.
+    """The grammar of an answer to `form`, tried for a few steps with tokens of `tokenizer`; None if unconstrained.
 
     Raises `ApiError`: a 400 that names the field, or a 429.
     """
@@ -66,7 +70,7 @@ async def grammar_of(form: SamplingFields, tokenizer: ModelTokenizer | None = No
 
 
 def refuse_contradictions(form: SamplingFields, param: str) -> None:
-    """Refuse what else would say where an answer ends, beside the field that has a grammar."""
+    """Raise `ApiError`, a 400, for fields that contradict a grammar about where an answer may end."""
     if form.min_tokens:
         raise invalid("min_tokens", f"min_tokens does not go together with {param}, which says where an answer may end")
     if form.ignore_eos:
@@ -76,7 +80,8 @@ def refuse_contradictions(form: SamplingFields, param: str) -> None:
 async def checked(
     param: str, compile_it: Callable[[], tuple[str, str]], tokenizer: ModelTokenizer | None = None
 ) -> str:
-    """The grammar that comes of `compile_it`, which says what is wrong besides. Raises `ApiError`."""
+    """The grammar that `compile_it` returns with an error message or "". Raises `ApiError` for an error, or if it takes
+    too long."""
 
     def work() -> tuple[str, str]:
         grammar, error = compile_it()
@@ -95,7 +100,8 @@ async def checked(
 
 
 async def _begun(compile_it: Callable[[], tuple[str, str]]) -> asyncio.Future[tuple[str, str]]:
-    """What a thread of this module's will have made, from when it has begun. Raises `ApiError`, a 429."""
+    """Submit work to a thread of this module, and return its future once it has begun. Raises `ApiError`, a 429, after
+    `MAX_WAIT_S`, or if `MAX_WAITING` requests wait already."""
     global _num_waiting
     busy = ApiError(429, _BUSY, code=Cause.CAPACITY)
     if _num_waiting >= MAX_WAITING:
@@ -122,7 +128,7 @@ async def _begun(compile_it: Callable[[], tuple[str, str]]) -> asyncio.Future[tu
 
 
 def _wanted(form: SamplingFields) -> list[tuple[str, str, str]]:
-    """(field, kind of grammar, its text) of all that the form asks for."""
+    """(field, kind of grammar, its text) for each constraint in the form."""
     wanted = []
     given = form.response_format
     if given is not None and given.type == "json_object":
@@ -153,25 +159,25 @@ def _wanted(form: SamplingFields) -> list[tuple[str, str, str]]:
 
 @functools.lru_cache(maxsize=32)
 def compile_grammar(kind: str, text: str) -> tuple[str, str]:
-    """The grammar of a text ("json_schema", "regex", "choice" or "grammar"), and what is wrong with it, or nothing."""
+    """The grammar of a text, and an error message or "". `kind` is "json_schema", "regex", "choice" or "grammar"."""
     return guarded(lambda: _compile(kind, text))
 
 
 def guarded(compile_it: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """A grammar and what is wrong with it, where the library may also raise that."""
+    """Call `compile_it`; turn exceptions of the library into the error message that it returns."""
     try:
         return compile_it()
     except (ValueError, RecursionError) as error:
         return "", str(error)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of the library; it has no name that could be imported
+        if type(error).__name__ != "PanicException":  # the library's exception, which cannot be imported
             raise
         return "", "it cannot be checked"
 
 
 def _compile(kind: str, text: str) -> tuple[str, str]:
     if kind == "choice":
-        # JSON leaves U+007F as it is, and the library does not take it so.
+        # JSON does not escape U+007F, but the library requires it escaped.
         names = [json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f") for each in json.loads(text)]
         grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(names))
     elif kind == "json_schema":
@@ -187,14 +193,14 @@ def _compile(kind: str, text: str) -> tuple[str, str]:
 
 
 def json_grammar(schema: str) -> str:
-    """The grammar of a JSON schema, itself a JSON object. Raises `ValueError`."""
+    """The grammar of a JSON schema, which must be an object. Raises `ValueError`."""
     parsed = json.loads(schema)
     if not isinstance(parsed, dict):
         raise ValueError("a schema is a JSON object")
     refuse_unenforceable(parsed)
     return LLMatcher.grammar_from_json_schema(
         schema,
-        overrides={  # of what a schema may say under `x-guidance`: all of it
+        overrides={  # every option that a schema could set under `x-guidance`
             "whitespace_pattern": _WHITESPACE,
             "item_separator": ",",
             "key_separator": ":",
@@ -207,7 +213,7 @@ def json_grammar(schema: str) -> str:
 
 
 def validated(grammar: str) -> tuple[str, str]:
-    """A grammar, and what is wrong with it, or nothing."""
+    """The grammar, and an error message or ""."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         return "", f"{len(grammar)} characters as a grammar, at most {MAX_GRAMMAR_CHARS}"
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=grammar_limits())
@@ -215,10 +221,11 @@ def validated(grammar: str) -> tuple[str, str]:
 
 
 def _beginning_error(grammar: str) -> str:
-    """What keeps a text from following a grammar, at its beginning and after all that is given there; or nothing."""
+    """Why no text can follow the grammar, checked at its beginning and after all that it forces there; "" if one
+    can."""
     matcher = LLMatcher(_BYTES, grammar, log_level=0, limits=grammar_limits())
     if _NAMES_TOKENS.search(matcher.get_error()):
-        return ""  # workers know them
+        return ""  # the grammar names tokens of the model, which workers know
     matcher.compute_bitmask()
     matcher.consume_tokens(matcher.compute_ff_tokens())
     matcher.compute_bitmask()

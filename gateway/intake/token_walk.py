@@ -1,7 +1,7 @@
-"""Whether a text of a model's tokens can follow a grammar: as workers follow it, but with a share of the tokens.
+"""Checks whether tokens of the model can follow a grammar, as workers do it, but with a sample of the vocabulary.
 
-What a grammar costs shows only with tokens of several characters: each is a text that is tried. With fewer of them it
-costs less, so what is too much here is too much for any worker.
+A grammar's cost shows only with tokens of several characters, because each token is a text to try. Fewer tokens cost
+less, so a grammar that is too expensive here is too expensive for every worker.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from common.runtime.grammar_limits import exceeded, grammar_limits
 from gateway.text.tokenizer import ModelTokenizer
 
 _MAX_TOKENS: Final = 4096
-"""Of the vocabulary, evenly spread, beside each byte."""
+"""Most tokens in the sample, spread evenly over the vocabulary, in addition to the 256 single bytes."""
 _NUM_STEPS: Final = 8
 """Tokens that are drawn, one after the other."""
 _END: Final = 256
 
 
 class _Share:
-    """What the library wants to know of a tokenizer."""
+    """The tokenizer interface that the grammar library expects, for a sample of the vocabulary."""
 
     eos_token_id = _END
     bos_token_id = None
@@ -38,10 +38,10 @@ class _Share:
 
 @functools.lru_cache(maxsize=32)
 def token_error(grammar: str, tokenizer: ModelTokenizer) -> str:
-    """What keeps a text of tokens from following `grammar` at its beginning, on one way that is drawn; or nothing."""
+    """Why a text of tokens cannot follow `grammar`, tried along one random path from its beginning; "" if it can."""
     matcher = LLMatcher(_tokens(tokenizer), grammar, log_level=0, limits=grammar_limits())
     if matcher.is_error():
-        return ""  # the model's own tokens are named: workers know them
+        return ""  # the grammar names tokens of the model, which workers know
     draw = random.Random(0)
     for _ in range(_NUM_STEPS):
         mask = matcher.compute_bitmask()

@@ -1,10 +1,10 @@
-"""What an answer must follow where the model has to call a function: a grammar that writes calls in its own format.
+"""The grammar of an answer that must call a function, or may; it writes calls in the model's own format.
 
-    answer      [reasoning] (calls | what `response_format` or the like asks for)
-    reasoning   what the model thinks first, free text up to the tag that closes it
-    calls       each of one of the functions, with arguments that follow the schema of its parameters
+    answer      [reasoning] (calls | what `response_format` or an equivalent field asks for)
+    reasoning   free text up to the closing tag
+    calls       calls of the given functions, with arguments that follow the schema of their parameters
 
-Tags that are tokens of their own are named by their ids: whether a tokenizer calls them special does not matter then.
+Tags that are single tokens are named by their ids, so it does not matter whether the tokenizer marks them as special.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from gateway.text.tool_parsers import HermesParser, MistralParser
 from gateway.web.http_errors import invalid
 
 _THOUGHT: Final = r"THOUGHT: /(?s:.*)/ & ~/(?s:.*)<\/think>(?s:.*)/"
-"""Anything that does not close the reasoning."""
+"""Any text that does not close the reasoning."""
 _GAP: Final = r"GAP: /\n{0,2}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerGrammar:
-    """What the parts of an answer are. Equal ones have the same grammar."""
+    """The parts of an answer. Equal specifications have the same grammar."""
 
     functions: tuple[tuple[str, str], ...] = ()
-    """Name, and the schema of the parameters as JSON, of each that may be called."""
+    """Name of each function that may be called, and the JSON schema of its parameters."""
     tool_format: ToolFormat | None = None
     several: bool = False
-    """Whether there may be more calls than one."""
+    """Whether more than one call is allowed."""
     answer: str | None = None
-    """A grammar to follow instead of calling anything."""
+    """The grammar of an answer without calls; None if a call is required."""
     reasons: bool = False
     """Whether the model may reason first."""
     opened: bool = False
-    """The prompt has opened the reasoning: it must be closed."""
+    """Whether the prompt has opened the reasoning, which must then be closed."""
     tags: tuple[tuple[str, int], ...] = ()
-    """Tags that are tokens."""
+    """Tags that are single tokens, with their ids."""
     named_calls: bool = False
-    """Mistral's: each call is a name, and `[ARGS]` before its arguments."""
+    """Mistral's format with names: each call is a name, then `[ARGS]` and its arguments."""
     call_ids: bool = False
-    """Mistral's: and an id after the name."""
+    """Mistral's format with ids: each call also has an id after its name."""
 
 
 async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str | None:
-    """The grammar of an answer to `form`, whose messages are `prompt`; None if it is free.
+    """The grammar of an answer to `form`, whose conversation was rendered as `prompt`; None if unconstrained.
 
     Raises `ApiError`: a 400 that names the field at fault, or a 429.
     """
@@ -93,12 +93,12 @@ async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str 
 
 @functools.lru_cache(maxsize=32)
 def compile_answer(spec: AnswerGrammar) -> tuple[str, str]:
-    """The grammar of an answer, and what is wrong with it, or nothing."""
+    """The grammar of an answer, and an error message or ""."""
     return guarded(lambda: validated(_compose(spec)))
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """What the arguments of a call must follow: without a schema there are none."""
+    """The schema of a call's arguments. A function without parameters takes none."""
     parameters = tool.function.parameters
     if parameters is None:
         return {"type": "object", "additionalProperties": False}
@@ -127,7 +127,7 @@ def _compose(spec: AnswerGrammar) -> str:
 
 
 def _arguments(schema: str) -> str:
-    """Their grammar, which is checked by itself too: no call has to begin with it."""
+    """The grammar of a call's arguments, checked by itself, because the check of the whole grammar may not reach it."""
     grammar, error = validated(json_grammar(schema))
     if error:
         raise ValueError(error)
@@ -135,7 +135,7 @@ def _arguments(schema: str) -> str:
 
 
 def _named(name: str, grammar: str) -> dict[str, Any]:
-    """One grammar as a part of another, which refers to it by this name."""
+    """A grammar as a named part of another one, which refers to it by `name`."""
     part = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
     return part | {"name": name}
 
@@ -156,7 +156,7 @@ def _hermes(spec: AnswerGrammar) -> list[str]:
 
 
 def _llama3(spec: AnswerGrammar) -> list[str]:
-    """One call: these models' templates take no more in one message."""
+    """One call only: the templates of these models allow no more in one message."""
     return ["calls: object", _objects(spec, "parameters")]
 
 
@@ -172,7 +172,7 @@ def _mistral(spec: AnswerGrammar) -> list[str]:
 
 
 def _objects(spec: AnswerGrammar, arguments: str) -> str:
-    """The rule of a call as an object."""
+    """The rule of a call written as a JSON object."""
     calls = []
     for i, (name, _) in enumerate(spec.functions):
         head = json.dumps(f'{{"name": "{name}", "{arguments}": ')
@@ -190,4 +190,4 @@ _RULES: Final[Mapping[ToolFormat, Callable[[AnswerGrammar], list[str]]]] = {
     "llama3": _llama3,
     "mistral": _mistral,
 }
-"""What writes the rule `calls`, and those that it needs."""
+"""Writers of the rule `calls` and of the rules that it needs, by format."""

@@ -1,4 +1,4 @@
-"""Functions that a model may call, as clients send them, checked for form; and calls that it has made before."""
+"""Schemas of functions that a model may call, and of calls in earlier messages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gateway.web.http_errors import invalid
 MAX_TOOLS: Final = 128
 """Most functions of one request, and most calls of one message."""
 MAX_PARAMETERS_CHARS: Final = 2**16
-"""Longest JSON schema of one function's parameters."""
+"""Longest JSON schema of one function's parameters, in characters."""
 MAX_TOOLS_CHARS: Final = 2**18
-"""Longest JSON of all functions of one request."""
+"""Longest JSON of all functions of one request, in characters."""
 MAX_SWITCHES: Final = 32
 MAX_SWITCHES_CHARS: Final = 2**14
-"""Longest JSON of `chat_template_kwargs`."""
+"""Longest JSON of `chat_template_kwargs`, in characters."""
 
 
 def _json_chars(value: object) -> int:
-    """Length of a value as JSON; whoever writes it again later can do so."""
+    """Length of a value as JSON, in characters. Refuses a value that cannot be written as JSON text."""
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()
@@ -51,7 +51,7 @@ def _switches(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: object) -> dict[str, Any] | str:
-    """What chat templates expect: an object, where the text is the JSON of one."""
+    """Arguments as chat templates expect them: an object if the text is the JSON of one, else the text."""
     if not isinstance(value, str):
         raise PydanticCustomError("arguments", "must be a string, the JSON of an object")
     try:
@@ -71,13 +71,13 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(_Schema):
-    """What a function is called, does and takes."""
+    """A function's name, description and parameters."""
 
     name: FunctionName
     description: str | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = None
     strict: bool | None = None
-    """Accepted: arguments follow the schema wherever a call is enforced, and nowhere else."""
+    """Has no effect: arguments follow the schema whenever a call is enforced, and only then."""
 
 
 class Tool(_Schema):
@@ -100,27 +100,27 @@ def _tools(tools: list[Tool]) -> list[Tool]:
 
 
 class NamedFunction(_Schema):
-    """A function, named."""
+    """A function, referred to by its name."""
 
     name: FunctionName
 
 
 class NamedToolChoice(_Schema):
-    """The one function that is to be called."""
+    """The one function that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(_Schema):
-    """Those of `tools` that may be called, and whether one must be."""
+    """The functions of `tools` that may be called, and whether a call is required."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedToolChoice(_Schema):
-    """As if there were only these functions."""
+    """Acts as if the request had only these functions."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -162,7 +162,7 @@ TemplateSwitches: TypeAlias = Annotated[dict[str, Any], AfterValidator(_switches
 
 
 class FunctionCall(_Schema):
-    """What was called, and with what."""
+    """The name of a called function and its arguments."""
 
     name: FunctionName
     arguments: Annotated[dict[str, Any] | str, PlainValidator(_arguments, json_schema_input_type=str)]
@@ -195,9 +195,9 @@ class WithTools(Protocol):
 
 
 def usable_tools(form: WithTools) -> Sequence[Tool]:
-    """The functions that the model is told of: none where it may call none.
+    """The functions that the model is told about; none if it may not call any.
 
-    Raises `ApiError`, a 400, where a call is wanted and there is nothing to choose from.
+    Raises `ApiError`, a 400, if `tool_choice` requires functions that the request does not have.
     """
     tools, choice = form.tools or (), form.tool_choice
     if choice in (None, "auto"):
@@ -214,7 +214,7 @@ def usable_tools(form: WithTools) -> Sequence[Tool]:
 
 
 def forced_tools(form: WithTools) -> Sequence[Tool]:
-    """The functions of which the model must call one; none where it need not call any."""
+    """The functions of which the model must call one; empty if no call is required."""
     choice = form.tool_choice
     if isinstance(choice, NamedToolChoice):
         return [tool for tool in form.tools or () if tool.function.name == choice.function.name]
@@ -223,7 +223,7 @@ def forced_tools(form: WithTools) -> Sequence[Tool]:
 
 
 def _names(choice: str | NamedToolChoice | AllowedToolChoice | None) -> frozenset[str]:
-    """Those that a choice names."""
+    """The function names in a `tool_choice`."""
     match choice:
         case NamedToolChoice():
             return frozenset({choice.function.name})

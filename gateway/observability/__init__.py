@@ -1,1 +1,1 @@
-"""What is told of requests: metrics, a log line for each event, traces, and the last minutes for the dashboard."""
+"""Observability of requests: metrics, a log line for each event, traces, and the last minutes for the dashboard."""

@@ -26,7 +26,7 @@ _TOKEN_BUCKETS_S: Final = (
 
 
 class GatewayMetrics:
-    """Counts and latencies of one gateway. `registry` is its own and takes other parts' metrics too."""
+    """Counts and latencies of one gateway. Other parts register their metrics in `registry` too."""
 
     def __init__(self, model_name: str) -> None:
         self.registry: Final = CollectorRegistry()
@@ -79,7 +79,7 @@ class GatewayMetrics:
             ["cause"],
             registry=self.registry,
         )
-        for cause in Cause:  # what starts at one has not risen, as Prometheus sees it
+        for cause in Cause:  # Prometheus sees no increase in a counter that first appears as 1
             self._failed.labels(cause)
         self.stages = StageMetrics(self.registry, model_name)
         self.sizes = SizeMetrics(self.registry, model_name)
@@ -121,30 +121,31 @@ class GatewayMetrics:
         self._failed.labels(cause).inc()
 
     def limited(self, key: str, reason: str) -> None:
-        """Count a request that a limit of an API key refused; `key` is its name, which the operator has chosen."""
+        """Count a request that a limit of an API key refused; `key` is the key's name, which the operator has
+        chosen."""
         self._limited.labels(key, reason).inc()
 
     def connection_refused(self, reason: str) -> None:
-        """Count a connection that was not let in, or was ended."""
+        """Count a connection that was refused or closed, by reason."""
         self._connections_refused.labels(reason).inc()
 
     def reloaded(self, file: str, good: bool) -> None:
-        """Count a reading of a file that has changed, and whether what it holds is in force now."""
+        """Count an attempt to read a changed file again, and record whether its content is now in force (`good`)."""
         self._files_reloaded.labels(file, "ok" if good else "refused").inc()
         self._file_refused.labels(file).set(not good)
 
     def finished(self, reason: str) -> None:
-        """Count a choice that finished."""
+        """Count a choice that finished, by reason."""
         self._success.labels(self._model_name, reason).inc()
 
     def called(self, tally: CallTally) -> None:
-        """Count a choice's calls of functions."""
+        """Count the function calls of a choice."""
         self._tool_calls.labels("complete").inc(tally.complete)
         self._tool_calls.labels("cut").inc(tally.cut)
         self._tool_calls.labels("malformed").inc(tally.malformed)
 
     def exposition(self) -> bytes:
-        """All metrics of `registry`, in Prometheus' text format."""
+        """All metrics of `registry` in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -156,7 +157,7 @@ class GatewayMetrics:
 
 
 class RequestStopwatch:
-    """Derives one request's latencies from the arrival of its pieces."""
+    """Derives the latencies of one request from the arrival times of its pieces."""
 
     def __init__(
         self,
@@ -166,8 +167,8 @@ class RequestStopwatch:
         target: Target = Target(),  # noqa: B008 (frozen)
         life: RequestLife | None = None,
     ) -> None:
-        """`arrived_s` is a reading of the clock that `observe` gets; a request that meets `target` is goodput.
-        `life` is told of the same events."""
+        """`arrived_s` is the arrival time, on the clock of `now_s` in the other methods. A request that meets `target`
+        counts as goodput. `life` receives the same events."""
         self.life = life
         self._metrics = metrics
         self._arrived_s = arrived_s
@@ -178,7 +179,7 @@ class RequestStopwatch:
         self._last_s: dict[int, float] = {}
         self._num_tokens: dict[int, int] = {}
         self.num_reasoning_tokens = 0
-        """Of those generated so far, the ones that are known to be reasoning."""
+        """Tokens generated so far that are known to be reasoning."""
 
     @property
     def num_tokens(self) -> int:
@@ -186,7 +187,7 @@ class RequestStopwatch:
         return sum(self._num_tokens.values())
 
     def observe(self, piece: Piece, now_s: float) -> None:
-        """Take note of a piece that has just arrived."""
+        """Record a piece that has just arrived."""
         if piece.num_tokens:
             self._observe_tokens(piece, now_s)
         self.num_reasoning_tokens += piece.num_reasoning_tokens
@@ -203,7 +204,7 @@ class RequestStopwatch:
                 self._met = self._met and elapsed_s / num_gaps <= self._target.itl_s
 
     def finish(self, now_s: float) -> None:
-        """Every choice has ended."""
+        """Record that every choice has ended."""
         self._metrics.request_latency.observe(now_s - self._arrived_s)
         self._metrics.recent.finished(now_s, met=self._met)
         if self.life is not None:
@@ -211,7 +212,7 @@ class RequestStopwatch:
             self._metrics.sizes.observe(self.life.job, self._num_tokens)
 
     def fail(self, cause: Cause, message: str, now_s: float) -> None:
-        """The request ends otherwise."""
+        """Record that the request ended without finishing."""
         self._metrics.failed(cause)
         if self.life is not None:
             self.life.failed(cause, message, self.num_tokens, now_s)

@@ -1,7 +1,7 @@
-"""What the last five minutes were like: counts and latencies in a ring of short slots, for the dashboard.
+"""Counts and latencies of the last five minutes, in a ring of short slots, for the dashboard.
 
-Pure: whoever tells it something tells it the time, too. What a token costs here is one look at the newest slot and an
-increment or two; percentiles are computed when somebody asks.
+Pure: the time is an argument of each call. Each event costs a look at the newest slot and one or two increments;
+percentiles are computed only on request.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 SLOT_S: Final = 2.0
-"""Seconds of a slot."""
+"""Seconds in a slot."""
 NUM_SLOTS: Final = 150
-"""Slots that are remembered: five minutes."""
+"""Slots kept: five minutes."""
 SUMMARY_SLOTS: Final = 15
-"""Slots that the summary is over, the one under way included."""
+"""Slots in the summary, the current one included."""
 _PER_DOUBLING: Final = 4
-"""Buckets from a duration to its double: a percentile is off by less than a fifth."""
+"""Buckets from a duration to its double; the error of a percentile is below one fifth."""
 _EDGES_S: Final[tuple[float, ...]] = tuple(
     2.0 ** (-12 + step / _PER_DOUBLING) for step in range(22 * _PER_DOUBLING + 1)
 )
-"""Bucket `i` holds durations of [edge `i - 1`, edge `i`), from 0.24 ms to 1024 s; the first and the last are open."""
+"""Bucket `i` holds durations in [edge `i - 1`, edge `i`), from 0.24 ms to 1024 s; the first and last are unbounded."""
 
 
 def _buckets() -> list[int]:
@@ -32,62 +32,62 @@ def _buckets() -> list[int]:
 
 @dataclass(slots=True)
 class Slot:
-    """What happened in `SLOT_S` seconds."""
+    """Events of `SLOT_S` seconds."""
 
     number: int
     """Slots since the clock's zero."""
     finished: int = 0
     met: int = 0
-    """Of the finished ones, those that met their tier's targets."""
+    """Finished requests that met their tier's targets."""
     refused: int = 0
     failed: int = 0
     output_tokens: int = 0
     ttft: list[int] = field(default_factory=_buckets)
-    """Requests that got their first token, by bucket of how long that took."""
+    """Requests with a first token, by bucket of their TTFT."""
     itl: list[int] = field(default_factory=_buckets)
-    """Gaps between tokens, by bucket."""
+    """Gaps between tokens, by bucket of their length."""
 
 
 class Recent:
-    """Requests and latencies of the last five minutes. A reading of the clock that is older than the newest slot
-    counts there."""
+    """Requests and latencies of the last five minutes. An event older than the newest slot counts in the newest
+    slot."""
 
     def __init__(self) -> None:
         self._slots: deque[Slot] = deque(maxlen=NUM_SLOTS)
 
     def first_token(self, ttft_s: float, now_s: float) -> None:
-        """A request has got its first token."""
+        """Record a request's first token."""
         self._slot(now_s).ttft[bisect_right(_EDGES_S, ttft_s)] += 1
 
     def tokens(self, num_tokens: int, gap_s: float | None, now_s: float) -> None:
-        """Tokens have come, `gap_s` after the last ones of their choice, if there were any."""
+        """Record new tokens, `gap_s` after the previous ones of their choice; None for a choice's first tokens."""
         slot = self._slot(now_s)
         slot.output_tokens += num_tokens
         if gap_s is not None:
             slot.itl[bisect_right(_EDGES_S, gap_s)] += 1
 
     def finished(self, now_s: float, *, met: bool) -> None:
-        """A request has got everything; whether within its tier's targets."""
+        """Record a request that finished. `met`: within its tier's targets."""
         slot = self._slot(now_s)
         slot.finished += 1
         slot.met += met
 
     def refused(self, now_s: float) -> None:
-        """A request was turned away, to come again later."""
+        """Record a request that was refused and may be retried later."""
         self._slot(now_s).refused += 1
 
     def failed(self, now_s: float) -> None:
-        """A request was accepted and got an error."""
+        """Record a request that was accepted and ended with an error."""
         self._slot(now_s).failed += 1
 
     def slots(self, now_s: float, last: int = NUM_SLOTS) -> dict[str, object]:
-        """The `last` slots in which anything happened, the one under way included; JSON values only."""
+        """The `last` slots, the current one included, without those that have no event. JSON values only."""
         current = _number(now_s)
         shown = [_describe(slot) for slot in self._since(current - last)]
         return {"slot_s": SLOT_S, "num_slots": NUM_SLOTS, "current": current, "slots": shown}
 
     def summary(self, now_s: float) -> dict[str, object]:
-        """The last half minute; JSON values only."""
+        """Rates and latencies of the last half minute. JSON values only."""
         current = _number(now_s)
         slots = self._since(current - SUMMARY_SLOTS)
         over_s = max(now_s - (current - SUMMARY_SLOTS + 1) * SLOT_S, SLOT_S)
@@ -115,12 +115,12 @@ class Recent:
         return slots[-1]
 
     def _since(self, number: int) -> list[Slot]:
-        """Slots later than `number`."""
+        """Slots after slot number `number`."""
         return [slot for slot in self._slots if slot.number > number]
 
 
 def percentile(buckets: list[int], share: float) -> float | None:
-    """The duration in seconds below which `share` of what is in the buckets lies; None without anything in them."""
+    """The duration in seconds below which a fraction `share` of the buckets' counts lies; None if all are empty."""
     rank = share * sum(buckets)
     if rank == 0:
         return None
@@ -160,5 +160,5 @@ def _number(now_s: float) -> int:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Four digits are more than a plot shows."""
+    """The value rounded to four digits, which is more than a plot shows."""
     return None if value is None else float(f"{value:.4g}")

@@ -1,5 +1,5 @@
-"""One generating HTTP request as its operator sees it: a line of the log for each event, and at the end an account of
-its time, for metrics, traces, the log and, on request, the client. Counts and durations: never text."""
+"""One generating HTTP request as its operator sees it: a log line for each event, and at the end an account of its
+time for metrics, traces, the log and, on request, the client. Counts and durations only, never text."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from gateway.serving.waterfall import Waterfall
 from gateway.web.request_ids import ACCEPTED, REQUEST_ID
 
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
-"""W3C Trace Context: of which trace a request is a part."""
+"""W3C Trace Context headers, which name the trace that a request belongs to."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class Traces(Protocol):
-    """Where requests that have ended are told as spans."""
+    """A receiver of ended requests, which it records as spans."""
 
     def record(self, life: RequestLife) -> None:
-        """Never raises."""
+        """Record an ended request. Never raises."""
 
 
 class RequestLife:
-    """From when it is known to be valid, to its end. `now` is the gateway's monotonic clock."""
+    """One request, from its validation to its end. `now` is a reading of the gateway's monotonic clock in seconds."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RequestLife:
         metrics: StageMetrics,
         traces: Traces | None = None,
     ) -> None:
-        """It will be generated; `arrived_at` is when it had arrived."""
+        """The request is valid and will be generated. `arrived_at` is its arrival time, on the clock of `now`."""
         request[ACCEPTED] = True
         self._metrics = metrics
         self._traces = traces
@@ -61,19 +61,19 @@ class RequestLife:
             name: request.headers[name] for name in TRACE_HEADERS if name in request.headers
         }
         self.num_tokens = 0
-        """Generated, over all choices."""
+        """Tokens generated, over all choices."""
         self.finish_reasons: list[str] = []
         self.cause: Cause | None = None
-        """Why it did not finish."""
+        """Why the request did not finish; None if it did, or has not ended."""
         self.waterfall = Waterfall()
-        """Of the generation that ended last, once all have."""
+        """Once the request has ended: the waterfall of the generation whose last token came latest."""
         for generation in job.generations:
             generation.waterfall.arrived(self.heading.id, arrived_at)
         self._accepted()
 
     @property
     def ttft_s(self) -> float | None:
-        """Arrival to first token."""
+        """Seconds from arrival to first token; None before it."""
         return None if self._first_token_at is None else self._first_token_at - self._arrived_at
 
     def _accepted(self) -> None:
@@ -93,13 +93,13 @@ class RequestLife:
         )
 
     def first_token(self, now: float) -> None:
-        """The first of its tokens is about to go to the client."""
+        """Record that the request's first token is about to be sent to the client."""
         self._first_token_at = now
         ttft_ms = _ms(1e9 * (now - self._arrived_at))
         self._log(logging.INFO, "first_token", f"after {ttft_ms:.1f} ms", ttft_ms=ttft_ms)
 
     def finished(self, num_tokens: int, now: float) -> None:
-        """The client has all of it."""
+        """Record that the request has finished."""
         self._end(num_tokens, now, finished=True)
         self._metrics.observe(self.waterfall)
         spent = ", ".join(f"{stage} {duration / 1e6:.1f}" for stage, duration in self.waterfall.stages_ns().items())
@@ -113,7 +113,7 @@ class RequestLife:
         )
 
     def failed(self, cause: Cause, message: str, num_tokens: int, now: float) -> None:
-        """It ends without that; inert after an end."""
+        """Record that the request ended without finishing; inert after an end."""
         if self._over:
             return
         self.cause = cause
@@ -134,7 +134,8 @@ class RequestLife:
         )
 
     def timings(self) -> dict[str, Any]:
-        """The account of its time, in milliseconds; the stages add up to `e2e_ms`. To be asked for after the end."""
+        """The account of the request's time in milliseconds; the stages add up to `e2e_ms`. Valid after the end
+        only."""
         waterfall, pulls = self.waterfall, self.waterfall.pulls
         timings: dict[str, Any] = {
             "e2e_ms": _ms(waterfall.e2e_ns),

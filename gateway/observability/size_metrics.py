@@ -1,4 +1,4 @@
-"""How large the requests are that finish, by the `vllm:*` names that dashboards know."""
+"""Sizes of finished requests, under the `vllm:*` names that dashboards know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHOICE_BUCKETS: Final = (1, 2, 5, 10, 20)
 
 
 class SizeMetrics:
-    """Of one gateway. Each prompt of a request counts as one."""
+    """Size histograms of one gateway. Each prompt of a request counts as one request."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def histogram(name: str, text: str, buckets: tuple[int, ...] = _TOKEN_BUCKETS) -> Histogram:
@@ -28,7 +28,7 @@ class SizeMetrics:
         self._max_tokens = histogram("params_max_tokens", "Most tokens that each choice may have.")
 
     def observe(self, job: Job, num_tokens: Mapping[int, int]) -> None:
-        """A request has finished, with so many tokens of each choice."""
+        """Record a finished request. `num_tokens` maps each choice to its number of generated tokens."""
         if job.generates_nothing:
             return
         first = 0

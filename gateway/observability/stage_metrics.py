@@ -1,4 +1,4 @@
-"""Where the time of finished requests has gone, as histograms."""
+"""Histograms of where the time of finished requests went."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BYTES_BUCKETS: Final = tuple(float(4**exponent) for exponent in range(6, 18))
 
 
 class StageMetrics:
-    """Observed once for each request, of the choice that ended last."""
+    """Stage histograms. Each request is observed once, with the stages of the choice that ended last."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def phase(name: str, text: str) -> Histogram:
@@ -56,7 +56,7 @@ class StageMetrics:
         )
 
     def observe(self, waterfall: Waterfall) -> None:
-        """A request has finished, and this is the account of its time."""
+        """Record a finished request's account of time."""
         spent = waterfall.stages_ns()
         for stage, duration in spent.items():
             self._stages[stage].observe(duration / 1e9)

@@ -1,8 +1,8 @@
-"""Requests as OpenTelemetry spans, in the semantic conventions for generative AI; without text of prompts or answers.
+"""Requests as OpenTelemetry spans, in the semantic conventions for generative AI; without prompts or answers.
 
-Imported only where a collector is named: the packages are those of the extra `otel`. A request becomes a span when it
-ends, with a child for each stage of its waterfall. A collector that fails, or is slow, costs spans and no request:
-they are sent by a thread of the SDK from a bounded queue.
+Imported only if a collector is configured, because the packages come with the extra `otel`. A request becomes a span
+when it ends, with a child span for each stage of its waterfall. A slow or failing collector costs spans, never
+requests: a thread of the SDK sends the spans from a bounded queue.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from gateway.observability.request_life import RequestLife
 _SEND_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_QUEUED = 16_384
-"""Spans that wait to be sent, those of more than a thousand requests; further ones are dropped."""
+"""Most spans waiting to be sent, enough for more than a thousand requests; further spans are dropped."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class Tracing(Collector):
-    """Tells requests to a collector (`gateway.observability.request_life.Traces`); counts what became of the spans."""
+    """Sends requests to a collector (`gateway.observability.request_life.Traces`), and counts sent and failed spans."""
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """Which requests are traced is the caller's word (`traceparent`), else that of `OTEL_TRACES_SAMPLER`."""
+        """The caller's `traceparent` decides whether a request is traced; without it, `OTEL_TRACES_SAMPLER` decides."""
         self._exporter = _Counting(exporter)
         name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "baton-gateway"}
         self._provider = TracerProvider(resource=Resource.create(name), shutdown_on_exit=False)
@@ -50,21 +50,21 @@ class Tracing(Collector):
 
     @classmethod
     def to(cls, endpoint: str) -> Tracing:
-        """Send to a collector that takes OTLP over HTTP; without a path, to the usual one."""
+        """A `Tracing` that sends OTLP over HTTP to `endpoint`; `/v1/traces` is added if that has no path."""
         url = endpoint if urlsplit(endpoint).path not in ("", "/") else endpoint.rstrip("/") + "/v1/traces"
         return cls(OTLPSpanExporter(endpoint=url, timeout=_SEND_TIMEOUT_S))
 
     def record(self, life: RequestLife) -> None:
-        """A request has ended."""
+        """Record an ended request as spans."""
         try:
             self._record(life)
-        except Exception:  # noqa: BLE001 (a trace is worth no request)
+        except Exception:  # noqa: BLE001 (a tracing error must not fail a request)
             self._num_broken += 1
             if self._num_broken == 1:
                 _LOG.exception("a request could not be traced; the next ones will be counted only")
 
     def collect(self) -> Iterable[Metric]:
-        """Prometheus metrics of this moment."""
+        """Current values of the Prometheus metrics."""
         spans = CounterMetricFamily("baton_gateway_spans", "Spans by what became of them.", labels=["result"])
         spans.add_metric(["sent"], self._exporter.num_sent)
         spans.add_metric(["failed"], self._exporter.num_failed)
@@ -77,7 +77,7 @@ class Tracing(Collector):
         yield CounterMetricFamily("baton_gateway_untraced", "Requests that could not be traced.", self._num_broken)
 
     async def close(self) -> None:
-        """Send what is left, for so long."""
+        """Send the remaining spans, for at most `_CLOSE_TIMEOUT_S`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, _CLOSE_TIMEOUT_S)
@@ -111,7 +111,7 @@ class Tracing(Collector):
 
 
 class _Counting(SpanExporter):
-    """An exporter whose failures are counted; the SDK logs them."""
+    """An exporter that counts sent and failed spans; the SDK logs the failures."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
@@ -119,7 +119,7 @@ class _Counting(SpanExporter):
         self.num_failed = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Called on the SDK's thread."""
+        """Export spans; called on the SDK's thread."""
         result = SpanExportResult.FAILURE
         try:
             result = self._exporter.export(spans)
@@ -131,11 +131,11 @@ class _Counting(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """Nothing follows."""
+        """Shut the exporter down."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Send what is buffered."""
+        """Send buffered spans."""
         return self._exporter.force_flush(timeout_millis)
 
 

@@ -1,1 +1,1 @@
-"""What operators do with the workers, on a port of its own, and what stands before it."""
+"""The operators' API on a port of its own, and its guard."""

@@ -1,7 +1,7 @@
-"""What operators do with the workers, on a port of its own: look at them, drain one, let it serve again.
+"""The operators' API, on a port of its own: list the workers, drain one, let it serve again.
 
-It must not be reachable by clients: whoever reaches it can stop the deployment. Browsers are looked at more closely
-(`admin_guard`).
+Clients must not be able to reach it, because whoever reaches it can stop the deployment. Requests from browsers are
+checked further (`admin_guard`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from gateway.routing.dispatcher import Dispatcher
 
 
 def create_admin_app(dispatcher: Dispatcher) -> web.Application:
-    """`GET /workers`, `POST /workers/{id}/drain`, `POST /workers/{id}/resume`; a worker's id is its address."""
+    """The app with `GET /workers`, `POST /workers/{id}/drain`, `POST /workers/{id}/resume`; a worker's id is its
+    address."""
     admin = _Admin(dispatcher)
     app = web.Application(middlewares=[admin_guard], client_max_size=MAX_BODY_BYTES)
     app.router.add_get("/workers", admin.workers)

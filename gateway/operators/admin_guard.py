@@ -1,9 +1,10 @@
-"""What stands before the operators' port: no web page but those that this gateway serves may use it from a browser.
+"""The guard of the operators' port: in a browser, only pages served by this gateway may use it.
 
-Whoever reaches the port may do anything, and the operator's browser reaches it. So a request that a page makes must
-come from the host that it goes to, whatever the port, and that host must be named by its address, or `localhost`: a
-foreign page has another origin, and one whose name leads here (DNS rebinding) has a name. What is no browser sends no
-`Origin`, and is let in; nor does a page that only reads from its own name, so that after a rebinding it may look.
+Whoever reaches the port may do anything, and the operator's browser reaches it. So a page's request must come from the
+same host that it is sent to, whatever the port, and that host must be an IP address or `localhost`. A foreign page has
+another origin; a page whose name resolves to this host (DNS rebinding) has a name. Clients that are not browsers send
+no `Origin` and are admitted. A page that only reads from its own origin sends none either, so after DNS rebinding it
+can still read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 @web.middleware
 async def admin_guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """To be installed in the application: refuses foreign pages, and words every error as JSON."""
+    """The middleware to install in the application: refuses foreign pages, and answers every error as JSON."""
     origin = request.headers.get("Origin")
     if origin is not None and not is_own(origin, request.headers.get("Host", "")):
         return ApiError(403, "requests of this web page are not taken", code="foreign_origin").response(1)
@@ -37,7 +38,7 @@ async def admin_guard(request: web.Request, handler: Handler) -> web.StreamRespo
 
 
 def is_own(origin: str, host: str) -> bool:
-    """Whether a page of `origin` may use what is served at `host`, the two as in the headers of these names."""
+    """Whether a page of `origin` may use the server at `host`; both are given as in the headers of these names."""
     try:
         page, here = urlsplit(origin), urlsplit(f"//{host}")
         names = page.hostname, here.hostname

@@ -1,1 +1,2 @@
-"""Which workers a request goes to, whether they would be in time for it, and the shell that carries that out."""
+"""Routing: the workers that a request goes to, whether they can serve it in time, and the dispatcher that acts on
+it."""

@@ -1,11 +1,11 @@
-"""Whether a request is let in: not if its first token would come later than its tier allows. Pure.
+"""Admission: refuse a request if its first token would come later than its tier allows. Pure.
 
-Refusing early is kinder than being late: the client can go elsewhere, or come back when it is told to, and what was
-let in is served in time. A prompt that takes long by itself is not refused for that: only waiting counts against it.
+An early refusal is better than a late answer: the client can go elsewhere or come back when told to, and admitted
+requests are served in time. A long prompt is not refused for its own length: only waiting counts against it.
 
-What is expected is not exact, and how far it is off depends on the machine and on what else runs there. So whoever was
-let in, had to wait and was late makes the share of the time allowed that may be waited for smaller, by a step; and the
-share comes back with time. (Additive decrease and increase, so that being late becomes rare, and not impossible.)
+Expected times are inexact, and their error depends on the machine and on its other load. So each admitted request that
+had to wait and was late reduces, by one step, the margin: the share of the allowed time that may be spent waiting. The
+margin grows back with time. (Additive decrease and increase: lateness becomes rare, not impossible.)
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from gateway.routing.router import Expected
 from gateway.serving.generation import Refusal
 
 _LEAST_SHARE: Final = 0.5
-"""Of its tier's limit: so long any prompt may wait, however long it takes by itself."""
+"""Share of a tier's limit that any prompt may wait, however long the prompt itself takes."""
 _LEAST_MARGIN: Final = 0.3
-"""Less leaves workers without work between two prompts, and would help nobody."""
+"""Least margin. A smaller one would leave workers idle between prompts and help nobody."""
 _MOST_MARGIN: Final = 1.0
-"""What is expected is believed until somebody is late."""
+"""Initial and largest margin: expected times are trusted until a request is late."""
 _STEP: Final = 0.1
 _STEPS_PER_S: Final = 0.07
-"""So fast the margin comes back."""
+"""Steps of margin regained per second."""
 
 
 class Admission:
-    """The limits of each tier, and how far what is expected may be believed."""
+    """The limit of each tier, and the margin by which expected times are trusted."""
 
     def __init__(self, limits_s: Mapping[Tier, float]) -> None:
-        """`limits_s` is the time within which a tier's first tokens must be expected; 0 for any time."""
+        """`limits_s` maps each tier to the most seconds that its first token may be expected to take; 0 means no
+        limit."""
         self._limits_s = limits_s
         self._margins = dict.fromkeys(Tier, _MOST_MARGIN)
         self._stepped_at = dict.fromkeys(Tier, -math.inf)
 
     def margin(self, tier: Tier, now: float) -> float:
-        """Of the time allowed: so much may be expected to be waited for."""
+        """Fraction of the allowed time that a request of this tier may be expected to wait."""
         back = _STEP * _STEPS_PER_S * max(0.0, now - self._stepped_at[tier])
         return min(_MOST_MARGIN, self._margins[tier] + back)
 
     def refusal(self, tier: Tier, expected: Expected, now: float) -> Refusal | None:
-        """Why a request of this tier is not let in, if it is not."""
+        """The refusal of a request of this tier, or None if it is admitted."""
         limit_s = self._limits_s[tier]
         wait_s = expected.wait_s
         allowed_s = self.margin(tier, now) * max(limit_s - expected.prompt_s, _LEAST_SHARE * limit_s)
@@ -58,12 +59,15 @@ class Admission:
         )
 
     def observe(self, tier: Tier, expected: Expected, ttft_s: float, now: float) -> None:
-        """One that was let in has its first token, or has left without, `ttft_s` after it came; it was expected to take
-        what `expected` says. Those who were let in before the last step say nothing new."""
+        """Record that an admitted request has its first token, or ended without one, `ttft_s` after its arrival.
+
+        `expected` is what was expected at its admission. Requests admitted before the last step are ignored, because
+        that step already covers them.
+        """
         limit_s = self._limits_s[tier]
         if not limit_s or ttft_s <= limit_s or now - ttft_s < self._stepped_at[tier]:
             return
         if expected.queue_s <= 0 or expected.prompt_s > _LEAST_SHARE * limit_s:
-            return  # it was not for waiting that it was late
+            return  # waiting is not what made it late
         self._margins[tier] = max(_LEAST_MARGIN, self.margin(tier, now) - _STEP)
         self._stepped_at[tier] = now

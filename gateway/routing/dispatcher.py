@@ -1,4 +1,4 @@
-"""The shell around flows: links to the workers, a queue for each request's client, time."""
+"""The shell around flows: links to the workers, a mailbox for each request's client, and timers."""
 
 from __future__ import annotations
 
@@ -64,44 +64,46 @@ from gateway.workers.registry import Given, Registry, WorkerView
 log = logging.getLogger(__name__)
 
 _BUDGET_GRACE_S = 1.0
-"""The workers' own deadlines come first, since they can name the state; after this the gateway gives up by itself."""
+"""Seconds after the request's budget before the gateway gives up. The workers' own deadlines come first, because
+workers can name the state."""
 _MOST_A_TURN = 8
-"""Choices for which workers are chosen in one turn of the loop, those that leave a draining one included. A prompt of
-8,000 tokens takes 0.3 ms."""
+"""Choices placed in one turn of the event loop, those that leave a draining worker included. Placing a prompt of 8,000
+tokens takes 0.3 ms."""
 _DEGRADED = "degraded: no prefill worker is usable, and decode workers compute the prompts"
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A flow and the client that waits for it."""
+    """A flow, and the client task that waits for it."""
 
     flow: Flow
     deadline: float
-    """Monotonic seconds at which its budget ends."""
+    """Monotonic seconds at which the request's budget ends."""
     block_size: int
     block_hashes: Sequence[BlockHash]
-    """Names of the prompt's full blocks, as far as a worker's cache can spare computing them."""
+    """Hashes of the full blocks of the prompt without its last token, which is computed in any case."""
     fingerprint: Fingerprint | None = None
-    """Of the workers that it began on: it goes on only with the same model."""
+    """Fingerprint of the workers that the request began on; it continues only on workers with the same one."""
     cached: Cached = field(default_factory=dict)
-    """Leading tokens of the prompt that workers had when it was last placed."""
+    """Leading prompt tokens that each worker had cached when the request was last placed."""
     given: dict[Part, Given] = field(default_factory=dict)
-    """What workers were given for it, while they have something to do for it."""
+    """Work given to workers for this request and not over yet."""
     failed_at: dict[int, float] = field(default_factory=dict)
-    """Choice → since when it has waited for its next token because an attempt failed."""
+    """Choice → when its attempt failed, until its next token."""
     delivered_at: dict[int, float] = field(default_factory=dict)
-    """Choice → when it got its last token."""
+    """Choice → when it last got tokens."""
     silence: asyncio.TimerHandle | None = None
-    """Goes off when it may have got none for too long."""
+    """Timer that checks whether the request has got no token for too long."""
     expected: Expected | None = None
-    """What it was let in for, until its first token."""
+    """Times expected when the request was admitted; None after its first token."""
     retry_after_s: int | None = None
-    """When it might be let in, should it not be."""
+    """Seconds after which the client may retry, if the request is refused."""
     mailbox: Mailbox[Delta | PromptDelta | Done | Fail] = field(default_factory=Mailbox)
-    """Bounded by the request: at most one delta for each token, of prompt and output, and one end."""
+    """Events for the client, bounded by the request: at most one delta for each prompt and output token, and one
+    end."""
 
     def about(self, event: str, key: RequestKey, **fields: object) -> dict[str, Any]:
-        """What a line of the log about an attempt says besides: `id` is what the client knows the request by."""
+        """Extra fields of a log line about an attempt. `id` is the request's id as the client knows it."""
         request_id = self.flow.generation.waterfall.request_id
         return about(event, id=request_id, request=key.request, attempt=key.attempt, **fields)
 
@@ -123,10 +125,11 @@ class Dispatcher(Collector):
         silence_s: float = math.inf,
         keys: CurveKeys | None = None,
     ) -> None:
-        """A prompt of which a decode worker has at most `local_prefill_tokens` to compute is computed there; 0 has no
-        such prompt, since the last token is never cached. Without `admission`, nothing is refused for what is expected
-        of it. A request that was let in waits up to `patience_s` while no worker is there that may take it. One that
-        gets no token for `silence_s` fails."""
+        """`local_prefill_tokens`: a decode worker computes a prompt of which it has at most so many tokens to compute.
+        With 0 there is none, because the last token is never cached. Without `admission` no request is refused because
+        of expected times. An admitted request waits up to `patience_s` while no suitable worker exists. A request that
+        gets no token for `silence_s` fails.
+        """
         self._me = me
         self._registry = registry
         self._clock = clock
@@ -143,28 +146,28 @@ class Dispatcher(Collector):
         self._links: dict[str, ControlClient] = {}
         self._open_clients: dict[_Client, None] = {}
         self._clients: dict[RequestId, _Client] = {}
-        """By each name under which workers know the request."""
+        """Request id as workers know it → client. A request may have several ids."""
         self._waiting: Waiting[_Client] = Waiting()
         """Choices that wait for workers."""
         self._impatient: dict[Want, asyncio.TimerHandle] = {}
-        """Of these, the ones for which there is no worker at all; they give up when their timers end."""
+        """Waiting choices for which no worker exists; they give up when their timers fire."""
         self._leaving: Leaving[_Client] = Leaving()
-        """Running sequences that are to leave decode workers."""
+        """Running sequences that are to leave draining decode workers."""
         self._looked_at = 0
-        """The registry's epoch when all that wait were last looked at."""
+        """The registry's epoch at the last look at all waiting choices."""
         self._looking = False
         self._left_of_turn = _MOST_A_TURN
         self._listed: dict[str, frozenset[RequestKey]] = {}
-        """What the last Hello to each worker listed: its answer judges these alone."""
+        """Worker → requests in the last Hello to it; its Welcome says which of these, and only these, it knows."""
         self._trials: dict[str, Trial] = {}
-        """What workers have said last of whose steps these are."""
+        """Worker → its last `Trial`: the suspects, if any, for which the engine computes its steps."""
         self._usable = asyncio.Event()
         self._linking: dict[asyncio.Task[None], ControlClient] = {}
         self._follows = False
-        """Whether workers are discovered: then they may be of another version for a while, and are refused."""
+        """Whether workers are discovered. Discovered workers may be of another version for a while, and are refused."""
         self._broken: asyncio.Future[None] | None = None
-        """While running. Fails, and `run` with it, with a link that ends of a bug, and when workers do not fit together
-        from the start."""
+        """Set while `run` is running. It fails, and `run` with it, if a link ends because of a bug, or if workers do
+        not fit together from the start."""
         self.num_stale_messages = 0
         """Messages about requests that had ended here."""
         self.num_duplicates = 0
@@ -172,20 +175,21 @@ class Dispatcher(Collector):
         self.num_prefix_hints = 0
         self.num_local_prefills: Counter[LocalPrefill] = Counter()
         self.num_refused: Counter[tuple[Role, Tier]] = Counter()
-        """Requests that were not let in."""
+        """Requests refused by admission, by the role that they would have waited for, and tier."""
         self.handoffs: Counter[tuple[str, str]] = Counter()
-        """Sequences that a decode worker went on with, by the addresses of who computed the prompt and its own."""
+        """Sequences that a decode worker took over, by (address of the prefill worker, its own address)."""
         self.recovery = RecoveryMetrics()
         self._degraded = False
-        """Whether a request has met the present lack of prefill workers."""
+        """Whether a request has been routed while no prefill worker was usable, and none has been usable since."""
 
     # --- the loops -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keep links to every worker until cancelled.
 
-        Raises `FingerprintMismatchError` when, before each role had a usable worker, workers turn out not to fit
-        together; a misfit that is discovered, or comes later, or while requests are served, is refused, and logged.
+        Raises `FingerprintMismatchError` if workers turn out not to fit together before each role had a usable worker.
+        A misfit that is discovered, comes later, or occurs while requests are open is logged, and the worker is
+        refused.
         """
         self._broken = asyncio.get_running_loop().create_future()
         for address in self._registry.workers:
@@ -203,8 +207,8 @@ class Dispatcher(Collector):
                 self._context.destroy(linger=100)
 
     def follow(self, role: Role, endpoints: Collection[Endpoint]) -> None:
-        """These are all workers of a role (`gateway.workers.discovery.Tell`). One that is not listed any more gets no
-        new work, and is forgotten once its session is over: what it has it may finish."""
+        """Replace the list of all workers of a role (`gateway.workers.discovery.Tell`). A worker that is no longer
+        listed gets no new work, may finish what it has, and is forgotten when its session ends."""
         self._follows = True
         listed = {each.address: each for each in endpoints}
         for address, endpoint in listed.items():
@@ -235,7 +239,7 @@ class Dispatcher(Collector):
             self._broken.set_exception(task.exception() or AssertionError(f"the link to {link.address} has ended"))
 
     def _forget(self, address: str, why: str) -> None:
-        """There is no such worker any more."""
+        """Remove a worker that no longer exists."""
         link = self._links.pop(address, None)
         if link is not None:
             if self._registry.workers[address].incarnation is not None:
@@ -292,7 +296,7 @@ class Dispatcher(Collector):
         )
 
     def workers(self) -> list[dict[str, object]]:
-        """What operators want to know of each worker; JSON values only."""
+        """State of each worker for operators; JSON values only."""
         return [
             {
                 "id": worker.address,
@@ -311,22 +315,22 @@ class Dispatcher(Collector):
         ]
 
     def worker_views(self) -> Collection[WorkerView]:
-        """Every worker that this gateway was told of."""
+        """All workers of the registry."""
         return self._registry.workers.values()
 
     def open_flows(self) -> list[tuple[Flow, float]]:
-        """The requests under way, the oldest first, and when each came."""
+        """The open requests, oldest first, with their arrival times."""
         return [(client.flow, client.deadline - client.flow.generation.budget_s) for client in self._open_clients]
 
     def tell(self, address: str, *, drain: bool) -> bool:
-        """Let a worker drain, or serve again; whether it can be reached."""
+        """Tell a worker to drain, or to serve again. False if it cannot be reached."""
         if self._registry.workers[address].incarnation is None:
             return False
         self._links[address].send(Drain() if drain else Resume())
         return True
 
     def collect(self) -> Iterable[Metric]:
-        """Prometheus metrics of this moment (`prometheus_client.registry.Collector`)."""
+        """Current values of the Prometheus metrics (`prometheus_client.registry.Collector`)."""
         usable = GaugeMetricFamily("baton_gateway_workers_usable", "Workers that may be given work.", labels=["role"])
         for role in (Role.PREFILL, Role.DECODE):
             usable.add_metric([role], len(self._registry.usable(role)))
@@ -372,7 +376,7 @@ class Dispatcher(Collector):
             yield margins
         yield from self.recovery.collect()
 
-    # --- a request's life ----------------------------------------------------------------------------------------
+    # --- life cycle of a request ---------------------------------------------------------------------------------
 
     def _open(self, generation: Generation) -> _Client:
         readiness = self.ready()
@@ -382,7 +386,7 @@ class Dispatcher(Collector):
             raise GenerationFailed(Cause.CAPACITY, f"{MAX_OPEN_REQUESTS} generations in flight already")
         block_size = self._registry.block_size
         chain = BlockChain(block_size, generation.cache_salt)
-        # The last token, whose logits are asked for, is computed in any case.
+        # The last token is computed in any case, because its logits are needed.
         chain.extend(generation.token_ids, len(generation.token_ids) - 1)
         now = self._clock()
         generation.waterfall.opened(now)
@@ -396,7 +400,8 @@ class Dispatcher(Collector):
         self._do(client, client.flow.fail(Cause.DEADLINE, message))
 
     def _note_silence(self, client: _Client) -> None:
-        """Fail a request that has got no token for too long; look again when that may be so. Tokens cost nothing."""
+        """Fail a request that has got no token for too long; else set a timer for the earliest moment that this may be
+        so. Tokens do not touch the timer."""
         if self._silence_s == math.inf:
             return
         opened_at = client.deadline - client.flow.generation.budget_s
@@ -426,7 +431,7 @@ class Dispatcher(Collector):
             match action:
                 case Send(part, message):
                     if (link := self._links.get(part.place.address)) is None:
-                        continue  # the worker is forgotten: its parts are over, and what ends them need not be told
+                        continue  # the worker is forgotten: its parts are over, and it need not be told of their end
                     link.send(message)
                     if isinstance(message, Prefill | Decode):
                         given = client.given[part] = self._given(client, part, message)
@@ -445,7 +450,7 @@ class Dispatcher(Collector):
                     client.mailbox.put(action)
 
     def _given(self, client: _Client, part: Part, work: Prefill | Decode) -> Given:
-        """What a worker has to do for a message that has just been sent."""
+        """The work that a message, just sent, gives to a worker."""
         computes = isinstance(work, Prefill) or work.source is None
         decodes = isinstance(work, Decode)
         return Given(
@@ -468,18 +473,18 @@ class Dispatcher(Collector):
         client.mailbox.put(delta)
 
     def _observe(self, client: _Client, now: float) -> None:
-        """What came of a request that was let in: its first token is there, or will never be."""
+        """Report to admission that an admitted request has its first token, or will never have one."""
         expected, client.expected = client.expected, None
         if expected is not None and self._admission is not None:
             generation = client.flow.generation
             came_at = generation.waterfall.arrived_at or generation.waterfall.opened_at or now
             self._admission.observe(generation.tier, expected, now - came_at, now)
 
-    # --- workers for it ------------------------------------------------------------------------------------------
+    # --- workers for a request -----------------------------------------------------------------------------------
 
     def _want(self, client: _Client, want: Want) -> None:
-        """Choices want workers: now, or in a moment."""
-        if client.fingerprint is not None:  # they have had some
+        """Choices want workers; place them now, or after `want.delay_s`."""
+        if client.fingerprint is not None:  # they had workers before
             choices = [choice.index for choice in want.choices]
             why = client.flow.story[-1]
             client.expected = None
@@ -495,7 +500,7 @@ class Dispatcher(Collector):
             self._wait(client, want)
 
     def _wait(self, client: _Client, want: Want) -> None:
-        """Choices go on as soon as there are workers, and it is their turn."""
+        """Let choices wait for workers, and look at the waiting choices."""
         if client.flow.running:
             self._waiting.add(want, client)
             self._look_again()
@@ -506,10 +511,10 @@ class Dispatcher(Collector):
             timer.cancel()
 
     def _look_again(self) -> None:
-        """Let those go on who can, and those leave who are to: a few in each turn of the loop, so that nothing else has
-        to wait for all of them. While nothing has changed this costs nothing, however many wait."""
+        """Place waiting choices and move leaving sequences, a few in each turn of the event loop, so that other tasks
+        need not wait for all of them. Costs nothing while nothing has changed, however many choices wait."""
         if self._looking:
-            return  # further down the stack somebody does
+            return  # a caller further up the stack is looking
         self._looking = True
         try:
             self._go_on()
@@ -529,7 +534,7 @@ class Dispatcher(Collector):
             if self._left_of_turn == _MOST_A_TURN:
                 asyncio.get_running_loop().call_soon(self._next_turn)
             self._left_of_turn -= 1
-            if waiting is None or (self._leaving and self._left_of_turn % 2 == 0):  # in turn, if there are both
+            if waiting is None or (self._leaving and self._left_of_turn % 2 == 0):  # alternate if there are both
                 self._move_one()
             else:
                 self._place(*waiting)
@@ -539,7 +544,7 @@ class Dispatcher(Collector):
         self._look_again()
 
     def _place(self, want: Want, client: _Client) -> None:
-        """Begin an attempt if there are workers for it."""
+        """Begin an attempt, let the choices wait, or end the request, depending on the workers there are."""
         generation, fits = client.flow.generation, client.fingerprint
         places = self._placement.places(want, fits)
         if not client.flow.running:
@@ -558,7 +563,8 @@ class Dispatcher(Collector):
             self._route(want, client)
 
     def _be_patient(self, want: Want, hope: bool) -> None:
-        """Choices wait: until their time is up, or not for long if there is nobody to wait for."""
+        """Let choices wait: for `patience_s` at most if no suitable worker exists, else until the request's
+        deadline."""
         if not hope and want not in self._impatient:
             loop = asyncio.get_running_loop()
             self._impatient[want] = loop.call_later(self._patience_s, self._out_of_patience, want)
@@ -566,7 +572,7 @@ class Dispatcher(Collector):
             timer.cancel()
 
     def _route(self, want: Want, client: _Client) -> None:
-        # A prompt whose log probabilities are wanted is computed from its first token, whoever holds some of it.
+        # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
         num_blocks = self._index.longest(client.block_hashes) if client.flow.report.complete else {}
         client.cached = {place: num * client.block_size for place, num in num_blocks.items()}
         generation = client.flow.generation
@@ -583,8 +589,9 @@ class Dispatcher(Collector):
             self._do(client, client.flow.fail(Cause.CAPACITY, refusal.message))
 
     def _let_in(self, client: _Client, want: Want, route: Route) -> tuple[Route, Refusal | None]:
-        """Where a request goes, or why it is not let in. It asks once: its other prompts, and what fails over, are in.
-        The best place may be one to wait for; before anybody is refused, the one where least is waited for counts."""
+        """Where a request goes, and why it is refused, if it is. Admission is decided once for each request: its other
+        prompts follow the first, and failovers are admitted. The best route may be one with a wait, so before a refusal
+        the route with the least wait is tried."""
         generation = client.flow.generation
         admittance = generation.admittance
         if self._admission is None or admittance.decided or isinstance(route, Rebind):
@@ -605,11 +612,11 @@ class Dispatcher(Collector):
         return route, admittance.refusal
 
     def _out_of_patience(self, want: Want) -> None:
-        """Choices have waited long without any worker that may have them."""
+        """End a request that has waited `patience_s` while no suitable worker existed."""
         client = self._waiting.client(want)
         flow = client.flow
         why = f"no decode worker has been usable for {self._patience_s:.1f} s"
-        if flow.story:  # none of a new one that has waited to be looked at
+        if flow.story:  # none yet if a new request has only waited to be looked at
             why = f"{why}; before: {flow.story[-1]}"
         end = Fail(Cause.WORKER_LOST, why)
         if want.refusal is not None and self._placement.all_too_small(want, client.fingerprint):
@@ -650,7 +657,7 @@ class Dispatcher(Collector):
         self._degraded = degraded
 
     def _move_one(self) -> None:
-        """Let a decode worker pull a running sequence from one that drains, if it has room for it."""
+        """Let a decode worker pull a running sequence from a draining one, if a worker with room exists."""
         leaver = self._leaving.next(self._placement.may_leave)
         if leaver is None:
             return
@@ -660,7 +667,7 @@ class Dispatcher(Collector):
         address = leaver.attempt.decode.place.address
         refuge = self._placement.refuge(address, choice, most_tokens, client.fingerprint)
         if refuge is None:
-            return  # there may be room for a shorter one
+            return  # there may be room for a shorter sequence
         now = self._clock()
         budget_s = max(0.001, client.deadline - now)
         self._do(client, client.flow.move(leaver.attempt, choice, refuge.place, budget_s, now=now))
@@ -672,30 +679,31 @@ class Dispatcher(Collector):
     # --- events from workers (`common.runtime.channel.ClientHandler`) ----------------------------------------------
 
     def hello(self, link: ControlClient) -> Hello:
-        """This gateway and the requests that this worker holds for it: not those that it has still to be told of."""
+        """The Hello to a worker: this gateway, and the requests that the worker holds for it. Requests that it has not
+        been sent yet are left out."""
         listed = frozenset(key for client in self._open_clients for key in client.flow.keys_at(link.address))
         self._listed[link.address] = listed = listed - link.unsent_work
         return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=tuple(listed))
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
-        """A worker's session opens."""
+        """Handle the opening of a worker's session."""
         assert link.worker is not None
         try:
             self._registry.opened(link.address, link.worker, welcome)
         except FingerprintMismatchError as error:
             if self._follows or self._usable.is_set() or self._clients:
                 log.error("worker refused: %s", error)
-            elif self._broken is not None and not self._broken.done():  # the first of several says it all
+            elif self._broken is not None and not self._broken.done():  # the first of several misfits is enough
                 self._broken.set_exception(error)
             return
         log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
         held = {key for client in self._open_clients for key in client.flow.keys_at(link.address)}
-        for request, attempt in set(welcome.open_requests) - held:  # it has ended here since the Hello
+        for request, attempt in set(welcome.open_requests) - held:  # the request has ended here since the Hello
             link.send(Abort(request=request, attempt=attempt))
         self._look_again()
 
     def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
-        """Messages to or from a worker were lost."""
+        """Handle the loss of messages to or from a worker."""
         self._registry.resynced(link.address)
         self._trials.pop(link.address, None)
         open_requests = frozenset(welcome.open_requests)
@@ -705,7 +713,7 @@ class Dispatcher(Collector):
                     self._do(client, client.flow.on_resync(attempt, part, known=part.key in open_requests))
 
     def on_message(self, link: ControlClient, message: Message) -> None:
-        """A message from a worker."""
+        """Handle a message from a worker."""
         if isinstance(message, Heartbeat):
             if self._registry.heartbeat(link.address, message, self._clock()):
                 log.error("the engine of %s makes no progress: what it has goes elsewhere", link.address)
@@ -732,7 +740,7 @@ class Dispatcher(Collector):
             self._on_part(client, *found, message)
 
     def _is_early(self, attempt: Attempt, message: RequestMessage) -> bool:
-        """Whether a decode worker reports its source lost before this gateway is sure of it."""
+        """Whether a decode worker reports its source lost before this gateway has decided that itself."""
         if not isinstance(message, Failed) or message.cause is not Cause.WORKER_LOST:
             return False
         source = attempt.moving or attempt.prefill
@@ -741,7 +749,7 @@ class Dispatcher(Collector):
 
     def _on_part(self, client: _Client, attempt: Attempt, part: Part, message: RequestMessage) -> None:
         if self._is_early(attempt, message):
-            # The gateway's own verdict on that worker comes first: it may have crashed, and then there are suspects.
+            # Wait for the gateway's own verdict on that worker: if it has crashed, its requests are suspects.
             asyncio.get_running_loop().call_later(RECONNECT_S, self._on_request, part.place.address, message)
             return
         if isinstance(message, Tokens) and part.role is Role.DECODE:
@@ -759,13 +767,13 @@ class Dispatcher(Collector):
         self._do(client, client.flow.on_message(attempt, part, message))
 
     def _note_refusal(self, attempt: Attempt, part: Part, cause: Cause) -> None:
-        """What a worker says of itself when it refuses a request concerns all others, too: not that there is no room
-        for a sequence that runs elsewhere, nor that too many wait there for one more to be let in."""
+        """Apply a refusal to the worker's other requests too, if it concerns them. Two do not: no room for a sequence
+        that already runs elsewhere, and too many waiting for one more to be admitted."""
         if cause is Cause.DRAINING or (cause is Cause.CAPACITY and attempt.admitted and attempt.moving is None):
             self._registry.declined(part.place.address, cause)
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
-        """A worker's session is over."""
+        """Handle the end of a worker's session."""
         self._session_over(link, why, crashed=crashed)
         if not self._registry.workers[link.address].listed:
             self._forget(link.address, why)
@@ -779,15 +787,15 @@ class Dispatcher(Collector):
 
     def _lose(self, address: str, why: str, *, crashed: bool) -> None:
         trial = self._trials.pop(address, Trial(num_requests=0, requests=()))
-        # The channel was not sure of it before now: what the worker was sent meanwhile has never been there.
+        # The channel has noticed the loss only now. Work sent in the meantime has never reached the worker.
         at = self._clock() - RECONNECT_S
         crash = Crash(at, trial.num_requests, frozenset(trial.requests)) if crashed else None
         for client in list(self._open_clients):
             self._do(client, client.flow.worker_lost(address, why, crash))
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
-        """A worker refuses this gateway."""
+        """Handle a worker's refusal of this gateway."""
         log.error("%s refuses this gateway: %s", link.address, refused.message)
-        # The session that this has ended may have been the last of its worker.
+        # This refusal has ended the session, and with it the worker may have been forgotten.
         if self._links.get(link.address) is link:
             self._registry.workers[link.address].refused = refused.message

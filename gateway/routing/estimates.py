@@ -1,11 +1,11 @@
-"""What a worker would take for a request: how long until its turn, and then. Pure functions of what workers report.
+"""Expected times of a request at a worker: until its turn, and for its prompt. Pure functions of the workers' reports.
 
-What a worker has been given since its last report counts, too, so a burst does not go where the report was good; what
-it has probably done since then does not, so that one that is done is not passed over for a report that is old.
-Requests of lower tiers do not count: they wait for higher ones.
+Work given since a worker's last report counts too, so that a burst does not go to one worker whose report was good.
+Work that it has probably done since that report is subtracted, so that an idle worker is not passed over because its
+report is old. Requests of lower tiers do not count, because they wait for higher ones.
 
-("Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", FAST 2025, section 5: a prefill worker is
-chosen by the time to the first token that is expected there, and load is what it will be when a request gets there.)
+("Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", FAST 2025, section 5: it chooses the prefill
+worker with the least expected time to first token, and takes load as it will be when the request gets there.)
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from common.contract.tiers import Tier
 from gateway.workers.registry import WorkerView
 
 _TRUSTED_S: Final = 0.5
-"""So long after its last report a worker is believed to go on; one that is silent has perhaps stopped."""
+"""Seconds after its last report for which a worker is assumed to go on; a silent one may have stopped."""
 _PULL_LATENCY_S: Final = 0.005
-"""Of a pull of any size."""
+"""Fixed latency of a pull in seconds."""
 _UNKNOWN_TOKEN_S: Final = 1e-3
-"""Of a prompt token, where the worker has not reported yet."""
+"""Seconds per prompt token at a worker that has not reported yet."""
 _UNKNOWN_PLACES: Final = 64
-"""Sequences for which a decode worker that has not reported yet has room: those of a batch, by default."""
+"""Assumed places for sequences at a decode worker that has not reported yet: the default batch size."""
 _UNKNOWN_SEQUENCE_S: Final = 1.0
-"""Of a sequence, where none has ended yet: a full worker is full all the same."""
+"""Assumed seconds per sequence at a worker where none has ended yet, so that a full worker has a wait above 0."""
 
 
 def queue_s(worker: WorkerView, tier: Tier, now: float) -> float:
-    """Seconds until a worker has computed the prompts that come before a new one."""
+    """Seconds until a worker has computed the prompts that precede a new one of this tier."""
     token_s, moment = _token_s(worker), worker.load_at
     now = min(now, worker.load_at + _TRUSTED_S)
     queued_s = token_s * sum(worker.load.queued_tokens[: tier.rank + 1]) if worker.load is not None else 0.0
@@ -41,8 +41,8 @@ def queue_s(worker: WorkerView, tier: Tier, now: float) -> float:
 
 
 def prompt_s(worker: WorkerView, num_tokens: int, num_here: int, num_elsewhere: int = 0) -> float:
-    """Seconds that a worker takes for a prompt of which it has the first `num_here` tokens cached, once it is its turn;
-    another worker has the first `num_elsewhere`, which it pulls if that is cheaper."""
+    """Seconds that a worker takes for a prompt of `num_tokens` from its turn on. It has the first `num_here` tokens
+    cached; another worker has the first `num_elsewhere`, which it pulls if that is cheaper."""
     token_s = _token_s(worker)
     computing_s = token_s * (num_tokens - num_here)
     if num_elsewhere <= num_here or worker.load is None:
@@ -52,8 +52,8 @@ def prompt_s(worker: WorkerView, num_tokens: int, num_here: int, num_elsewhere: 
 
 
 def room_s(worker: WorkerView, tier: Tier, num_sequences: int) -> float:
-    """Seconds until a decode worker has places for so many new sequences: as many end in the time that one takes as
-    there are places. More than fit at all begin when it is empty."""
+    """Seconds until a decode worker has places for `num_sequences` new sequences, assuming that a full batch ends in
+    the time of one sequence. More sequences than places begin when the worker is empty."""
     places = _UNKNOWN_PLACES if worker.load is None else worker.load.places
     if not places:
         return 0.0
@@ -63,8 +63,8 @@ def room_s(worker: WorkerView, tier: Tier, num_sequences: int) -> float:
 
 
 def occupancy(worker: WorkerView) -> float:
-    """The share of a decode worker's blocks that will be in use at most, as it expects. One that was given something
-    before it has said how many it has counts as full, until its first heartbeat."""
+    """The share of a decode worker's blocks that are expected to be in use. Before its first heartbeat, a worker that
+    was given work counts as full, and any other as empty."""
     if worker.load is None:
         return float(len(worker.unseen) > 0)
     return worker.blocks_expected / max(1, worker.load.blocks_total)

@@ -1,9 +1,9 @@
 """Running sequences that are to leave draining decode workers, found a few at a time. Pure.
 
-Life cycle of a round, in which every client is looked at once, the oldest first:
+Life cycle of a round, which looks at every client once, oldest first:
 
-    begun ──► its sequences at that worker are named, one at a time ──► over
-      └─────► over, as soon as the worker serves again or is gone, or nobody has room
+    begun ──► the client's sequences at that worker are returned one at a time ──► over
+      └─────► over early: the worker serves again or is gone, or no other worker has room
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gateway.serving.attempt import Attempt, Choice
 from gateway.serving.flow import Flow
 
 MOST_LOOKED_AT = 64
-"""Clients, and attempts of theirs, that are looked through at a time where none has to leave."""
+"""Clients and attempts that are examined in one call before it returns None."""
 
 
 class HasFlow(Protocol):
-    """Whoever waits for a request."""
+    """A client that waits for a request."""
 
     flow: Flow
 
@@ -38,7 +38,7 @@ class Leaver(Generic[Client]):
 
 
 class Leaving(Generic[Client]):
-    """The rounds under way, at most one for each worker."""
+    """The rounds in progress, at most one for each worker."""
 
     def __init__(self) -> None:
         self._rounds: dict[str, Iterator[Leaver[Client] | None]] = {}
@@ -47,14 +47,14 @@ class Leaving(Generic[Client]):
         return bool(self._rounds)
 
     def begin(self, address: str, clients: Iterable[Client]) -> None:
-        """The worker at `address` drains: begin a round through these clients. Inert while one is under way: as long as
-        the worker drains it says so again, and the next round finds whom this one has missed."""
+        """Begin a round through `clients`, because the worker at `address` drains. Inert during a round: a draining
+        worker reports itself again, and the next round finds sequences that this one has missed."""
         if address not in self._rounds:
             self._rounds[address] = _look_through(address, tuple(clients))
 
     def next(self, may_leave: Callable[[str], bool]) -> Leaver[Client] | None:
-        """One that is to leave now, of the oldest round; None if nobody of the few that were looked at is, or the round
-        is over. Sequences are to leave a worker while it `may_leave`."""
+        """The next sequence to leave, from the oldest round; None if those examined in this call have none, or the
+        round is over. A round ends as soon as its worker no longer `may_leave`."""
         address, leavers = next(iter(self._rounds.items()))
         if may_leave(address):
             for leaver in leavers:
@@ -65,8 +65,8 @@ class Leaving(Generic[Client]):
 
 
 def _look_through(address: str, clients: Sequence[Client]) -> Iterator[Leaver[Client] | None]:
-    """What runs at a worker, and None after every few clients without any. A client's sequences are found together, so
-    that some of them may have ended when they are named."""
+    """Sequences that run at a worker, and None after every few clients without any. All sequences of a client are found
+    together, so some of them may have ended before they are returned."""
     num_looked_at = 0
     for client in clients:
         num_looked_at += 1 + len(client.flow.attempts)

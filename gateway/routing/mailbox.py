@@ -1,4 +1,4 @@
-"""What the dispatcher leaves for a client's task: like an unbounded `asyncio.Queue` of one reader, and cheaper."""
+"""A mailbox from the dispatcher to a client's task: like an unbounded `asyncio.Queue` with one reader, but cheaper."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ Item = TypeVar("Item")
 
 
 class Mailbox(Generic[Item]):
-    """Items in order. One task reads them; whoever puts them in bounds them."""
+    """Items in order. One task reads them; the writer bounds their number."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._reader: asyncio.Future[None] | None = None
-        """What the reader waits for; it may have been cancelled since."""
+        """Future that the reader waits for; it may have been cancelled."""
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: Item) -> None:
-        """Add an item, and wake the reader."""
+        """Add an item and wake the reader."""
         self._items.append(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def get(self) -> Item:
-        """The next item, once there is one."""
+        """Wait for the next item and remove it."""
         if not self._items:
             assert self._reader is None or self._reader.done(), "one task reads"
             self._reader = asyncio.get_running_loop().create_future()

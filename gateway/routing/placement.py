@@ -1,4 +1,4 @@
-"""Which workers a flow's `Want` gets: the shell's decisions between it and its attempt. Pure."""
+"""Workers for a flow's `Want`: the decisions between a want and its attempt. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.workers.registry import Registry, WorkerView
 
 @dataclass(frozen=True, slots=True)
 class Rebind:
-    """Another decode worker for an offer that stands."""
+    """Route to another decode worker, for an offer that still stands."""
 
     decode: WorkerView
 
@@ -25,30 +25,30 @@ Route = Handoff | Local | Rebind
 
 
 class Placement:
-    """Chooses workers for what flows want."""
+    """Chooses workers for wants of flows."""
 
     def __init__(self, registry: Registry, router: Router) -> None:
         self._registry = registry
         self._router = router
 
     def stands(self, want: Want) -> bool:
-        """Whether the worker whose offer is to be taken over is still there."""
+        """Whether the worker that made the want's offer is still there."""
         assert want.offer is not None
         place = want.offer.place
         worker = self._registry.workers.get(place.address)
         return worker is not None and worker.incarnation == place.incarnation
 
     def places(self, want: Want, fits: Fingerprint | None) -> list[WorkerView]:
-        """The decode workers that may have these choices, whether full or not."""
+        """The decode workers that may take these choices, full ones included."""
         return _caution(want, fits).able(self._registry.usable(Role.DECODE), _ask(want))
 
     def hope(self, want: Want, fits: Fingerprint | None) -> bool:
-        """Whether a decode worker is there that may have these choices, if it does not drain for ever."""
+        """Whether a decode worker exists that may take these choices, now or after draining."""
         there = [worker for worker in self._registry.workers.values() if worker.there and worker.refused is None]
         return bool(_caution(want, fits).able([w for w in there if w.role is Role.DECODE], _ask(want)))
 
     def all_too_small(self, want: Want, fits: Fingerprint | None) -> bool:
-        """Whether decode workers are usable, and all have said that they can never have these choices."""
+        """Whether decode workers are usable, and all have said that they can never hold these choices."""
         fitting = Caution(fits=fits).able(self._registry.usable(Role.DECODE), _ask(want))
         return bool(fitting) and not self.places(want, fits)
 
@@ -63,8 +63,11 @@ class Placement:
         *,
         least_wait: bool = False,
     ) -> Route | None:
-        """Workers for these choices, of this fingerprint if they have begun, those in `beside` if possible; None if
-        they have to wait. With `least_wait` those where they wait least, however long the prompt then takes."""
+        """Workers for these choices; None if they have to wait.
+
+        They have the fingerprint `fits`, if given. Workers in `beside` are preferred. `least_wait` minimises the wait,
+        however long the prompt then takes.
+        """
         caution = replace(_caution(want, fits), beside=beside)
         ask = replace(_ask(want), tier=tier, now=now, least_wait=least_wait)
         if want.offer is None:
@@ -73,8 +76,8 @@ class Placement:
         return Rebind(least_loaded_decode(decode, ask, cached)) if decode else None
 
     def may_leave(self, address: str) -> bool:
-        """Whether the worker at `address` is a decode worker that drains, and another one might have room for what runs
-        there."""
+        """Whether the worker at `address` is a draining decode worker, and another one may have room for its
+        sequences."""
         leaving = self._registry.workers.get(address)
         if leaving is None or leaving.role is not Role.DECODE:
             return False
@@ -86,7 +89,8 @@ class Placement:
     def refuge(
         self, address: str, choice: Choice, most_tokens: int, fits: Fingerprint | None = None
     ) -> WorkerView | None:
-        """A decode worker, other than the one at `address`, that probably has room for a sequence that has to leave."""
+        """A decode worker other than the one at `address` that probably has room for a leaving sequence; None without
+        one."""
         ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens)
         caution = Caution(fits=fits, too_small=frozenset(choice.too_small), admitted=True)
         others = [

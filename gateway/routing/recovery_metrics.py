@@ -1,4 +1,4 @@
-"""What recovery costs: how often attempts fail and sequences move, and how long streams stand still for it."""
+"""Metrics of recovery: failed attempts, moved sequences, and how long streams pause for them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _histogram(name: str, text: str) -> Histogram:
 
 @dataclass(slots=True)
 class RecoveryMetrics:
-    """Counters of one gateway."""
+    """Recovery counters of one gateway."""
 
     failovers: Counter[str] = field(default_factory=Counter)
-    """Attempts that failed and were followed by another, by cause."""
+    """Failed attempts that were followed by another, by cause."""
     moves: Counter[str] = field(default_factory=Counter)
-    """Running sequences that were to leave a draining worker, by how that ended: moved, stayed."""
+    """Running sequences that were to leave a draining worker, by outcome: moved or stayed."""
     trials: Counter[Suspicion] = field(default_factory=Counter)
-    """Prompts and sequences that workers were given, by how they are tried."""
+    """Prompts and sequences given to workers, by how they are tried."""
     resume: Histogram = field(
         default_factory=lambda: _histogram(
             "baton_gateway_resume_seconds", "From the failure of an attempt to the stream's next token."
@@ -43,7 +43,7 @@ class RecoveryMetrics:
     )
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of this moment."""
+        """Current values of the metrics."""
         failovers = CounterMetricFamily(
             "baton_gateway_failovers", "Attempts that failed and were followed by another.", labels=["cause"]
         )

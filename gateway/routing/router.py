@@ -1,12 +1,13 @@
-"""Which workers a request goes to. Pure functions of the registry's state and of what the prefix index knows.
+"""Choice of the workers for a request. Pure functions of the registry's state and the prefix index.
 
-no prefill workers exist          one decode worker, which computes the prompt too          colocated
-little of it is left to compute   the same: a handoff would cost more than it saves         short
-no prefill worker is usable       the same, since the request is served all the same        no_prefill_worker
-otherwise                         a prefill and a decode worker                             handoff
+condition                          workers                                                   reason
+no prefill workers exist           one decode worker, which computes the prompt too          colocated
+few tokens are left to compute     the same: a handoff would cost more than it saves         short
+no prefill worker is usable        the same, so that the request is served                   no_prefill_worker
+otherwise                          a prefill and a decode worker                             handoff
 
-The prefill worker is the one from which the first token is expected first (`gateway.routing.estimates`), the decode
-worker the one where the fewest blocks will be in use, of those that can hold the sequence to its end if there are any.
+The prefill worker is the one with the earliest expected first token (`gateway.routing.estimates`). The decode worker is
+the one with room soonest, then the fewest blocks in use; workers that can hold the sequence to its end are preferred.
 Workers that have just failed the request are avoided.
 """
 
@@ -26,62 +27,62 @@ from gateway.workers.registry import Registry, WorkerView
 
 _CROWDED_FACTOR: Final = 2
 _CROWDED_REQUESTS: Final = 4
-"""A worker is passed over for what it has cached once it has twice as many requests as the least loaded one, and these
-many more: a few requests may always follow their prefix, and a popular one does not gather everything at one worker."""
+"""A worker's cached prefix is ignored if it has more than twice the requests of the least loaded worker, plus these. So
+a few requests may always follow their prefix, but a popular prefix does not gather all load at one worker."""
 _OCCUPANCY_STEP: Final = 1 / 16
-"""Decode workers whose occupancies differ by less are equally occupied."""
+"""Decode workers in the same step of occupancy count as equally occupied."""
 _CLOSE_FACTOR: Final = 1.1
 _CLOSE_S: Final = 0.005
-"""Expected times that differ by less are equal: what they are made of is measured."""
+"""Expected times within this factor and this many seconds are equal, because they are derived from measurements."""
 _HANDOFF_S: Final = 0.02
-"""What a handoff must promise to save on a short prompt, which costs a decode worker's batch little."""
+"""Seconds that a handoff must be expected to save on a short prompt, which costs a decode worker's batch little."""
 
 
 class LocalPrefill(StrEnum):
     """Why a decode worker computes a prompt."""
 
     SHORT = "short"
-    """Few of its tokens are not in that worker's cache."""
+    """Few of its tokens are missing from that worker's cache."""
     COLOCATED = "colocated"
     """The deployment has no prefill workers."""
     NO_PREFILL_WORKER = "no_prefill_worker"
-    """It has some, and none is usable."""
+    """The deployment has prefill workers, but none is usable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What is to be placed, and when."""
+    """A prompt to place, and the time."""
 
     num_tokens: int
-    """Of the sequence whose KV is wanted."""
+    """Tokens of the sequence whose KV is wanted."""
     tier: Tier = Tier.STANDARD
     num_choices: int = 1
     most_tokens: int = 0
-    """That one sequence can have in the end."""
+    """Most tokens that one sequence can have in the end."""
     now: float = 0.0
     least_wait: bool = False
-    """Whether it is to wait as little as possible, however long it then takes."""
+    """Whether to minimise the wait, however long the prompt then takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What is expected of a route, in seconds."""
+    """Expected times of a route, in seconds."""
 
     queue_s: float
     """Until the prompt's turn."""
     prompt_s: float
-    """Its turn, up to the first token."""
+    """From the prompt's turn to its first token."""
     room_s: float
-    """Until the decode worker has room, from now on."""
+    """From now until the decode worker has room."""
 
     @property
     def wait_s(self) -> float:
-        """Until there are both a turn and room."""
+        """Until the prompt has its turn and the decode worker has room."""
         return max(self.queue_s, self.room_s)
 
     @property
     def waits_for_turn(self) -> bool:
-        """Whether it is the prompt's turn that is waited for, and not room."""
+        """Whether the prompt's turn is what the request waits for, rather than room."""
         return self.queue_s >= self.room_s
 
     @property
@@ -91,24 +92,24 @@ class Expected:
 
     @property
     def decode_s(self) -> float:
-        """Until the second one may follow."""
+        """Until the second token can follow."""
         return self.wait_s + self.prompt_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handoff:
-    """One worker computes the prompt, another goes on from it."""
+    """One worker computes the prompt, another one decodes."""
 
     prefill: WorkerView
     decode: WorkerView
     prefix: PrefixHint | None
-    """Where the prefill worker may pull the prompt's beginning from."""
+    """The worker from which the prefill worker may pull the prompt's beginning."""
     num_cached: int
-    """Leading tokens of the prompt that the prefill worker probably has."""
+    """Leading prompt tokens that the prefill worker probably has cached."""
     expected: Expected
 
     def explain(self) -> dict[str, str]:
-        """The decision, for whoever wants to understand it."""
+        """The decision as text, by name of its `x-baton-*` header."""
         told = {"route": "handoff", "prefill": self.prefill.address, "decode": self.decode.address}
         told |= {"cached-tokens": str(self.num_cached), "expected-ttft-ms": _milliseconds(self.expected.ttft_s)}
         if self.prefix is not None:
@@ -118,7 +119,7 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """A decode worker does everything."""
+    """A decode worker computes the prompt and decodes."""
 
     decode: WorkerView
     num_cached: int
@@ -126,7 +127,7 @@ class Local:
     reason: LocalPrefill
 
     def explain(self) -> dict[str, str]:
-        """The decision, for whoever wants to understand it."""
+        """The decision as text, by name of its `x-baton-*` header."""
         told = {"route": self.reason.value, "decode": self.decode.address}
         return told | {
             "cached-tokens": str(self.num_cached),
@@ -136,33 +137,35 @@ class Local:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caution:
-    """Workers that are better left alone."""
+    """Restrictions on the choice of workers."""
 
     avoid: frozenset[Place] = frozenset()
-    """Those that have just failed the request."""
+    """Workers that have just failed the request."""
     fits: Fingerprint | None = None
-    """What the request has begun with: it goes on only with the same."""
+    """The fingerprint that the request has begun with; workers with another one are excluded. None before it has
+    begun."""
     beside: frozenset[Place] = frozenset()
-    """Those that it should go to, if they are among the others."""
+    """Workers to prefer, if they are among the candidates."""
     too_small: frozenset[Place] = frozenset()
-    """Those that can never have the request, as they have said."""
+    """Workers that have said that they can never hold the request."""
     admitted: bool = False
-    """Whether it was let in: those that have failed may be tried again, and whoever is full will have room."""
+    """Whether the request is admitted. It may then retry workers that failed it, and wait for full ones."""
 
     def able(self, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
-        """Decode workers that may have the request, now or once they are full no more: those that say that they can
-        hold it, or if there are none, any; whether it fits is theirs to judge."""
+        """Decode workers that may take the request, now or once they are not full. Those that report that they can hold
+        it are returned; if there are none, all, and the worker decides whether it fits."""
         workers = [worker for worker in self._fitting(workers) if worker.place not in self.too_small]
         workers = [worker for worker in workers if worker.holds(ask.most_tokens)] or workers
         return workers if self.admitted else [worker for worker in workers if worker.place not in self.avoid]
 
     def decode(self, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
-        """Decode workers to choose from: if all of them have failed, any."""
+        """Decode workers to choose from. If all of them have failed the request, all are returned."""
         workers = [worker for worker in self.able(workers, ask) if not (self.admitted and worker.full)]
         return self._beside([worker for worker in workers if worker.place not in self.avoid] or workers)
 
     def prefill(self, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
-        """Prefill workers to choose from; decode workers can do without, so those that have failed are not asked."""
+        """Prefill workers to choose from. Those that have failed the request are excluded, because decode workers can
+        compute prompts too."""
         shunned = self.avoid | self.too_small
         workers = [worker for worker in self._fitting(workers) if worker.place not in shunned]
         return self._beside([w for w in workers if w.holds(ask.num_tokens) and not (self.admitted and w.full)])
@@ -176,16 +179,16 @@ class Caution:
 
 NO_CAUTION: Final = Caution()
 Cached: TypeAlias = Mapping[Place, int]
-"""How many leading tokens of the prompt, always fewer than all, a worker's cache probably holds."""
+"""Worker → leading prompt tokens that its cache probably holds, always fewer than the prompt has."""
 Routing = Literal["expected", "round_robin"]
-"""By what is expected of each worker; or all in turn, whatever they hold: to compare with."""
+"""`expected` compares expected times; `round_robin` ignores load and caches, and serves as a baseline."""
 
 
 class Router:
     """Chooses workers for prompts."""
 
     def __init__(self, registry: Registry, *, local_prefill_tokens: int = 0, routing: Routing = "expected") -> None:
-        """A prompt of which a decode worker would compute at most `local_prefill_tokens` is short."""
+        """A prompt is short for a decode worker that would compute at most `local_prefill_tokens` of it."""
         self._registry = registry
         self._local_prefill_tokens = local_prefill_tokens
         self._in_turn = routing == "round_robin"
@@ -222,8 +225,8 @@ class Router:
 
 
 def least_loaded_decode(workers: list[WorkerView], ask: Ask, cached: Cached) -> WorkerView:
-    """Where there is room soonest; then where the fewest blocks will be in use, roughly; then, of those that are not
-    crowded, the one with the most of the prompt; then the one with the fewest requests from here."""
+    """The worker with the earliest room; then the lowest occupancy, roughly; then, among uncrowded workers, the most
+    cached prompt tokens; then the fewest requests from this gateway."""
     uncrowded = _uncrowded(workers)
 
     def key(worker: WorkerView) -> tuple[object, ...]:
@@ -285,14 +288,14 @@ def _uncrowded(decode: list[WorkerView]) -> list[WorkerView]:
 
 
 def _soonest(workers: list[WorkerView], seconds: Callable[[WorkerView], float]) -> list[WorkerView]:
-    """Those of which about the least is expected."""
+    """Workers whose expected time is within tolerance of the least."""
     expected = [seconds(worker) for worker in workers]
     most = min(expected) * _CLOSE_FACTOR + _CLOSE_S
     return [worker for worker, each in zip(workers, expected, strict=True) if each <= most]
 
 
 def _least(workers: list[WorkerView], key: Callable[[WorkerView], float]) -> WorkerView:
-    """By `key`, then the one with the fewest requests from here."""
+    """The worker with the least `key`; then the one with the fewest requests from this gateway."""
     return min(workers, key=lambda worker: (key(worker), worker.in_flight, worker.address))
 
 

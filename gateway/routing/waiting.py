@@ -1,11 +1,12 @@
-"""Choices that wait for workers, by the workers that may have them, so that whoever cannot go on costs nothing. Pure.
+"""Choices that wait for workers, grouped by the workers that may take them, so that choices that cannot go on cost
+nothing. Pure.
 
 Life cycle of a choice here:
 
-    new ──► taken: it goes on
+    new ──► discarded: it goes on
      │▲
      ▼│ usability changes (`look_again`)
-    parked ──► taken, once one of the places that it is parked for takes something
+    parked ──► discarded, once one of the places that it is parked for takes work
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from gateway.serving.flow import Want
 
 Client = TypeVar("Client", bound=Hashable)
 _Group = tuple[int, frozenset[Place]]
-"""(rank of the tier, places that may have the choices, as soon as they take something)."""
+"""(rank of the tier, places that may take the choices as soon as they take work)."""
 
 
 class Waiting(Generic[Client]):
-    """Wants of clients, in the order of their arrival."""
+    """Wants of clients, in order of arrival."""
 
     def __init__(self) -> None:
         self._clients: dict[Want, Client] = {}
         self._wants: dict[Client, dict[Want, None]] = {}
         self._new: dict[Want, None] = {}
-        """Those that are to be looked at."""
+        """Wants to look at."""
         self._parked: dict[_Group, dict[Want, None]] = {}
         self._groups: dict[Want, _Group] = {}
 
@@ -39,19 +40,19 @@ class Waiting(Generic[Client]):
         return want in self._clients
 
     def add(self, want: Want, client: Client) -> None:
-        """It wants workers, and is to be looked at."""
+        """Add a want, to be looked at."""
         self._clients[want] = client
         self._wants.setdefault(client, {})[want] = None
         self._new[want] = None
 
     def park(self, want: Want, rank: int, places: frozenset[Place]) -> None:
-        """It has been looked at, and none of these places takes anything now."""
+        """Park a want that was looked at and that none of `places` takes now. `rank` is its tier's rank."""
         self._new.pop(want, None)
         group = self._groups[want] = rank, places
         self._parked.setdefault(group, {})[want] = None
 
     def discard(self, want: Want) -> None:
-        """It waits no more; inert when it does not."""
+        """Remove a want; inert if it does not wait."""
         client = self._clients.pop(want, None)
         if client is None:
             return
@@ -68,22 +69,22 @@ class Waiting(Generic[Client]):
                 del self._parked[group]
 
     def client(self, want: Want) -> Client:
-        """Whose it is."""
+        """The client of a want."""
         return self._clients[want]
 
     def of(self, client: Client) -> list[Want]:
-        """What a client waits with."""
+        """The waiting wants of a client."""
         return list(self._wants.get(client, ()))
 
     def look_again(self) -> None:
-        """Other places may have them now: all are to be looked at."""
+        """Make all wants new, because other places may take them now."""
         self._new = dict.fromkeys(self._clients)
         self._parked.clear()
         self._groups.clear()
 
     def next(self, takes: Callable[[Place], bool]) -> tuple[Want, Client] | None:
-        """Who is to be looked at now: the new ones, and then those of the highest tier that are parked for a place
-        that takes something."""
+        """The next want to look at: first the new ones, then those of the highest tier that are parked for a place that
+        takes work. None if there are none."""
         if self._new:
             want = next(iter(self._new))
             return want, self._clients[want]

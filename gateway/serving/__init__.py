@@ -1,1 +1,1 @@
-"""One generation and its life: the attempts at it, on pairs of workers, and what its time is spent on. Plain state."""
+"""The life of one generation: its attempts on pairs of workers, and an account of its time. Plain state."""

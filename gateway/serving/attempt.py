@@ -2,15 +2,16 @@
 
 Life cycle of an attempt:
 
-    1. A prefill and a decode worker are chosen; Prefill and Decode leave together. Or a decode worker alone, which
-       computes the prompt itself: then there is no Prefill, no step 2, and every token comes from there. Or a decode
-       worker for an offer that another one has left: then the prefill worker's part goes on as it is.
+    1. A prefill and a decode worker are chosen; Prefill and Decode are sent together. Or a decode worker alone is
+       chosen and computes the prompt itself: then there is no Prefill and no step 2, and it sends every token. Or a
+       decode worker is chosen for an offer that another one has left: then the prefill worker's part continues.
     2. The first token of each choice comes from the prefill worker (Tokens), and goes to the client at once.
-    3. The decode worker's first frame repeats it, and goes on. Duplicates are dropped, gaps asked for again (Resend).
-       Where the client wants log probabilities of the prompt, whoever computes it tells them first (PromptLogprobs).
-       Until the client has all of them, the attempt cannot do without that worker, and no token is taken.
-    4. Every choice has its finish reason: the decode worker may forget (Ack). Or a part of it fails, or is lost: the
-       flow (`gateway.serving.flow`) decides what follows. Each end frees every worker.
+    3. The decode worker's first frame repeats that token and continues. Duplicates are dropped; gaps are requested
+       again (Resend). If the client wants log probabilities of the prompt, the worker that computes the prompt sends
+       them first (PromptLogprobs). Until the client has all of them, the attempt cannot do without that worker, and
+       no token is accepted.
+    4. Every choice has its finish reason: the decode worker may forget the request (Ack). Or a part fails or is lost:
+       the flow (`gateway.serving.flow`) decides what follows. Each end frees every worker.
 
 Pure state: events in, actions out.
 """
@@ -47,76 +48,76 @@ from gateway.serving.generation import Delta, Generation, PromptDelta
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A worker in one of its lives."""
+    """A worker process: an address and the incarnation there."""
 
     address: str
     incarnation: Incarnation
 
     @property
     def source(self) -> Source:
-        """The place as a sink is told of it."""
+        """The place in the form that a sink receives."""
         return Source(address=self.address, incarnation=self.incarnation)
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What one worker has been given of a request."""
+    """The share of a request that one worker was given."""
 
     role: Role
     place: Place
     key: RequestKey
     num_tokens: int
-    """Tokens of its prompt, whoever computes them."""
+    """Tokens of the part's prompt, whichever worker computes it."""
     over: bool = False
-    """Whether the worker has nothing (more) to do for it."""
+    """Whether the worker has nothing more to do for it."""
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One choice as its client has it. Several attempts may bring its tokens; each position is taken once."""
+    """One choice as its client has it. Several attempts may bring its tokens; each position is accepted once."""
 
     index: int
     token_ids: list[int]
     """The prompt, and every token that the client has."""
     ended: bool = False
     num_failures: int = 0
-    """Attempts that have failed since its last token."""
+    """Failed attempts since its last token."""
     num_bugs: int = 0
-    """Of those, the ones that a worker has called its own fault."""
+    """Failed attempts since its last token whose worker reported an internal error."""
     num_crashes: int = 0
-    """Workers that have crashed in everybody's steps while it was there."""
+    """Workers that crashed with this choice while they computed everybody's steps together."""
     suspicion: Suspicion = Suspicion.NONE
     innocent_at: int = 0
-    """Where it will be above suspicion."""
+    """Position at which the choice is no longer suspected."""
     avoid: set[Place] = field(default_factory=set)
     """Workers that have failed it since its last token."""
     too_small: set[Place] = field(default_factory=set)
-    """Workers that have said that it can never fit there."""
+    """Workers that have said that they can never hold it."""
 
     @property
     def next_position(self) -> int:
-        """Of the token that the client is to get next."""
+        """Position of the next token for the client."""
         return len(self.token_ids)
 
 
 @dataclass(slots=True, eq=False)
 class PromptReport:
-    """The prompt's log probabilities as the client has them. Attempts may bring them again; each is taken once."""
+    """The client's log probabilities of the prompt. Several attempts may bring them; each position is accepted once."""
 
     end: int
-    """Of the positions that it wants; 0 for none."""
+    """End of the positions that the client wants; 0 for none."""
     next_position: int = 1
-    """Whose log probability it is to get next: the first token has none."""
+    """Position of the next log probability for the client. The first token has none."""
 
     @property
     def complete(self) -> bool:
-        """Whether it has all that it wants."""
+        """Whether the client has all that it wants."""
         return self.next_position >= self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send to the worker of this part."""
+    """Action: send a message to the worker of this part."""
 
     part: Part
     message: Message
@@ -124,43 +125,43 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give the client new tokens."""
+    """Action: give the client new tokens."""
 
     delta: Delta
     attempt: RequestKey
     role: Role
-    """Whose worker has brought them."""
+    """Role of the worker that sent them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeliverPrompt:
-    """Give the client more log probabilities of its prompt."""
+    """Action: give the client more log probabilities of its prompt."""
 
     delta: PromptDelta
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The attempt cannot go on."""
+    """Action: the attempt cannot go on."""
 
     part: Part
-    """Whose end this is."""
+    """The part that failed."""
     cause: Cause
     message: str
     blame: Part | None
-    """Whose worker is better avoided."""
+    """The part whose worker is to be avoided; None if none is."""
 
 
 Action = Send | Deliver | DeliverPrompt | Broken
 
 
 def abort(part: Part) -> Send:
-    """Let a worker free what it holds."""
+    """An Abort, which lets a worker free what it holds for this part."""
     return Send(part, Abort(request=part.key.request, attempt=part.key.attempt))
 
 
 class Attempt:
-    """One attempt. It accepts by position: what its choices have got from elsewhere meanwhile is a duplicate."""
+    """One attempt. It accepts tokens by position: what a choice has already from another attempt is a duplicate."""
 
     def __init__(
         self,
@@ -176,33 +177,34 @@ class Attempt:
         admitted: bool = False,
         now: float = 0.0,
     ) -> None:
-        """On `decode` and `prefill`; on `decode` alone, which takes over the `offer` of a prefill worker, or a running
-        sequence from another decode worker that is `moving` it, or computes the prompt."""
+        """An attempt on `decode` and `prefill`, or on `decode` alone. Alone, `decode` takes over the `offer` of a
+        prefill worker, or pulls the running sequence of the part `moving` from another decode worker, or else computes
+        the prompt."""
         self.key = key
         self.generation = generation
         self.choices = {choice.index: choice for choice in choices}
         self.report = report
         self.token_ids = tuple(choices[0].token_ids)
-        """What the decode worker gets the KV of."""
+        """Tokens of the sequence whose KV the decode worker gets."""
         if offer is not None:
             self.token_ids = self.token_ids[: offer.num_tokens]
         num_tokens = len(self.token_ids)
         self.prefill = offer or (None if prefill is None else Part(Role.PREFILL, prefill, key, num_tokens))
         self.decode = Part(Role.DECODE, decode, key, num_tokens)
         self.parts = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
-        """Of the prefill worker, if there is one, and of the decode worker."""
+        """The prefill worker's part, if there is one, and the decode worker's."""
         self.moving = moving
         self.admitted = admitted
         self.begun_at = now
         self.decode_has_spoken = False
-        """Whether any of the tokens came from the decode worker: it holds the KV of all that came before them."""
+        """Whether any tokens came from the decode worker. If so, it holds the KV of all earlier tokens."""
         self.suspicion = max((choice.suspicion for choice in choices), key=list(Suspicion).index)
-        """Of the choice that is suspected most."""
+        """The strongest suspicion among its choices."""
         self.over = False
         self.num_duplicates = 0
         self.num_gaps = 0
         self.cut: set[int] = set()
-        """Choices that the decode worker goes on with no more: whoever pulls them does."""
+        """Choices that the decode worker has stopped, because another worker pulls them."""
         self.moved: set[int] = set()
         """Choices that another attempt has taken over."""
         self._asked: dict[int, int] = {}
@@ -210,13 +212,13 @@ class Attempt:
 
     @property
     def unfinished(self) -> list[Choice]:
-        """Choices that want more tokens from here."""
+        """Choices that still need tokens from this attempt."""
         return [choice for choice in self.choices.values() if not choice.ended and choice.index not in self.moved]
 
     # --- events --------------------------------------------------------------------------------------------------
 
     def start(self, budget_s: float, prefix: PrefixHint | None = None) -> list[Action]:
-        """Give each worker its part; `prefix` tells the prefill worker where the prompt's beginning may be found."""
+        """Give each worker its part. `prefix` tells the prefill worker which worker may have the prompt's beginning."""
         generation = self.generation
         work: dict[str, Any] = {
             "request": self.key.request,
@@ -243,7 +245,7 @@ class Attempt:
         return [Send(self.prefill, prefill), Send(self.decode, decode)]
 
     def on_message(self, part: Part, message: Message) -> list[Action]:
-        """A message from the worker of one of its parts."""
+        """Handle a message from the worker of one of its parts."""
         match message:
             case Tokens():
                 return self._on_tokens(part, message)
@@ -262,7 +264,7 @@ class Attempt:
         return []
 
     def on_resync(self, part: Part, *, known: bool) -> list[Action]:
-        """Messages to or from this worker were lost; whether it still knows its part."""
+        """Handle the loss of messages to or from a worker. `known`: whether it still knows its part."""
         if known and not self.report.complete and part is self._computing:
             return [self._without_prompt(part)]
         if known and part is self.decode:
@@ -273,20 +275,21 @@ class Attempt:
         return [Broken(part, Cause.WORKER_LOST, message, blame=None)]
 
     def lost(self, part: Part, why: str) -> list[Action]:
-        """The session with this worker is over. After its first tokens a prefill worker is the decode worker's concern:
-        it goes on if it has settled, and says so if it has not."""
+        """Handle the end of a worker's session. Once a prefill worker has sent its first tokens, its loss concerns only
+        the decode worker, which goes on if it has settled, and reports a failure if it has not."""
         if self._can_miss(part):
             return []
         message = f"the {part.role} worker at {part.place.address} was lost: {why}"
         return [Broken(part, Cause.WORKER_LOST, message, blame=part)]
 
     def acknowledge(self) -> Send:
-        """Every choice is complete. Had the first tokens ended them all, the decode worker still waits in vain."""
+        """The message that ends a complete attempt. If the first tokens ended all choices, the decode worker still
+        waits for the handoff, and is aborted."""
         if self.decode_has_spoken:
             return Send(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))
         return abort(self.decode)
 
-    # --- the steps between ---------------------------------------------------------------------------------------
+    # --- internal steps ------------------------------------------------------------------------------------------
 
     def _on_tokens(self, part: Part, message: Tokens) -> list[Action]:
         choice = self.choices.get(message.choice)
@@ -294,7 +297,7 @@ class Attempt:
             return [self._fault(part, "sent a choice that was not asked for")]
         if part is self.decode:
             self.decode_has_spoken = True
-        if not self.report.complete:  # the decode worker's are asked for again as soon as it is
+        if not self.report.complete:  # the decode worker's tokens are requested again once the report is complete
             return [self._without_prompt(part)] if part is self._computing else []
         if choice.ended:
             self.num_duplicates += 1
@@ -332,13 +335,13 @@ class Attempt:
         return actions
 
     def _without_prompt(self, part: Part) -> Broken:
-        """Nobody keeps log probabilities of a prompt in order to tell them again: it is computed again."""
+        """No worker keeps log probabilities of a prompt to send them again, so the prompt has to be computed again."""
         message = f"log probabilities of the prompt were lost between the {part.role} worker and the gateway"
         return Broken(part, Cause.WORKER_LOST, message, blame=None)
 
     @property
     def _computing(self) -> Part:
-        """Whose worker computes the prompt."""
+        """The part whose worker computes the prompt."""
         return self.prefill or self.decode
 
     def _ask_again(self, choice: Choice) -> list[Action]:
@@ -349,8 +352,9 @@ class Attempt:
         return [self._resend(choice)]
 
     def _ask_for_missing(self, *, again: bool) -> list[Action]:
-        """Every token of the choices that have not ended, from where they stand; `again` if an answer may be lost. A
-        worker that has ended says so with each answer, though it may not have what another one goes on with."""
+        """Request every missing token of the unfinished choices; `again` repeats requests whose answers may be lost.
+        Otherwise none is repeated: a worker that has finished sends Finished with each answer, and may lack a choice
+        that another worker continues."""
         missing = [
             choice for choice in self.unfinished if again or self._asked.get(choice.index) != choice.next_position
         ]
@@ -365,8 +369,8 @@ class Attempt:
         )
 
     def _can_miss(self, part: Part) -> bool:
-        """Whether the attempt goes on without this worker. Without a prefill worker, once the first tokens are here, or
-        sure to come: a decode worker speaks only after it has settled."""
+        """Whether the attempt goes on without this worker. It does without a prefill worker once the first tokens are
+        here, or sure to come: a decode worker sends tokens only after it has settled."""
         if part is self.decode or not self.report.complete:
             return False
         return self.decode_has_spoken or all(
@@ -374,7 +378,7 @@ class Attempt:
         )
 
     def _to_blame(self, part: Part, cause: Cause) -> Part | None:
-        """Of a failure that a worker reports: a decode worker speaks of its source, too."""
+        """The part to blame for a failure that a worker reports. A decode worker may report a failure of its source."""
         source = self.moving or self.prefill
         if cause is Cause.LEASE_LOST:
             return None

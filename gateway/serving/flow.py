@@ -1,21 +1,22 @@
-"""One request, from the client's ask to its one end: attempts at its choices, and what follows when one fails.
+"""One request, from its arrival to its one end: the attempts at its choices, and what follows when one fails.
 
 Life cycle of a request in the gateway:
 
     1. Its choices want workers (`Want`); once these are chosen, an attempt begins (`gateway.serving.attempt`).
     2. Tokens are accepted by position, whichever attempt they come from, and go to the client.
-    3. A worker fails, refuses or is lost: the choices that have not ended want workers again, with the tokens that the
-       client has as a forced prefix. Choices that have tokens of their own go on each by itself. If it was the decode
-       worker, and had not begun, the prefill worker's offer still stands: only a decode worker is wanted.
+    3. A worker fails, refuses or is lost: the unfinished choices want workers again, with the tokens that the client
+       has as a forced prefix. Choices with tokens of their own continue separately. If the decode worker failed before
+       its first token, the prefill worker's offer still stands, and only a decode worker is wanted.
     4. A decode worker drains: a second attempt pulls the running sequence from it (`move`), and takes over at the cut.
-    5. Every choice has its finish reason: done. Or an attempt fails for good, or too often, or nobody takes it, or the
-       time runs out: failed, with the cause. Or the client leaves: cancelled. Each end frees every worker.
+    5. The request ends. Done: every choice has its finish reason. Failed, with the cause: an attempt failed for good,
+       or too often, or no worker takes the request, or its time ran out. Cancelled: the client left. Each end frees
+       every worker.
 
-That a worker is full, drains or is too small is no failure: others are asked. A request that was let in waits for them.
+A full, draining or too small worker is not a failure: other workers are asked. An admitted request waits for them.
 
-A choice that was on a worker when that crashed is a suspect until it has got past the place where it was. The next
-worker computes its first steps with those of other suspects, or alone (`common.engine.trials`), and says so (`Trial`):
-if it crashes then, the choice is suspected more, or refused (`gateway.serving.suspicion`).
+A choice that was on a worker when it crashed is a suspect until it has passed the position where it was. The next
+worker computes its first steps together with those of other suspects, or alone (`common.engine.trials`), and reports
+that (`Trial`). If that worker crashes too, the suspicion grows or the choice is refused (`gateway.serving.suspicion`).
 
 Pure state: events in, actions out.
 """
@@ -46,19 +47,19 @@ from gateway.serving.generation import Generation
 from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash, Share, suspicion_after
 
 MAX_FAILURES = 6
-"""Attempts at a choice that may fail without a new token between them; one more fails the request."""
+"""Attempts at a choice that may fail without a new token in between; one more fails the request."""
 MAX_BUGS = 2
-"""Of those, what a worker calls its own fault."""
+"""Like `MAX_FAILURES`, but for failures that a worker reported as its own fault."""
 FIRST_DELAY_S = 0.05
-"""Of the second attempt in a row that follows a failure; each further one waits twice as long."""
+"""Seconds before a new attempt after two failures in a row; each further failure doubles it."""
 _FINAL = frozenset({Cause.INVALID, Cause.DEADLINE})
-"""What would be the same at another worker."""
+"""Causes that would fail at every worker."""
 _REFUSALS = frozenset({Cause.CAPACITY, Cause.DRAINING, Cause.TOO_LARGE})
-"""What is no failure: a worker does not take the request, now or ever, and another one may."""
+"""Causes that are refusals, not failures: this worker does not take the request, now or ever, but another one may."""
 
 
 class FlowState(StrEnum):
-    """Where a request is."""
+    """State of a request."""
 
     RUNNING = "running"
     DONE = "done"
@@ -68,33 +69,33 @@ class FlowState(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Want:
-    """Choices that want workers: `Flow.go` is to be called when these are chosen."""
+    """Choices that want workers: call `Flow.go` once these are chosen."""
 
     key: RequestKey
     choices: tuple[Choice, ...]
     avoid: frozenset[Place] = frozenset()
-    """Workers that have just failed them."""
+    """Workers that have just failed these choices."""
     offer: Part | None = None
-    """A prefill worker's part, whose offer still stands."""
+    """A prefill worker's part whose offer still stands."""
     delay_s: float = 0.0
     too_small: frozenset[Place] = frozenset()
-    """Workers that can never have them."""
+    """Workers that can never hold these choices."""
     most_tokens: int = 0
-    """That one of these sequences can have in the end."""
+    """Most tokens that one of these sequences can have in the end."""
     admitted: bool = False
-    """Whether the request has been let in: then it waits until somebody takes it."""
+    """Whether the request was admitted. An admitted request waits until a worker takes it."""
     refusal: Fail | None = None
-    """How the request ends if nobody is left who may take it."""
+    """How the request ends if no worker is left that may take it."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the sequence whose KV is wanted."""
+        """Tokens of the sequence whose KV is wanted."""
         return self.choices[0].next_position if self.offer is None else self.offer.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A worker has nothing (more) to do for this part."""
+    """Action: a worker has nothing more to do for this part."""
 
     part: Part
 
@@ -125,20 +126,21 @@ class Flow:
     num_duplicates: int = 0
     num_gaps: int = 0
     failures: dict[Cause, int] = field(default_factory=dict)
-    """Attempts that failed and were followed by another, by cause."""
+    """Failed attempts that were followed by another, by cause."""
     attempts: list[Attempt] = field(default_factory=list)
-    """Those under way."""
+    """Attempts under way."""
     wants: list[Want] = field(default_factory=list)
-    """What waits for workers."""
+    """Choices that wait for workers."""
     choices: tuple[Choice, ...] = ()
     report: PromptReport = field(init=False)
-    """What the client has of the prompt's log probabilities."""
+    """The client's log probabilities of the prompt."""
     admitted: bool = False
-    """Whether a worker has let it in, or may have: then no other one refuses it for those that wait there."""
+    """Whether a worker has admitted the request, or may have. If so, no other worker refuses it for its queue's
+    length."""
     refusal: Fail | None = None
-    """The last of those after which a worker is not asked again."""
+    """The last refusal after which the refusing worker is not asked again."""
     _newest: dict[RequestId, int] = field(default_factory=dict)
-    """Every name under which workers know it → the newest attempt."""
+    """Request id as workers know it → its newest attempt. A request may have several ids."""
 
     def __post_init__(self) -> None:
         prompt = self.generation.token_ids
@@ -147,16 +149,17 @@ class Flow:
 
     @property
     def running(self) -> bool:
-        """Whether the end has not come yet."""
+        """Whether the request has not ended."""
         return self.state is FlowState.RUNNING
 
     @property
     def requests(self) -> Collection[RequestId]:
-        """Every name under which workers know it."""
+        """Every id under which workers know the request."""
         return self._newest.keys()
 
     def find(self, key: RequestKey, address: str) -> tuple[Attempt, Part] | None:
-        """The attempt, of those under way, and its part at this address, that messages under `key` are about."""
+        """The attempt under way, and its part at this address, that messages under `key` belong to; None if there is
+        none."""
         for attempt in self.attempts:
             for part in attempt.parts:
                 if part.key == key and part.place.address == address:
@@ -164,18 +167,19 @@ class Flow:
         return None
 
     def parts_at(self, address: str) -> list[tuple[Attempt, Part]]:
-        """The parts of a worker in the attempts under way."""
+        """The parts at a worker, of the attempts under way."""
         return [(a, part) for a in self.attempts for part in a.parts if part.place.address == address]
 
     def keys_at(self, address: str) -> list[RequestKey]:
-        """What a worker holds of it: parts of attempts, and offers that stand while a decode worker is wanted."""
+        """Keys that a worker holds of this request: of parts, and of offers that stand while a decode worker is
+        wanted."""
         offers = [want.offer for want in self.wants if want.offer is not None]
         parts = [part for _, part in self.parts_at(address)]
         return [part.key for part in (*parts, *offers) if part.place.address == address]
 
     def beside(self, want: Want) -> frozenset[Place]:
-        """Where suspects should go, since other suspects of this request are there: spread over the pool, they would
-        crash one worker each."""
+        """Places of this request's other suspects, where a want with a suspect should go too. Spread over the pool, the
+        suspects would crash one worker each."""
         if not any(_suspected(choice) for choice in want.choices):
             return frozenset()
         suspected = [each for each in self.attempts if any(map(_suspected, each.unfinished))]
@@ -184,7 +188,7 @@ class Flow:
     # --- events --------------------------------------------------------------------------------------------------
 
     def begin(self) -> list[Action]:
-        """The first thing that it wants."""
+        """Begin the request: want workers for all its choices."""
         request = new_request_id()
         self._newest[request] = 1
         return [self._want(self.choices, RequestKey(request, 1))]
@@ -199,7 +203,7 @@ class Flow:
         *,
         now: float,
     ) -> list[Action]:
-        """Workers are chosen: an attempt begins. With neither `prefill` nor an offer, `decode` computes the prompt."""
+        """Begin an attempt on the chosen workers. With neither `prefill` nor an offer, `decode` computes the prompt."""
         self.wants.remove(want)
         attempt = Attempt(
             want.key,
@@ -222,13 +226,13 @@ class Flow:
         return self._begin(attempt, where + hint, budget_s, prefix)
 
     def without_offer(self, want: Want) -> list[Action]:
-        """The worker whose offer still stood is gone: what is wanted instead."""
+        """The worker whose offer stood is gone: want new workers for the unfinished choices instead."""
         self.wants.remove(want)
         choices = [choice for choice in want.choices if not choice.ended]
         return [*self._let_go(want), *self._want_all(want.key.request, choices)]
 
     def move(self, attempt: Attempt, choice: Choice, decode: Place, budget_s: float, *, now: float) -> list[Action]:
-        """Let `decode` pull the running sequence of a choice from its draining worker, and go on with it."""
+        """Let `decode` pull a choice's running sequence from its draining worker, and continue it."""
         key = self._next_key(attempt.key.request, alone=attempt.unfinished == [choice])
         moving = Attempt(
             key, self.generation, [choice], self.report, decode, moving=attempt.decode, admitted=True, now=now
@@ -237,7 +241,7 @@ class Flow:
         return self._begin(moving, where, budget_s, None)
 
     def movable(self, address: str) -> list[tuple[Attempt, Choice]]:
-        """Running sequences of the decode worker at `address`, of which the client has something, and that nobody pulls
+        """Running sequences of the decode worker at `address` of which the client has a token, and that no worker pulls
         yet."""
         return [
             (attempt, choice)
@@ -248,16 +252,16 @@ class Flow:
         ]
 
     def can_move(self, attempt: Attempt, choice: Choice) -> bool:
-        """Whether what was `movable` still is."""
+        """Whether a sequence that was `movable` still is."""
         return attempt in self.attempts and choice in attempt.unfinished and self._may_move(attempt, choice)
 
     def on_message(self, attempt: Attempt, part: Part, message: Message) -> list[Action]:
-        """A message about the part of an attempt under way."""
+        """Handle a message about a part of an attempt under way."""
         if not self.running:
             return []
         actions: list[Action] = []
         if part.role is Role.PREFILL and not part.over and not isinstance(message, PromptLogprobs):
-            part.over = True  # whatever else it says, its prompt is computed, or never will be
+            part.over = True  # the first message ends its work: its prompt is computed, or never will be
             actions.append(Left(part))
         actions += self._do(attempt, attempt.on_message(part, message))
         if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
@@ -265,11 +269,11 @@ class Flow:
         return actions
 
     def on_resync(self, attempt: Attempt, part: Part, *, known: bool) -> list[Action]:
-        """Messages to or from a part's worker were lost; whether it still knows its part."""
+        """Handle the loss of messages to or from a part's worker. `known`: whether it still knows its part."""
         return self._do(attempt, attempt.on_resync(part, known=known)) if self.running else []
 
     def worker_lost(self, address: str, why: str, crash: Crash | None = None) -> list[Action]:
-        """The session with this worker is over, by a crash or otherwise."""
+        """Handle the end of a worker's session, by a crash (`crash`) or otherwise."""
         actions: list[Action] = []
         for attempt, part in self.parts_at(address):
             if self.running and attempt in self.attempts:
@@ -285,10 +289,10 @@ class Flow:
         """The client has left; inert after the end."""
         return self._end(FlowState.CANCELLED, "cancelled") if self.running else []
 
-    # --- the steps between ---------------------------------------------------------------------------------------
+    # --- internal steps ------------------------------------------------------------------------------------------
 
     def _do(self, attempt: Attempt, actions: Sequence[AttemptAction], share: Share = Share.NONE) -> list[Action]:
-        """Carry out what an attempt decided, which has this share in a worker's crash."""
+        """Carry out an attempt's actions. `share` is the attempt's share in a worker's crash."""
         done: list[Action] = []
         for action in actions:
             match action:
@@ -317,7 +321,7 @@ class Flow:
             choice.suspicion = Suspicion.NONE
         actions: list[Action] = []
         if not choice.ended and attempt.moving is None:
-            return actions  # as most tokens find it: every attempt goes on as before
+            return actions  # the usual case: every attempt goes on as before
         if all(each.ended for each in self.choices):
             return [*self._end(FlowState.DONE, "done"), Done()]
         for other in self.attempts:
@@ -328,7 +332,7 @@ class Flow:
         return actions
 
     def _broken(self, attempt: Attempt, broken: Broken, share: Share) -> list[Action]:
-        """An attempt has failed: what it was to bring is wanted from others."""
+        """An attempt has failed: want workers for the choices that it was to generate."""
         self.story.append(f"{broken.cause}: {broken.message}")
         wanting = [choice for choice in attempt.unfinished if self._is_missing(choice, attempt)]
         end = self._last_straw(attempt, wanting, broken, share)
@@ -346,19 +350,19 @@ class Flow:
         return [*actions, *self._again(attempt, wanting, offer)]
 
     def _last_straw(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, share: Share) -> Fail | None:
-        """Count the failure for the choices that it concerns; whether it is one too many."""
+        """Count the failure for the choices that it concerns. Returns the end of the request if it is one too many."""
         if broken.cause in _REFUSALS:
             self._note_refusal(attempt.unfinished, broken)
             return None
         self.admitted = True
         proven = share is Share.ALONE and any(map(_suspected, wanting))
         for choice in wanting:
-            choice.num_failures += share not in (Share.STOOD_BY, Share.IN_GROUP)  # that was somebody else, probably
+            choice.num_failures += share not in (Share.STOOD_BY, Share.IN_GROUP)  # others have probably crashed it
             choice.num_bugs += broken.cause is Cause.INTERNAL
             if broken.blame is not None:
                 choice.avoid.add(broken.blame.place)
         for choice in attempt.unfinished:
-            if choice in wanting or self._source(attempt, choice) is None:  # it was there, though another may have it
+            if choice in wanting or self._source(attempt, choice) is None:  # it was on that worker
                 self._suspect(choice, share)
         if proven:
             message = "workers have crashed with this request, the last one while it computed nothing else"
@@ -369,14 +373,15 @@ class Flow:
         return Fail(broken.cause, broken.message) if exhausted or broken.cause in _FINAL else None
 
     def _suspect(self, choice: Choice, share: Share) -> None:
-        """A worker that had the choice is lost."""
+        """Note the loss of a worker that had the choice."""
         if share not in (Share.NONE, Share.STOOD_BY):
             choice.suspicion = suspicion_after(choice.suspicion, share)
             choice.num_crashes += share is Share.PERHAPS
             choice.innocent_at = choice.next_position + TRIAL_TOKENS
 
     def _note_refusal(self, choices: Sequence[Choice], broken: Broken) -> None:
-        """A worker does not take them. Who was let in may ask a full one again, as soon as that has room."""
+        """Note a refusal, so that the worker is not asked again. A draining worker may be asked again; so may a full
+        one, by an admitted request."""
         too_large = broken.cause is Cause.TOO_LARGE
         passing = broken.cause is Cause.DRAINING or (self.admitted and not too_large)
         if passing or broken.blame is None:
@@ -386,13 +391,13 @@ class Flow:
             (choice.too_small if too_large else choice.avoid).add(broken.blame.place)
 
     def _again(self, attempt: Attempt, choices: Sequence[Choice], offer: Part | None) -> list[Action]:
-        """Choices of an attempt that is over want workers."""
+        """Want workers for the choices of an attempt that is over."""
         if offer is not None:
             return [self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
         return self._want_all(attempt.key.request, choices)
 
     def _want_all(self, request: RequestId, choices: Sequence[Choice]) -> list[Action]:
-        """Together as long as they are all the bare prompt."""
+        """Want workers for choices: together if none has a token of its own, else separately."""
         prompt_len = len(self.generation.token_ids)
         if all(choice.next_position == prompt_len for choice in choices):
             return [self._want(choices, self._next_key(request))]
@@ -415,8 +420,8 @@ class Flow:
         return want
 
     def _standing_offer(self, attempt: Attempt, broken: Broken) -> Part | None:
-        """What the prefill worker has computed, or is computing, for a decode worker that has not begun. Not while
-        it is to tell of the prompt: nobody would listen until another decode worker is there."""
+        """The prefill worker's part, if its offer can serve another decode worker. It cannot while log probabilities of
+        the prompt are outstanding: they would arrive while no attempt listens."""
         if not self.report.complete:
             return None
         if broken.part is not attempt.decode or attempt.decode_has_spoken or attempt.prefill is None:
@@ -426,29 +431,30 @@ class Flow:
         return attempt.prefill
 
     def _is_moving(self, choice: Choice, old: Attempt) -> bool:
-        """Whether another attempt is about to take the choice over from this one."""
+        """Whether another attempt is pulling the choice from this one."""
         return any(each.moving is old.decode and choice in each.unfinished for each in self.attempts)
 
     def _source(self, moving: Attempt, choice: Choice) -> Attempt | None:
-        """The attempt from which this one is about to take the choice over, if that is still under way."""
+        """The attempt that this one is pulling the choice from, if that is still under way."""
         return next(
             (each for each in self.attempts if each.decode is moving.moving and choice in each.unfinished), None
         )
 
     def _may_move(self, attempt: Attempt, choice: Choice) -> bool:
-        """Whether the client has something of a running sequence, and nobody pulls it yet."""
+        """Whether the client has a token of a running sequence, and no worker pulls it yet."""
         begun = choice.next_position > len(self.generation.token_ids)
         return begun and self._source(attempt, choice) is None and not self._is_moving(choice, attempt)
 
     def _is_missing(self, choice: Choice, broken: Attempt) -> bool:
-        """Whether nobody generates the choice any more without this attempt."""
+        """Whether nothing generates the choice any more without this attempt."""
         if self._is_moving(choice, broken):
             return False
         source = self._source(broken, choice)
         return source is None or broken.decode_has_spoken or choice.index in source.cut
 
     def _cut(self, attempt: Attempt, choice: Choice) -> list[Action]:
-        """The decode worker goes on no more with a choice. Whoever pulls it will, or it is wanted again."""
+        """The decode worker has stopped a choice. Another attempt that pulls it goes on; without one, want workers
+        again."""
         if choice.ended or choice not in attempt.unfinished or self._is_moving(choice, attempt):
             return []
         self.story.append(f"choice {choice.index} was cut for nobody")
@@ -456,12 +462,12 @@ class Flow:
         return [*actions, self._want([choice], self._next_key(attempt.key.request, alone=not attempt.unfinished))]
 
     def _leave(self, attempt: Attempt, choice: Choice) -> list[Action]:
-        """Expect nothing more of a choice from an attempt whose decode worker has cut it."""
+        """Expect no more of a choice from this attempt; close the attempt if no unfinished choice is left."""
         attempt.moved.add(choice.index)
         return [] if attempt.unfinished else [abort(attempt.decode), *self._close(attempt)]
 
     def _let_go(self, want: Want) -> list[Action]:
-        """Nobody will take over what was offered."""
+        """Abort a want's offer, which no decode worker will take over."""
         if want.offer is None:
             return []
         actions: list[Action] = [abort(want.offer)]
@@ -471,13 +477,14 @@ class Flow:
         return actions
 
     def _next_key(self, request: RequestId, *, alone: bool = True) -> RequestKey:
-        """The next attempt at the same request; a request of its own for a choice that parts from others."""
+        """The key of the next attempt: under the same request id if `alone`, else, for a choice that parts from others,
+        under a new one."""
         request = request if alone else new_request_id()
         number = self._newest[request] = self._newest.get(request, 0) + 1
         return RequestKey(request, number)
 
     def _close(self, attempt: Attempt, keep: Part | None = None) -> list[Action]:
-        """Take an attempt off the books; the part `keep` goes on."""
+        """Remove an attempt from those under way; the part `keep` goes on."""
         self.attempts.remove(attempt)
         self.num_duplicates += attempt.num_duplicates
         self.num_gaps += attempt.num_gaps

@@ -1,7 +1,7 @@
-"""Where the HTTP API ends and serving begins: one tokenised prompt goes in, deltas of tokens come out.
+"""The interface between the HTTP API and serving: one tokenised prompt goes in, deltas of tokens come out.
 
-The API validates, tokenises and words the answers; it knows no worker. The dispatcher behind `Generator` knows no
-HTTP: it routes, hands off and recovers.
+The API validates, tokenises and formats answers, and knows no worker. The dispatcher behind `Generator` routes, hands
+off and recovers, and knows no HTTP.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from gateway.serving.waterfall import Waterfall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a request is not let in."""
+    """Why a request is not admitted."""
 
     message: str
     retry_after_s: int
-    """When it might be."""
+    """Seconds after which it may be admitted."""
 
 
 @dataclass(slots=True)
 class Admittance:
-    """What became of a request at the door; its prompts share it, and the first of them decides for all."""
+    """The admission decision of a request. Its prompts share it, and the first of them decides for all."""
 
     decided: bool = False
     refusal: Refusal | None = None
-    """Why it was not let in."""
+    """Why it was not admitted; None if it was, or is not decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One prompt to be generated, tokenised and validated. Nothing in it was copied from a client unseen."""
+    """One prompt to be generated, tokenised and validated. Client data enters it only after validation."""
 
     token_ids: tuple[int, ...]
     """The prompt, at least one token."""
@@ -45,18 +45,19 @@ class Generation:
     """Choices to generate; they are numbered from 0."""
     sampling: SamplingParams
     budget_s: float
-    """Seconds that the whole generation may take."""
+    """Most seconds that the whole generation may take."""
     tier: Tier = Tier.STANDARD
     tenant: str = ""
-    """Whose it is: tenants of one tier share the workers evenly."""
+    """The request's tenant. Tenants within a tier share the workers evenly."""
     cache_salt: str = ""
-    """Prefixes are shared only under the same salt; `request_intake` makes it of the tenant and the client's own."""
+    """Prefixes are shared only under the same salt; `request_intake` derives it from the tenant and the client's
+    salt."""
     prompt_logprobs: int | None = None
-    """Tell log probabilities of the prompt's tokens, with this many alternatives; None tells none."""
+    """Report log probabilities of the prompt's tokens with this many alternatives; None reports none."""
     admittance: Admittance = field(default_factory=Admittance, compare=False, repr=False)
     """Shared with the request's other prompts."""
     waterfall: Waterfall = field(default_factory=Waterfall, compare=False, repr=False)
-    """The record of its time, which the dispatcher fills."""
+    """Account of the generation's time, filled by the dispatcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +67,17 @@ class Delta:
     choice: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
-    """One for each token when the sampling asked for them, else None."""
+    """One entry for each token if the sampling asked for them, else None."""
     finish_reason: FinishReason | None
     """Set on the choice's last delta."""
     more: bool = False
-    """Whether the next one is there already, of this very choice: whoever takes this one will not wait for it."""
+    """Whether the next delta of this choice is available already, so that its reader will not wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDelta:
-    """How likely more of the prompt's tokens were, from the second one on; all of them come before any `Delta`, in
-    order and without gaps."""
+    """Log probabilities of further prompt tokens, from the second token on. All of them precede any `Delta`, in order
+    and without gaps."""
 
     scores: TokenScores
 
@@ -89,9 +90,9 @@ class Readiness:
     reason: str
     """One line for an operator."""
     max_sequence_tokens: int | None = None
-    """Most tokens, prompt and output, that a usable decode worker takes in one sequence; None while none is known."""
+    """Most tokens, prompt and output, of one sequence at any usable decode worker; None while unknown."""
     details: Mapping[str, object] = field(default_factory=dict)
-    """What `/ready` shows besides; JSON values only."""
+    """Further details that `/ready` shows; JSON values only."""
 
 
 class GenerationFailed(BatonError):  # noqa: N818 (the protocol's word for this end is Failed)
@@ -101,16 +102,17 @@ class GenerationFailed(BatonError):  # noqa: N818 (the protocol's word for this 
         super().__init__(message)
         self.cause = cause
         self.retry_after_s = retry_after_s
-        """When to try again, where that is known."""
+        """Seconds after which the client may retry; None if unknown."""
         self.message = message
-        """What the client is told."""
+        """The message for the client."""
 
 
 class Generator(Protocol):
-    """Serves generations with whatever workers there are."""
+    """Serves generations with the available workers."""
 
     def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
-        """Yield deltas until each choice has had its `finish_reason`; before them what was asked of the prompt.
+        """Yield deltas until each choice has its `finish_reason`; before them the prompt's log probabilities, if asked
+        for.
 
         Raises `GenerationFailed`. Closing the iterator early (`aclose`, or cancelling the task that awaits it) aborts
         the request on the workers.
@@ -118,5 +120,6 @@ class Generator(Protocol):
         ...
 
     def ready(self) -> Readiness:
-        """Whether a decode worker is usable; where no prefill worker is, it computes the prompts too."""
+        """Whether a decode worker is usable. Without a usable prefill worker, decode workers compute the prompts
+        too."""
         ...

@@ -1,10 +1,10 @@
-"""What the end of a worker says of a request that it had (docs/decisions/0018).
+"""What a worker's crash says about a request that it had (docs/decisions/0018).
 
-a crash in …            the next worker computes its first steps …
+the crash was in …      the next worker computes the request's first steps …
 everybody's steps       with those of all other suspects of such a crash          (`Suspicion.GROUP`)
-those of its group      alone                                                     (`Suspicion.ALONE`)
-steps of its own        nowhere: it is refused
-others' steps           as if nothing had been
+its group's steps       alone                                                     (`Suspicion.ALONE`)
+its own steps           nowhere: the request is refused
+others' steps           as if there had been no crash
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from common.contract.ids import RequestKey
 from common.contract.messages import Suspicion
 
 TRIAL_TOKENS = 4
-"""Tokens beyond the place of a crash with which a suspect is above suspicion."""
+"""Tokens that a suspect must generate beyond its position at the crash to be no longer suspected."""
 MAX_CRASHES = 8
-"""Workers that may crash in everybody's steps while a choice is there, for one that kills later than in its first
-steps; one more fails it."""
+"""Crashes in everybody's steps that a choice may have been present at; one more fails it. This catches a request that
+crashes workers later than in its first steps."""
 
 
 class Share(StrEnum):
-    """What a request has to do with the loss of a worker."""
+    """A request's share in the loss of a worker."""
 
     NONE = "none"
-    """The worker has not crashed; or the request was on its way to a dead one."""
+    """The worker has not crashed, or it was dead before the request reached it."""
     STOOD_BY = "stood by"
-    """It crashed in the steps of others."""
+    """The worker crashed in the steps of others."""
     PERHAPS = "perhaps"
-    """It crashed in everybody's steps."""
+    """The worker crashed in everybody's steps."""
     IN_GROUP = "in a group"
-    """It crashed in the steps of a group of suspects, of which the request was one."""
+    """The worker crashed in the steps of a group of suspects that the request belonged to."""
     ALONE = "alone"
-    """It crashed in steps of the request's own."""
+    """The worker crashed in steps of this request alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The end of a worker's process."""
+    """A crash of a worker's process."""
 
     at: float
     num_on_trial: int = 0
-    """Requests whose steps these were, as the worker has said last; with none, they were everybody's."""
+    """Suspects that the last steps were computed for, as the worker last reported; 0 means everybody's steps."""
     on_trial: frozenset[RequestKey] = frozenset()
-    """Those of this gateway."""
+    """This gateway's requests among these suspects."""
 
     def share_of(self, key: RequestKey, begun_at: float) -> Share:
-        """Of a request that was given to the worker at `begun_at`."""
+        """The share of a request that was given to the worker at `begun_at`."""
         if begun_at > self.at:
             return Share.NONE
         if not self.num_on_trial:
@@ -59,7 +59,7 @@ class Crash:
 
 
 def suspicion_after(before: Suspicion, share: Share) -> Suspicion:
-    """How a request is to be tried after the loss of a worker."""
+    """The suspicion of a request after the loss of its worker."""
     if share in (Share.NONE, Share.STOOD_BY):
         return before
     if before is Suspicion.NONE:

@@ -1,12 +1,12 @@
-"""What a generation's time was spent on: stages that follow each other and, together, are all of it.
+"""Account of a generation's time: stages that follow each other and add up to the whole.
 
-The gateway's clock says when a generation arrived, when its attempts began, and when each attempt's tokens came.
-Between an attempt's beginning and its tokens, workers say how long they have taken for what (`Timings`), by clocks of
-their own. Messages make a chain, gateway → P → D → gateway: what is left of the whole, when the stages of the workers
-on the chain are taken away, is what the messages were on their way, as in NTP. What overlaps counts once: of a pull,
-the part that follows the first tokens' arrival at D, since the part before is hidden by the prefill.
+The gateway's clock gives the arrival of a generation, the beginnings of its attempts, and the arrivals of their tokens.
+For the time between an attempt's beginning and its tokens, workers report the duration of their stages (`Timings`), by
+their own clocks. Messages form a chain, gateway → P → D → gateway. The whole, less the stages of the workers on the
+chain, is the time that messages were in transit, as in NTP. Overlapping time counts once: of a pull, only the part
+after the arrival of the first tokens at D counts, since the prefill hides the part before.
 
-The account is that of one choice, the one that ends last. Marks in, segments out; nothing here reads a clock.
+The account is that of one choice, the one that ends last. Pure: marks in, segments out; nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from common.contract.messages import DecodeTimes, PromptTimes, Role, Timings
 
 
 class Stage(StrEnum):
-    """Of a request, in the order in which they are gone through."""
+    """Stages of a request, in the order in which they occur."""
 
     INTAKE = "intake"
-    """The gateway reads, checks and tokenises."""
+    """The gateway reads, checks and tokenises the request."""
     PLACEMENT = "placement"
-    """It chooses workers, or waits for one that is usable."""
+    """The gateway chooses workers, or waits until one is usable."""
     QUEUE = "queue"
     """The prompt waits at the worker that is to compute it."""
     PREFIX_PULL = "prefix_pull"
-    """Its beginning is pulled from another worker."""
+    """The prompt's beginning is pulled from another worker."""
     PREFILL = "prefill"
     FIRST_TOKEN = "first_token"  # noqa: S105
-    """The request is on its way to the worker that computes the prompt, and the first token from there."""
+    """Transit of the request to the worker that computes the prompt, and of the first token from there."""
     RESERVE = "reserve"
-    """The decode worker has no room for the blocks."""
+    """The decode worker waits for room for the blocks."""
     PULL = "pull"
-    """Blocks are read, and no prefill hides it."""
+    """Blocks are read; reading that the prefill hides is not counted."""
     SETTLE = "settle"
-    """The source is asked whether what was read is valid."""
+    """The decode worker waits for the source to say that what it read is valid."""
     DECODE_QUEUE = "decode_queue"
     """The choice waits for a place in the batch."""
     DECODE = "decode"
     PREEMPTED = "preempted"
     """The choice has lost its place or its blocks, and waits to be in the batch again."""
     TRANSIT = "transit"
-    """Every other way of a message between the gateway and the workers on the chain."""
+    """All other transit of messages between the gateway and the workers on the chain."""
     LOST = "lost"
-    """An attempt brings nothing more, and that is not noticed yet."""
+    """An attempt brings no more tokens, and the gateway has not noticed yet."""
     RECOVERY = "recovery"
-    """From there until the next attempt begins."""
+    """From the end of `LOST` until the next attempt begins."""
     DELIVERY = "delivery"
-    """The last token becomes text, and is handed to the client's connection."""
+    """The last token becomes text and is handed to the client's connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`[start_ns, end_ns)` since arrival was spent on a stage; `attempt` counts from 1, 0 is none's."""
+    """`[start_ns, end_ns)` since arrival, spent on one stage. `attempt` counts from 1; 0 means no attempt."""
 
     stage: Stage
     start_ns: int
@@ -66,25 +66,25 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """What one attempt brings of one choice. Times are the gateway's monotonic seconds."""
+    """One attempt's contribution to one choice. Times are the gateway's monotonic seconds."""
 
     number: int
     begun_at: float
     failed_at: float | None
-    """When the attempt before had failed."""
+    """When the preceding attempt failed."""
     decode_address: str
     prefill_address: str | None
-    """None where the decode worker computes the prompt, or takes a running sequence over."""
+    """None if the decode worker computes the prompt, or takes over a running sequence."""
     moving: bool
-    """A running sequence is taken over from another decode worker."""
+    """Whether it takes over a running sequence from another decode worker."""
     takes_over: bool
-    """The prefill worker began with it for an attempt before."""
+    """Whether it takes over an offer, which the prefill worker began for an earlier attempt."""
     prompt: PromptTimes | None = None
     decode: DecodeTimes | None = None
-    """As told together with the tokens that came at `told_at`."""
+    """As reported with the tokens that arrived at `told_at`."""
     told_at: float = 0.0
     coming: DecodeTimes | None = None
-    """Told, of the tokens that come next."""
+    """Reported for the tokens that arrive next."""
     first_at: float | None = None
     first_role: Role | None = None
     last_at: float = 0.0
@@ -98,22 +98,22 @@ class Leg:
 
 
 class _Line:
-    """Segments, one after another; the last one ends at `end` at the latest."""
+    """Consecutive segments from `start`; none extends beyond `end`."""
 
     def __init__(self, start: int, end: int) -> None:
         self.segments: list[Segment] = []
         self._start = start
         self.end = max(start, end)
         self.now = start
-        """Up to where it is accounted for."""
+        """Time up to which all is accounted for."""
 
     def until(self, stage: Stage, moment: float | None, attempt: int = 0) -> None:
-        """The time up to `moment` was spent on `stage`; inert when that is past."""
+        """Account the time up to `moment` to `stage`; inert if `moment` is None or past."""
         if moment is not None:
             self.spend(stage, min(_ns(moment), self.end) - self.now, attempt)
 
     def spend(self, stage: Stage, duration: int, attempt: int) -> None:
-        """So long was spent on `stage`."""
+        """Account `duration` nanoseconds to `stage`."""
         if duration > 0:
             begin = self.now - self._start
             self.now += duration
@@ -122,37 +122,37 @@ class _Line:
 
 @dataclass(slots=True, eq=False)
 class Waterfall:
-    """The record of one generation, which everybody who has it in hand adds to."""
+    """The account of one generation. Every component that handles the generation adds its marks."""
 
     request_id: str = ""
-    """What the client knows the request by."""
+    """The request's id as the client knows it."""
     arrived_at: float = 0.0
     opened_at: float | None = None
-    """When the dispatcher got it."""
+    """When the dispatcher received it."""
     first_token_at: float | None = None
     route: Mapping[str, str] = field(default_factory=dict)
-    """Where it was sent first, and why."""
+    """The first routing decision, as text by header name."""
     excess_ns: int = 0
-    """What workers have claimed beyond the time that there was."""
+    """Nanoseconds by which the workers' reports exceed the time available."""
     segments: list[Segment] = field(default_factory=list)
-    """Once it has ended; without gaps, from arrival to end."""
+    """Set at the end; without gaps, from arrival to end."""
     _legs: dict[int, dict[RequestKey, Leg]] = field(default_factory=dict)
-    """By choice, in the order of their beginnings."""
+    """Choice → its legs by attempt, in the order of their beginnings."""
     _failed_at: dict[int, float] = field(default_factory=dict)
 
     # --- marks ---------------------------------------------------------------------------------------------------
 
     def arrived(self, request_id: str, now: float) -> None:
-        """The request that it belongs to has arrived."""
+        """Mark the arrival of the request."""
         self.request_id = request_id
         self.arrived_at = now
 
     def opened(self, now: float) -> None:
-        """Workers are wanted for it."""
+        """Mark the moment from which workers are wanted."""
         self.opened_at = now
 
     def failed(self, choices: Iterable[int], now: float) -> None:
-        """What was to bring these choices has failed; another attempt is to follow."""
+        """Mark the failure of the attempt at these choices; another attempt is to follow."""
         self._failed_at |= dict.fromkeys(choices, now)
 
     def began(
@@ -166,7 +166,7 @@ class Waterfall:
         moving: bool = False,
         takes_over: bool = False,
     ) -> None:
-        """An attempt at these choices begins, at workers of these addresses."""
+        """Mark the beginning of an attempt at these choices, at workers of these addresses."""
         for choice in choices:
             legs = self._legs.setdefault(choice, {})
             legs[key] = Leg(
@@ -180,7 +180,7 @@ class Waterfall:
             )
 
     def measured(self, key: RequestKey, timings: Timings) -> None:
-        """A worker tells what the next tokens of an attempt have taken."""
+        """Take a worker's report about the next tokens of an attempt."""
         for choice, legs in self._legs.items():
             leg = legs.get(key)
             if leg is not None and timings.choice in (None, choice):
@@ -188,7 +188,7 @@ class Waterfall:
                 leg.coming = timings.decode or leg.coming
 
     def tokens(self, key: RequestKey, choice: int, role: Role, now: float) -> None:
-        """An attempt has brought new tokens of a choice, from its worker of this role."""
+        """Mark the arrival of new tokens of a choice from the attempt's worker of this role."""
         leg = self._legs.get(choice, {}).get(key)
         if leg is None:
             return
@@ -201,7 +201,8 @@ class Waterfall:
         leg.last_at = now
 
     def ended(self, now: float, *, finished: bool) -> None:
-        """The client has its last token; or the request has ended otherwise."""
+        """Mark the end, and compute the segments. `finished`: the client has the last token; else the request
+        failed."""
         self.excess_ns = 0
         line = _Line(_ns(self.arrived_at), _ns(now))
         line.until(Stage.INTAKE, self.opened_at)
@@ -219,25 +220,25 @@ class Waterfall:
         line.spend(rest, line.end - line.now, 0)
         self.segments = line.segments
 
-    # --- what has come of it -------------------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------------------
 
     @property
     def legs(self) -> list[Leg]:
-        """Of the choice that has got its last token latest."""
+        """The legs of the choice whose last token came latest."""
         return list(max(self._legs.values(), key=_last_token_at, default={}).values())
 
     @property
     def last_token_at(self) -> float:
-        """When the last token came; before anything else if none did."""
+        """When the last token came; minus infinity if none did."""
         return max(map(_last_token_at, self._legs.values()), default=float("-inf"))
 
     @property
     def e2e_ns(self) -> int:
-        """From arrival to end."""
+        """Nanoseconds from arrival to end."""
         return self.segments[-1].end_ns if self.segments else 0
 
     def stages_ns(self) -> dict[Stage, int]:
-        """What was spent on each stage that there was."""
+        """Nanoseconds spent on each stage, without stages of no time."""
         spent: dict[Stage, int] = {}
         for segment in self.segments:
             spent[segment.stage] = spent.get(segment.stage, 0) + segment.end_ns - segment.start_ns
@@ -245,20 +246,20 @@ class Waterfall:
 
     @property
     def pulls(self) -> list[DecodeTimes]:
-        """Of the attempts that have pulled blocks, as far as they have told."""
+        """Reports of the attempts that have pulled blocks, as far as they have arrived."""
         told = [leg.decode for leg in self.legs if leg.decode is not None]
         return [each for each in told if each.pull_bytes > 0]
 
     @property
     def num_cached(self) -> int:
-        """Prompt tokens whose KV was not computed, as far as is told of the attempt that last computed the others."""
+        """Prompt tokens whose KV was not computed, as reported for the last attempt that computed the prompt."""
         told = [leg.prompt.num_cached for leg in self.legs if leg.prompt is not None and leg.first_at is not None]
         return told[-1] if told else 0
 
-    # --- the steps between ---------------------------------------------------------------------------------------
+    # --- internal steps ------------------------------------------------------------------------------------------
 
     def _before(self, line: _Line, leg: Leg) -> None:
-        """Up to the beginning of an attempt."""
+        """Account the time up to the beginning of an attempt."""
         if leg.moving:  # meanwhile the other decode worker goes on
             line.until(Stage.DECODE, leg.begun_at, leg.number - 1)
         elif leg.number == 1:
@@ -268,9 +269,9 @@ class Waterfall:
             line.until(Stage.RECOVERY, leg.begun_at)
 
     def _account(self, line: _Line, leg: Leg) -> None:
-        """From the beginning of an attempt, or since the one before has ended, to its last tokens.
+        """Account the time from the beginning of an attempt, or from the end of the preceding one, to its last tokens.
 
-        Up to `told`, workers have told what they did; what came after that has come of decoding.
+        Up to `told`, the workers' reports say what they did; the time after it was spent decoding.
         """
         told_at = leg.first_at if leg.decode is None else leg.told_at
         assert told_at is not None
@@ -285,7 +286,7 @@ class Waterfall:
         way = room - sum(spent for _, spent in (*prompt, *decode))
         first_way = 0
         if leg.first_at is not None and leg.first_role is leg.computes:
-            # The way back of the first token is on the chain only as far as D has not overtaken it.
+            # The first token's transit counts only as far as D's stages, which may overlap with it, leave time for it.
             first_way = min(way, max(0, _ns(leg.first_at) - line.now - sum(spent for _, spent in prompt)))
         stages = [*prompt, (Stage.FIRST_TOKEN, first_way), *decode, (Stage.TRANSIT, way - first_way)]
         for stage, spent in stages:
@@ -293,7 +294,7 @@ class Waterfall:
         line.until(Stage.DECODE, leg.last_at, leg.number)
 
     def _prompt_stages(self, leg: Leg) -> list[tuple[Stage, int]]:
-        """What computing the prompt has taken of this attempt's time."""
+        """Stages of computing the prompt within this attempt's time."""
         times = leg.prompt
         if times is None:
             return []
@@ -303,7 +304,8 @@ class Waterfall:
             (Stage.PREFILL, _ns(times.prefill_s)),
         ]
         if leg.takes_over:
-            # Nothing, if it was over before; else as much of its end as the decode worker has waited for.
+            # Nothing if the prompt was done before this attempt; else its end, as long as the decode worker waited for
+            # it.
             if any(each.first_role is Role.PREFILL for each in self.legs[: leg.number - 1]):
                 return []
             if leg.decode is not None:
@@ -326,7 +328,7 @@ def _decode_stages(leg: Leg) -> list[tuple[Stage, int]]:
 
 
 def _take(excess: int, *parts: list[tuple[Stage, int]]) -> None:
-    """Take away from what came first: that is what another clock's beginning may lie before."""
+    """Trim the earliest stages first; clock skew overstates those."""
     for stages in parts:
         for index, (stage, spent) in enumerate(stages):
             taken = min(max(0, excess), spent)

@@ -1,1 +1,1 @@
-"""Tokens and text: the tokenizer, text as it grows, and what is found in it: stop strings, reasoning, calls."""
+"""Tokens and text: the tokenizer, growing texts, and what is found in them: stop strings, reasoning, function calls."""

@@ -1,7 +1,7 @@
-"""An answer's parts: the text of a choice becomes reasoning, text and calls of functions.
+"""Parts of an answer: splits the text of a choice into reasoning, text and function calls.
 
-This stage stands between `choice_text`, which makes tokens text, and `responses`, which words it; only answers that
-can have such parts pass through it.
+This stage stands between `choice_text`, which turns tokens into text, and `responses`, which formats it. Only answers
+that can have such parts pass through it.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from gateway.text.detokenizer import TokenDecoder
 from gateway.text.reasoning import Part, ReasoningSplitter
 
 _Field: TypeAlias = dict[str, Any]
-"""One field of a piece, by name."""
+"""Some fields of a piece, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """What to look for in the choices of one request."""
+    """The parts to look for in the choices of one request."""
 
     decoder: TokenDecoder
-    """Gives the text of what the parts are recognised by, even of special tokens."""
+    """Decoder that also gives the text of the special tokens by which parts are recognised."""
     calls: type[CallParser] | None
     names: frozenset[str]
-    """Functions that may be called."""
+    """Names of the functions that may be called."""
     most_calls: int | None
     reasons: bool
     opened: bool
-    """The prompt has opened the reasoning."""
+    """Whether the prompt has opened the reasoning."""
     include_reasoning: bool
 
 
 class AnswerParts:
-    """One choice. Like a `ChoiceText`, whose pieces it takes apart: each that comes out has one part at most."""
+    """Splits the pieces of one `ChoiceText` and offers its interface; each resulting piece has at most one part."""
 
     def __init__(self, text: ChoiceText, plan: AnswerPlan) -> None:
         self.ended = False
-        """The last piece is out; further deltas are to be ignored."""
+        """Whether the last piece has been returned; further deltas are to be ignored."""
         self._text: Final = text
         self._include_reasoning = plan.include_reasoning
         self._splitter = ReasoningSplitter(plan.opened) if plan.reasons else None
         self._undecided: list[int] | None = [] if plan.reasons else None
-        """Where tokens begin of which it is not known whether they are reasoning; None once no more can be."""
+        """Text offsets of tokens that may yet turn out to be reasoning; None once no further token can be."""
         self._calls = plan.calls(plan.names, plan.most_calls) if plan.calls is not None else None
 
     def pieces(self, delta: Delta) -> Sequence[Piece]:
-        """Take the choice's next delta."""
+        """Take the choice's next delta, and return its pieces."""
         whole = self._text.push(delta)
         fields = self._fields(
             [(Part.ANSWER, whole.text)] if self._splitter is None else self._splitter.push(whole.text)
@@ -89,7 +89,7 @@ class AnswerParts:
         return fields
 
     def _reasoning_tokens(self) -> int:
-        """How many more tokens are known to be reasoning: all that begin before the end of the closing tag."""
+        """How many more tokens are known to be reasoning: those that begin before the end of the closing tag."""
         if self._splitter is None or self._undecided is None:
             return 0
         starts = [*self._undecided, *self._text.offsets]
@@ -98,7 +98,8 @@ class AnswerParts:
         return num_tokens
 
     def _end(self, finish_reason: AnswerEnd | None) -> AnswerEnd | None:
-        """A choice ends with its calls where that was its own end, or where there may be no more; none may be cut."""
+        """The finish reason. It is `tool_calls` after a natural end, or at the most calls, if there is a call and all
+        are complete."""
         calls = self._calls
         if calls is None or not calls.num_complete or calls.num_complete < calls.num_begun:
             return finish_reason

@@ -1,19 +1,19 @@
-"""Calls of functions in a model's text, found as it comes in, wherever the pieces are cut.
+"""Finds function calls in a model's text as it arrives, however it is cut into pieces.
 
-Each family of models writes calls in a way of its own; there is a parser for each. What comes out is the text around
-the calls, and each call in deltas: one with its id and name, then its arguments as they come.
+Each family of models writes calls in its own format, and each format has a parser. The output is the text around the
+calls, and each call in deltas: one with its id and name, then its arguments as they arrive.
 
     outside   text; its end is held back while it could be the beginning of an opening
-    inside    a call, or what looks like one. Each character is read by a coroutine, `_block`; what is no part of any
-              call yet is held
-              [_held)   once the call has begun: arguments go out at once, only what follows them is held
+    inside    a call, or what looks like one. A coroutine, `_block`, reads each character; characters that belong to
+              no call yet are held
+              [_held)   once the call has begun, arguments go out at once; only what follows them is held
 
-A call begins, and cannot be taken back, once its name is one of the request's functions and its arguments open an
-object. Whatever turns out to be no call before that is text, to the last character, and is looked through again
-behind its opening. If the arguments of a call that has begun are not JSON after all, the call is cut there and the
-rest is text. White space between calls, and around them where there is no text, belongs to the format.
+A call begins, irrevocably, once its name is one of the request's functions and its arguments open an object. What turns
+out to be no call before that is text, to the last character; it is searched again from behind its opening. If the
+arguments of a begun call are not JSON after all, the call is cut there and the rest is text. White space between calls,
+and around them where there is no text, belongs to the format.
 
-This depends on the text alone: any cut gives the same, but for the number of deltas.
+The result depends on the text alone: any cut gives the same, except for the number of deltas.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from gateway.text.json_scanner import JsonScanner, NotJson
 
 WHITESPACE: Final = " \t\n\r"
 MAX_NAME_CHARS: Final = 256
-"""Longest key, name or id within a call; what is longer is none."""
+"""Longest key, name or id within a call, in characters; a longer one is no call."""
 _PIECE_CHARS: Final = 256
-"""Longest text that is read at a time: the rest of it is copied at each opening."""
+"""Longest text read at a time. It is bounded because each opening copies the rest of the text."""
 _MEMBERS: Final = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
-"""Keys of a call's object; an object with any other is no call."""
+"""Keys of a call's object and their meanings; an object with any other key is no call."""
 
 Reading: TypeAlias = Generator[None, str, None]
-"""Takes a character at each `yield`."""
+"""A coroutine that receives one character at each `yield`."""
 ReadingText: TypeAlias = Generator[None, str, str]
-"""And has a text in the end."""
+"""A `Reading` that returns a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDelta:
-    """A part of a call: its first, which has the id and the name and no arguments yet, or more of its arguments."""
+    """Part of a call: the first has its id and name and no arguments; the others have more of its arguments."""
 
     index: int
-    """Which call of the choice, from 0."""
+    """Number of the call within the choice, from 0."""
     id: str | None = None
     name: str | None = None
     arguments: str = ""
@@ -57,58 +57,58 @@ Event: TypeAlias = str | CallDelta
 
 
 class NotACall(Exception):  # noqa: N818
-    """The character that was read last is no part of a call."""
+    """The last character read cannot belong to a call."""
 
 
 class CallParser(ABC):
-    """Text with calls in it, for one choice."""
+    """Finds the calls in the text of one choice."""
 
     markers: ClassVar[tuple[str, ...]]
-    """What the format is made of beside JSON; where these are special tokens, their text must be in the text."""
+    """Tags of the format; where these are special tokens, the text must contain their spelling."""
     openings: ClassVar[tuple[str, ...]]
-    """What a call, or several, begin with."""
+    """Strings that a call, or several, begin with."""
 
     def __init__(self, names: Collection[str], most_calls: int | None = None) -> None:
-        """`names` are the functions that may be called; after `most_calls` nothing more comes out."""
+        """`names` are the functions that may be called. No output follows after `most_calls` complete calls."""
         self.num_begun = 0
         self.num_complete = 0
-        """Calls whose arguments are whole."""
+        """Calls whose arguments are complete."""
         self.num_malformed = 0
-        """What looked like a call, and was none or was cut by something that is no JSON."""
+        """Apparent calls that were none, and calls that were cut because their arguments are not JSON."""
         self._names = names
         self._most_calls = most_calls
         self._events: list[Event] = []
         self._fragment: list[str] = []
         """Arguments that are not among the events yet."""
         self._words: list[str] = []
-        """Text that is not; one of both is empty."""
+        """Text that is not among the events yet; this or `_fragment` is empty."""
         self._tail = ""
         """Outside: the end of the text, which might be the beginning of an opening."""
         self._space: list[str] = []
-        """Outside: white space that goes out with the next text, if any comes."""
+        """Outside: white space that is emitted with the next text, if any follows."""
         self._at_gap = True
-        """Outside: no text yet since the beginning, or the last call."""
+        """Outside: whether there was no text since the beginning or the last call."""
         self._reading: Reading | None = None
-        """Inside: reads the next character."""
+        """Inside: the coroutine that reads the next character."""
         self._held: list[str] = []
-        """Inside: in pieces, of which each but the opening is a character."""
+        """Inside: held text in pieces; each but the opening is one character."""
         self._in_doubt = False
-        """Inside: no call has begun since the opening."""
+        """Inside: whether no call has begun since the opening."""
         self._num_opening = 0
-        """Inside: how many pieces of what is held are text for certain, if no call begins."""
+        """Inside: number of held pieces that are certainly text if no call begins."""
 
     @property
     def full(self) -> bool:
-        """Whether there are as many calls as there may be."""
+        """Whether the choice has as many complete calls as it may have."""
         return self.num_complete == self._most_calls
 
     def push(self, text: str) -> list[Event]:
-        """Take more text; what is settled with it."""
+        """Take more text, and return the events that are settled with it."""
         self._read(text)
         return self._take()
 
     def finish(self) -> list[Event]:
-        """The text is over: what was held back is no call after all, or the end of one."""
+        """End the text: text held back is no call, or the end of one. Returns the last events."""
         while self._reading is not None:
             if self._in_doubt:
                 self._read(self._give_up())
@@ -122,10 +122,10 @@ class CallParser(ABC):
         self._space.clear()
         return self._take()
 
-    # Each format's own.
+    # Methods for formats to override.
 
     def draw_id(self) -> str:
-        """A new call's id."""
+        """A new id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
     @abstractmethod
@@ -133,7 +133,7 @@ class CallParser(ABC):
         """Read what follows an opening, up to the end of the call or calls. Raises `NotACall`."""
 
     def _find_opening(self, text: str) -> tuple[int, str] | None:
-        """Where in `text` the first opening is, and which."""
+        """Position of the first opening in `text`, and the opening; None if there is none."""
         found = [(at, opening) for opening in self.openings if (at := text.find(opening)) >= 0]
         return min(found, default=None)
 
@@ -146,7 +146,7 @@ class CallParser(ABC):
             waiting += _pieces(self._outside(piece) if self._reading is None else self._inside(piece))
 
     def _outside(self, text: str) -> str:
-        """Pass text on up to the next opening; what follows that."""
+        """Emit text up to the next opening, and return what follows it."""
         text, self._tail = self._tail + text, ""
         found = self._find_opening(text)
         if found is None:
@@ -163,7 +163,7 @@ class CallParser(ABC):
         return text[at + len(opening) :]
 
     def _say(self, text: str) -> None:
-        """Text, but for white space that may turn out to lie between calls."""
+        """Emit text, except white space that may turn out to lie between calls."""
         if self._at_gap:
             rest = text.lstrip()
             self._space.append(text[: len(text) - len(rest)])
@@ -182,7 +182,8 @@ class CallParser(ABC):
     # Inside.
 
     def _inside(self, text: str) -> str:
-        """Read up to the end of the block, or of what is a call; what is to be read again or follows that."""
+        """Read up to the end of the block or its failure. Returns the text to read outside: what follows, after what is
+        to be read again."""
         assert self._reading is not None
         for index, char in enumerate(text):
             self._held.append(char)
@@ -199,12 +200,12 @@ class CallParser(ABC):
         return ""
 
     def _open(self) -> None:
-        """What is held may be a call from here on."""
+        """Note that the held text may be a call from here on."""
         self._in_doubt = True
         self._num_opening = len(self._held)
 
     def _begin(self, name: str) -> None:
-        """It is one, of this function."""
+        """Begin a call of this function."""
         self._settle()
         self._events.append(CallDelta(index=self.num_begun, id=self.draw_id(), name=name))
         self.num_begun += 1
@@ -213,16 +214,17 @@ class CallParser(ABC):
         self._space.clear()
 
     def _argue(self, text: str) -> None:
-        """More of the call's arguments."""
+        """Add to the arguments of the call."""
         self._fragment.append(text)
         self._held.clear()
 
     def _complete(self) -> None:
-        """The call's arguments are whole."""
+        """Note that the arguments of the call are complete."""
         self.num_complete += 1
 
     def _give_up(self) -> str:
-        """What was read last is no part of a call; what is to be read again, from outside."""
+        """Leave the block, because the last character cannot belong to a call. Returns the text to be read again,
+        outside."""
         held, self._held, self._reading = self._held, [], None
         if self._in_doubt:
             self.num_malformed += 1
@@ -246,10 +248,10 @@ class CallParser(ABC):
             self._events.append(CallDelta(index=self.num_begun - 1, arguments="".join(self._fragment)))
             self._fragment.clear()
 
-    # What formats are read with.
+    # Coroutines for formats to read with.
 
     def _call_object(self) -> Reading:
-        """`{"name": …, "arguments": {…}}`, after its brace."""
+        """Read `{"name": …, "arguments": {…}}` after its opening brace."""
         seen: set[str] = set()
         name, arguments = "", "{}"
         while True:
@@ -283,7 +285,8 @@ class CallParser(ABC):
         self._held.clear()
 
     def _whole_arguments(self, char: str) -> ReadingText:
-        """Arguments that cannot go out as they come: before the name, or as the text of an object, or none."""
+        """Read arguments that cannot be emitted as they arrive: those before the name, the text of an object, or
+        null."""
         if char == "n":
             for expected in "ull":
                 if (yield) != expected:
@@ -302,7 +305,7 @@ class CallParser(ABC):
         return "".join(chars)
 
     def _object(self, char: str, take: Callable[[str], None]) -> Reading:
-        """A JSON object from its brace, `char`, to the one that closes it; each character is given to `take`."""
+        """Read a JSON object from its opening brace, `char`, to its closing one, and pass each character to `take`."""
         scanner = JsonScanner()
         while True:
             try:
@@ -321,14 +324,14 @@ class CallParser(ABC):
 
 
 def no_space() -> ReadingText:
-    """The next character that is no white space."""
+    """Read up to the next character that is not white space, and return it."""
     while (char := (yield)) in WHITESPACE:
         pass
     return char
 
 
 def _text(most_chars: int | None) -> ReadingText:
-    """What a JSON string says, after its quote. It can spell half a surrogate pair, which is no text."""
+    """Read the rest of a JSON string after its opening quote, and return its value. A lone surrogate is no call."""
     chars: list[str] = []
     while (char := (yield)) != '"':
         chars.append(char)
@@ -345,12 +348,12 @@ def _text(most_chars: int | None) -> ReadingText:
 
 
 def _pieces(text: str) -> list[str]:
-    """A text cut up, the last piece first."""
+    """The text in pieces, last piece first."""
     return [text[start : start + _PIECE_CHARS] for start in reversed(range(0, len(text), _PIECE_CHARS))]
 
 
 def _overlap(text: str, opening: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `opening`, but not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `opening`."""
     for length in range(min(len(opening) - 1, len(text)), 0, -1):
         if text.endswith(opening[:length]):
             return length

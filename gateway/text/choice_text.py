@@ -1,4 +1,4 @@
-"""One choice on its way to the client: tokens become text, and a stop string ends it."""
+"""The text of one choice: turns its tokens into text, and ends it at a stop string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.text.detokenizer import Detokenizer, TokenDecoder
 from gateway.text.stop_strings import StopStrings
 
 AnswerEnd: TypeAlias = FinishReason | Literal["tool_calls"]
-"""Why a choice ended, as the client is told it."""
+"""Why a choice ended, as reported to the client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,60 +22,61 @@ class TokenReport:
 
     token_id: int
     logprobs: TokenLogprobs | None
-    """None of a prompt's first token alone, which comes after nothing."""
+    """None only for the first token of a prompt, which has no predecessor."""
     text_offset: int
-    """Characters of the choice's text before the token's."""
+    """Characters of the choice's text before this token's text."""
     rank: int = 0
-    """Of a prompt's token: how many were at least as likely, itself included."""
+    """For a prompt token: how many tokens were at least as likely, itself included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTally:
-    """Calls of functions in one choice."""
+    """Counts of function calls in one choice."""
 
     complete: int
     cut: int
-    """Begun, but its arguments are not whole."""
+    """Calls that have begun, but whose arguments are incomplete."""
     malformed: int
-    """What looked like a call; it, or the rest of it, is in the text."""
+    """Apparent calls; all of each, or the rest of it, is in the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What came of one delta. The text may lag behind the tokens: the end of a text can need holding back."""
+    """The result of one delta. The text may lag behind the tokens, because its end may have to be held back."""
 
     choice: int
     """Index within the request."""
     text: str
     num_tokens: int
     reports: tuple[TokenReport, ...]
-    """One for each token where log probabilities were asked for."""
+    """One for each token, if log probabilities were asked for."""
     finish_reason: AnswerEnd | None
     """Set on the choice's last piece."""
     reasoning: str = ""
-    """What the model thinks before it answers, instead of text."""
+    """Text of the model's reasoning; `text` is then empty."""
     call: CallDelta | None = None
-    """Part of a call, instead of text."""
+    """Part of a call; `text` is then empty."""
     tally: CallTally | None = None
-    """On the choice's last piece, where calls were looked for."""
+    """Set on the choice's last piece if calls were looked for."""
     more: bool = False
-    """Whether the next one is there already, so that its chunk may travel with this one's."""
+    """Whether the next piece is available already, so that its chunk may be sent together with this one's."""
     token_ids: tuple[int, ...] = ()
-    """Those that `num_tokens` counts, where they were asked for."""
+    """Ids of the tokens that `num_tokens` counts, if they were asked for."""
     num_reasoning_tokens: int = 0
     """How many more tokens of the choice are known to be reasoning."""
     prompt_reports: tuple[TokenReport, ...] = ()
-    """Of more of the prompt's tokens, where their log probabilities were asked for: before all that is generated."""
+    """Reports of further prompt tokens, if their log probabilities were asked for. They precede all generated
+    tokens."""
 
     @property
     def plain(self) -> bool:
-        """Whether there is text, and nothing to be told besides."""
+        """Whether the piece has text and nothing else to report."""
         told = self.token_ids or self.reports or self.prompt_reports or self.reasoning or self.call is not None
         return bool(self.text) and self.finish_reason is None and not told
 
 
 class ChoiceText:
-    """The text of one choice. Tokens count, and are reported, up to the one that completes a stop string."""
+    """The text of one choice. Tokens are counted and reported up to the one that completes a stop string."""
 
     def __init__(
         self,
@@ -89,14 +90,14 @@ class ChoiceText:
         *,
         with_token_ids: bool = False,
     ) -> None:
-        """The text begins with `echo`; no stop string is looked for there, or in that of the first `min_tokens`. The
-        token that ends the choice is no text if it has none for `ends_unspelt`. Others have passed on `num_before`
-        characters before all that."""
+        """The text begins with `echo`. Stop strings are not looked for in `echo`, nor in the text of the first
+        `min_tokens` tokens. A token that ends the choice is omitted from the text if `ends_unspelt` has no text for it.
+        `num_before` characters of the choice precede `echo` and are emitted elsewhere."""
         self.choice: Final = choice
         self.ended = False
-        """The last piece is out; further deltas are to be ignored."""
+        """Whether the last piece has been returned; further deltas are to be ignored."""
         self.offsets: Sequence[int] = ()
-        """Of each token of the last piece: characters of the text before it, but for `echo`."""
+        """For each token of the last piece: characters of the text before it, `echo` not counted."""
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
@@ -105,16 +106,16 @@ class ChoiceText:
         self._with_token_ids = with_token_ids
         self._num_tokens = 0
         self._num_chars = num_before
-        """Characters of all settled text, held back or not."""
+        """Characters of all settled text, including text held back."""
         self._num_passed = num_before
-        """Characters passed on."""
+        """Characters of all text that was returned."""
 
     def pieces(self, delta: Delta) -> Sequence[Piece]:
-        """Take the choice's next delta; the one piece that comes of it."""
+        """Take the choice's next delta, and return the one piece that results."""
         return (self.push(delta),)
 
     def push(self, delta: Delta) -> Piece:
-        """Take the choice's next delta."""
+        """Take the choice's next delta, and return its piece."""
         assert not self.ended
         texts, self._echo = [self._echo], ""
         offsets: list[int] = []
@@ -152,7 +153,7 @@ class ChoiceText:
         return self._ends_unspelt is not None and not self._ends_unspelt.has_text(token_id)
 
     def _pass_on(self, text: str, texts: list[str]) -> bool:
-        """Add what may go out to `texts`; whether a stop string ended it."""
+        """Append the text that may be sent to `texts`. Returns whether a stop string ended the choice."""
         self._num_chars += len(text)
         if self._num_tokens <= self._min_tokens:
             texts.append(text)

@@ -1,15 +1,15 @@
-"""Tokens to text, piece by piece, never half a character.
+"""Incremental detokenisation that never emits half a character.
 
-A byte-level token can end inside a character, and a decoder then writes U+FFFD for the part that it has. So the text
-is taken from a decode of the last few tokens, and its end is held back while it is U+FFFD, until more tokens or the
-end of the sequence settle what it is. The pieces, joined, are what decoding the whole sequence at once gives.
+A byte-level token can end inside a character; a decoder then writes U+FFFD for the incomplete part. So the text is
+taken from a decode of the last few tokens, and its end is held back while it is U+FFFD, until further tokens or the
+end of the sequence settle it. The pieces, joined, equal the decode of the whole sequence.
 
-    window    the tokens that are decoded; before it, everything is settled and given out
-    [0, _boundary)  of the window: context only (a decoder may treat its first token specially); its text is given out
-    clean     the text does not end with U+FFFD, so the tokens so far end at the end of a character
+    window    the tokens that are decoded; everything before them is settled and emitted
+    [0, _boundary)  of the window: context only (a decoder may treat its first token specially); its text is emitted
+    clean     the text does not end with U+FFFD, so the tokens so far end at a character boundary
 
-`tokenizers.decoders.DecodeStream` does nearly this, but it has no way to flush, never lets go of its tokens while
-they decode to garbage, and raises on sequences that a model may well generate.
+`tokenizers.decoders.DecodeStream` does nearly this, but it cannot flush, keeps all tokens while they decode to garbage,
+and raises on sequences that a model may well generate.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from typing import Protocol
 
 _UNSETTLED = "�"
 _WINDOW_TOKENS = 8
-"""Tokens after which a clean window is cut."""
+"""Most tokens in a clean window before it is cut."""
 _GARBAGE_TOKENS = 64
-"""Tokens after which a window that is never clean cannot be waiting for one character: it decodes to garbage."""
+"""Tokens after which a window that is never clean holds garbage, not one incomplete character."""
 _CHARACTER_TOKENS = 4
-"""Most tokens that one character is spread over: the bytes of a UTF-8 sequence."""
+"""Most tokens that one character can span: the bytes of a UTF-8 sequence."""
 
 
 class TokenDecoder(Protocol):
-    """The part of the tokenizer that is needed here."""
+    """The part of the tokenizer that this module needs."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, without special tokens."""
         ...
 
     def has_text(self, token_id: int) -> bool:
-        """Whether `decode` gives something for this token: it is in the vocabulary, and not special."""
+        """Whether `decode` gives text for this token: it is in the vocabulary, and not special."""
         ...
 
 
 class Detokenizer:
-    """The text of one growing sequence of tokens."""
+    """Decodes one growing sequence of tokens."""
 
     def __init__(self, tokenizer: TokenDecoder) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._boundary = 0
-        """A clean end within the window, or 0."""
+        """A clean position within the window, or 0."""
         self._given = 0
-        """Characters of the window's text that are given out."""
+        """Characters of the window's text that were emitted."""
 
     def push(self, token_id: int) -> str:
-        """Take the next token; the text that is settled with it, often one word, sometimes nothing."""
+        """Take the next token, and return the text that it settles: often one word, sometimes nothing."""
         if not self._tokenizer.has_text(token_id):
             return ""
         self._window.append(token_id)
@@ -65,23 +65,24 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The sequence is over: the rest of its text."""
+        """End the sequence, and return the rest of its text."""
         rest = self._tokenizer.decode(self._window)[self._given :]
         self._window, self._boundary, self._given = [], 0, 0
         return rest
 
     def _cut(self) -> None:
-        """The window's text ends cleanly: drop what is before the clean end before this one, if that is much."""
+        """Note that the window's text ends cleanly; if the window is long, drop the tokens before the previous clean
+        position."""
         if len(self._window) > _WINDOW_TOKENS:
             del self._window[: self._boundary]
             self._given = len(self._tokenizer.decode(self._window))
         self._boundary = len(self._window)
 
     def _give_up_garbage(self, text: str) -> str:
-        """Find an end of a character among the last tokens; the text up to there is settled, garbage or not.
+        """Cut a garbage window at a character boundary among its last tokens, and return the text settled by that.
 
-        A cut is at such an end exactly if both sides, decoded by themselves, give the same text: a character that is
-        cut in two gives more.
+        A position is a boundary exactly if both sides, decoded separately, give the same text; a split character gives
+        more.
         """
         for num_right in range(1, _CHARACTER_TOKENS + 1):
             left = self._tokenizer.decode(self._window[:-num_right])

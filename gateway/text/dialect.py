@@ -1,7 +1,7 @@
-"""How the model that is served writes calls of functions, and its reasoning: its dialect.
+"""A model's dialect: how it writes function calls and reasoning.
 
-The operator names both, or leaves it to the model's chat template, which says how the model was taught to write. What
-an answer is made of then is worked out by `answer_parts`, and what it must follow by `tool_grammar`.
+The operator names both formats, or leaves it to the model's chat template, which shows how the model was trained to
+write. `answer_parts` finds the parts of an answer accordingly, and `tool_grammar` enforces them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ PARSERS: Final[Mapping[ToolFormat, type[CallParser]]] = {
     "mistral": MistralParser,
 }
 _OTHERS_WITH_HERMES_TAGS: Final = ("<function=", "<arg_key>")
-"""Of formats that have the tags of Hermes, but no JSON within them: Qwen 3 Coder's and GLM's."""
+"""Text in templates of formats that have the tags of Hermes, but no JSON within them: Qwen 3 Coder's and GLM's."""
 _THINKING = (reasoning.OPENING, reasoning.CLOSING)
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What is known of the model."""
+    """The formats that a model writes."""
 
     tokenizer: ModelTokenizer
     tool_format: ToolFormat | None
-    """None: its calls are not recognised."""
+    """None if its calls are not recognised."""
     reasons: bool
     """Whether it writes its reasoning between tags."""
 
     @classmethod
     def of(cls, tokenizer: ModelTokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
-        """As the operator says: a name, `none`, or `auto` for what the chat template tells."""
+        """The dialect that the operator has set: by name, `none`, or `auto` for what the chat template shows."""
         template = tokenizer.chat_template(with_tools=True)
         tool_format: ToolFormat | None = next((name for name in PARSERS if name == tool_parser), None)
         if tool_parser == "auto":
@@ -57,7 +57,7 @@ class Dialect:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template tells the model of functions."""
+        """Whether the chat template tells the model about functions."""
         return self.reads("tools")
 
     def reads(self, name: str) -> bool:
@@ -69,18 +69,18 @@ class Dialect:
         return self.reasons and prompt.rstrip().endswith(reasoning.OPENING)
 
     def may_reason(self, prompt: str) -> bool:
-        """Whether the model is to reason before it answers this prompt: not where the prompt says that it has."""
+        """Whether the model may reason before it answers this prompt: not if the prompt ends with closed reasoning."""
         return self.reasons and not prompt.rstrip().endswith(reasoning.CLOSING)
 
     def tags(self) -> tuple[tuple[str, int], ...]:
-        """The tags of calls and reasoning that are tokens of their own."""
+        """Tags of calls and reasoning that are single tokens, with their ids."""
         tags = [*_THINKING, *(PARSERS[self.tool_format].markers if self.tool_format is not None else ())]
         return tuple((tag, token) for tag in tags if (token := self.tokenizer.added_token(tag)) is not None)
 
     def plan(
         self, prompt: str, names: Collection[str], one_call: bool = False, include_reasoning: bool = True
     ) -> AnswerPlan | None:
-        """What to look for in answers to `prompt` that may call functions of these names; None for nothing."""
+        """The parts to look for in answers to `prompt` that may call the functions `names`; None if there are none."""
         new_calls = PARSERS[self.tool_format] if names and self.tool_format is not None else None
         if new_calls is None and not self.reasons:
             return None
@@ -97,7 +97,7 @@ class Dialect:
 
 
 def recognised(template: str) -> ToolFormat | None:
-    """The format of calls that a chat template teaches."""
+    """The call format that a chat template teaches; None if it teaches none that is known."""
     if re.search(r"\btools\b", template) is None:
         return None
     if "[TOOL_CALLS]" in template:

@@ -1,6 +1,6 @@
-"""One JSON object, read character by character: where it ends, and the first character that cannot go on in it.
+"""Scanner of one JSON object, character by character: finds its end, or the first character that is invalid.
 
-RFC 8259, with a bound on how deep it is nested. The values are nobody's business here, so none are made.
+It follows RFC 8259, with a bound on the nesting depth. It builds no values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 MAX_DEPTH: Final = 64
-"""Objects and arrays within each other."""
+"""Most objects and arrays nested in each other."""
 _WHITESPACE: Final = " \t\n\r"
 _DIGITS: Final = "0123456789"
 _HEX: Final = _DIGITS + "abcdefABCDEF"
@@ -24,30 +24,30 @@ _NUMBER: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "sign": ((_DIGITS, "power"),),
     "power": ((_DIGITS, "power"),),
 }
-"""What a number may go on with, by how far it has got, and how far it is then."""
+"""State of a number → characters that may follow, each with the next state."""
 _WHOLE_NUMBERS: Final = frozenset({"zero", "whole", "fraction", "power"})
 
 
 class NotJson(ValueError):  # noqa: N818
-    """A character that cannot go on in this object."""
+    """A character that is not valid in the object."""
 
 
 class JsonScanner:
-    """Reads one object, from its brace on."""
+    """Reads one object, from its opening brace on."""
 
     def __init__(self) -> None:
         self.complete = False
-        """The brace that closes the object has been read; nothing more is to be fed."""
+        """Whether the object's closing brace has been read; nothing more may be fed."""
         self._open: list[str] = []
-        """What closes each object and array that is open, the innermost last."""
+        """Closing brackets of all open objects and arrays, innermost last."""
         self._state: Callable[[str], None] = self._first
         self._number = ""
         self._rest = ""
-        """Of a literal, or of the digits of an escape."""
+        """Characters left of a literal, or of an escape's digits."""
         self._in_key = False
 
     def feed(self, char: str) -> bool:
-        """Read the next character; whether it completes the object. Raises `NotJson`."""
+        """Read the next character. Returns whether it completes the object. Raises `NotJson`."""
         self._state(char)
         return self.complete
 

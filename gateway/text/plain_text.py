@@ -1,9 +1,9 @@
-"""Text of clients in which special tokens are spelt: to the model it must be text, or a client could close its own turn
-and open another's.
+"""Makes special tokens that clients spell in their text plain text to the model. Otherwise a client could close its own
+turn and open another one.
 
-A chat template puts such text between tokens of its own, into one string that is tokenised whole. So each special token
-in a client's text gets a mark inside it before, which nobody else knows; then only the template's are found in that
-string. The mark is a token of the tokenizer that encodes such strings, without a meaning, and is taken out again.
+A chat template puts client text between tokens of its own, into one string that is tokenised as a whole. So each
+special token in client text first gets a secret mark inside it; then the string contains only the template's special
+tokens. The tokenizer that encodes such strings has the mark as a token without meaning, which is removed afterwards.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from string import ascii_letters
 from typing import Any, Final
 
 _TOLD_CHARS: Final = 64
-"""By so many a special token is told from other text."""
+"""Leading characters by which special tokens are searched for."""
 _MAX_DRAWS: Final = 100
-"""Of marks; the last one is taken though a special token may overlap with it, as those of one letter must."""
+"""Most random marks that are tried; the last is used even if a special token may overlap with it."""
 _PIECE_CHARS: Final = 2**16
-"""Searched at a time: the interpreter lock is held meanwhile."""
+"""Characters searched at a time; the interpreter lock is held during each search."""
 
 
 class Marker:
     """Puts marks into special tokens."""
 
     def __init__(self, special: Collection[str]) -> None:
-        """`special` are the spellings; one of a single character cannot be marked inside."""
+        """`special` are the spellings of special tokens. One of a single character cannot be marked."""
         spellings = {spelling[:_TOLD_CHARS] for spelling in special if len(spelling) > 1}
         self.mark: Final = _mark(spellings)
         self._longest = max(map(len, spellings), default=0)
         self._pattern = re.compile(_trie_pattern(spellings)) if spellings else None
 
     def marked(self, value: Any) -> Any:
-        """`value`, JSON as Python has it, with a mark in each special token of its texts, names included."""
+        """`value`, a JSON value in Python, with a mark in each special token of its strings, member names included."""
         match value:
             case str():
                 return self._marked_text(value)
@@ -45,11 +45,11 @@ class Marker:
                 return value
 
     def unmarked(self, text: str) -> str:
-        """The text as it was."""
+        """The text without marks."""
         return text.replace(self.mark, "")
 
     def _marked_text(self, text: str) -> str:
-        """With a mark after the first character of each special token, those that overlap included."""
+        """The text with a mark after the first character of each special token, including those that overlap."""
         if self._pattern is None:
             return text
         parts: list[str] = []
@@ -66,7 +66,7 @@ class Marker:
 
 
 def _mark(special: Collection[str]) -> str:
-    """A text that nobody knows, of which no special token is a part, whatever stands before and behind it."""
+    """A secret random mark, of which neither end can overlap with a special token."""
     for _ in range(_MAX_DRAWS):
         mark = f"{secrets.choice(ascii_letters)}{secrets.token_hex(16)}{secrets.choice(ascii_letters)}"
         if not any(_touches(spelling, mark) for spelling in special):
@@ -75,7 +75,7 @@ def _mark(special: Collection[str]) -> str:
 
 
 def _touches(spelling: str, mark: str) -> bool:
-    """Whether they may overlap: one within the other, or the end of one as the beginning of the other."""
+    """Whether the two may overlap: one contains the other, or one's suffix is the other's prefix."""
     pairs = ((spelling, mark), (mark, spelling))
     return any(
         one in other or any(one.endswith(other[:size]) for size in range(1, min(len(one), len(other))))
@@ -84,8 +84,8 @@ def _touches(spelling: str, mark: str) -> bool:
 
 
 def _trie_pattern(spellings: Collection[str]) -> str:
-    """An expression for any of them, that looks at no character of a text twice from the same place: there may be
-    thousands, which begin alike."""
+    """A regular expression for any of `spellings` that examines each character at most once per start position. There
+    may be thousands of spellings with common prefixes."""
     rests: dict[str, set[str]] = {}
     for spelling in spellings:
         rests.setdefault(spelling[:1], set()).add(spelling[1:])

@@ -1,4 +1,4 @@
-"""A prompt on its way to the client with log probabilities: its text, if that is wanted, and a report of each token."""
+"""The prompt's part of an answer with log probabilities: its text, if asked for, and a report for each token."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from gateway.text.choice_text import Piece, TokenReport
 from gateway.text.detokenizer import Detokenizer, TokenDecoder
 
 _PIECE_TOKENS: Final = 256
-"""Most of the prompt's tokens in one piece: others have a turn between two of them."""
+"""Most prompt tokens in one piece; other tasks can run between two pieces."""
 
 
 class PromptText:
-    """The prompt of some choices, which all begin with it."""
+    """The prompt of some choices, all of which begin with it."""
 
     def __init__(self, choices: Sequence[int], token_ids: Sequence[int], tokenizer: TokenDecoder, echo: str) -> None:
-        """`echo` is its text, or empty where that is not wanted."""
+        """`echo` is the prompt's text, or empty if the answer does not repeat it."""
         self._choices = choices
         self._token_ids = token_ids
         self._echo = echo
         self._detokenizer = Detokenizer(tokenizer)
         self._num_told = 0
-        """Leading tokens that are reported."""
+        """Leading tokens that were reported."""
         self._num_chars = 0
-        """Characters of their text."""
+        """Characters of the reported tokens' text."""
         self._num_passed = 0
-        """Characters passed on."""
+        """Characters that were returned."""
 
     def pieces(self, delta: PromptDelta | None) -> Iterator[Piece]:
-        """Take more of it, or None for its end: pieces of each choice. The first token comes with whatever is first."""
+        """Take more log probabilities, or None for their end; returns pieces for each choice. The first call also
+        reports the first token, which has none."""
         if self._num_told == 0:
             yield from self._tell([None], [0])
         if delta is not None:

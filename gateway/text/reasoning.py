@@ -1,9 +1,9 @@
-"""A model's reasoning, split from its answer as both come in, wherever the pieces are cut.
+"""Splits a model's reasoning from its answer as the text arrives, however it is cut into pieces.
 
     <think>\\n  reasoning  \\n</think>\\n\\n  answer
 
-The opening is the first thing that the model writes, or the prompt has ended with it; without it everything is the
-answer, and so is whatever looks like reasoning later on. The white space around both tags is theirs.
+The opening tag is the first text that the model writes, or the prompt ends with it. Without it the whole text is the
+answer; so is anything later that looks like reasoning. White space around both tags belongs to the tags.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CLOSING: Final = "</think>"
 
 
 class Part(StrEnum):
-    """What a text is."""
+    """Kinds of text."""
 
     REASONING = "reasoning"
     ANSWER = "answer"
@@ -25,34 +25,34 @@ class Part(StrEnum):
 
 class _State(StrEnum):
     BEFORE = "before"
-    """Nothing but white space and perhaps half of the opening."""
+    """Only white space so far, and perhaps part of the opening tag."""
     LEADING = "leading"
-    """Behind the opening: white space."""
+    """After the opening tag: white space."""
     REASONING = "reasoning"
     TRAILING = "trailing"
-    """Behind the closing: white space."""
+    """After the closing tag: white space."""
     ANSWER = "answer"
 
 
 class ReasoningSplitter:
-    """The text of one choice."""
+    """Splits the text of one choice."""
 
     def __init__(self, opened: bool) -> None:
-        """`opened`: the prompt ends with the opening."""
+        """`opened`: the prompt ends with the opening tag."""
         self.num_reasoning_chars: float = 0
-        """Characters at the beginning of the text that are reasoning, both tags included, as far as that is known."""
+        """Leading characters of the text known to be reasoning, both tags included; infinite if all of the text is."""
         self.reasoning_over = False
-        """Whether no more of the text is."""
+        """Whether no further text is reasoning."""
         self._num_chars = 0
         self._opened = opened
         self._state = _State.BEFORE
         self._space: list[str] = []
-        """White space that waits for what comes after it."""
+        """White space held back until the text after it is known."""
         self._tail = ""
-        """What comes after that, and might be the beginning of a tag."""
+        """Text after that white space that might be the beginning of a tag."""
 
     def push(self, text: str) -> list[tuple[Part, str]]:
-        """Take more text; what is settled with it, in order, none of it empty."""
+        """Take more text, and return the parts settled with it, in order and without empty ones."""
         parts: list[tuple[Part, str]] = []
         self._num_chars += len(text)
         text, self._tail = self._tail + text, ""
@@ -75,7 +75,7 @@ class ReasoningSplitter:
         return [(part, words) for part, words in parts if words]
 
     def finish(self) -> list[tuple[Part, str]]:
-        """The text is over: what was held back is no tag after all."""
+        """End the text: what was held back is no tag. Returns it as a part, if there is any."""
         held, self._tail = self._take_space() + self._tail, ""
         unopened = self._state is _State.BEFORE and not self._opened
         if not (unopened or self.reasoning_over):
@@ -97,7 +97,7 @@ class ReasoningSplitter:
         return space + start
 
     def _reasoning(self, text: str) -> tuple[str, str]:
-        """The reasoning that is settled, and what follows the closing."""
+        """Settle reasoning. Returns it, and the text that follows the closing tag."""
         thought, closing, rest = text.partition(CLOSING)
         if not closing:
             length = max((length for length in range(1, len(CLOSING)) if text.endswith(CLOSING[:length])), default=0)

@@ -1,8 +1,8 @@
-"""Stop strings, found as text comes in, wherever the pieces are cut.
+"""Finds stop strings as the text arrives, however it is cut into pieces.
 
 A match is complete at the first character at which the text so far ends with a stop string; if several end there, the
-longest counts. This depends on the text alone, not on how it was cut into tokens. Text is held back only while it
-could still be the beginning of a stop string.
+longest counts. The result depends on the text alone, not on its cut into tokens. Text is held back only while it could
+be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text through up to the first stop string (Knuth, Morris and Pratt's automaton, one for each string)."""
+    """Passes text on up to the first stop string (one Knuth-Morris-Pratt automaton for each string)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty strings."""
+        """`stops` must not contain empty strings."""
         assert all(stops)
         self._stops = tuple(sorted(stops, key=len, reverse=True))
         self._fallbacks = [_fallbacks(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
-        """Characters of each stop string that the text so far ends with."""
+        """For each stop string, how many of its leading characters the text so far ends with."""
         self._held = ""
-        """The end of the text that is not yet passed on: as long as the longest partial match."""
+        """The end of the text that is held back; its length is that of the longest partial match."""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take more text; the text to pass on, and whether a stop string ended it. Not to be called after that."""
+        """Take more text. Returns the text to pass on, and whether a stop string ended it; if so, do not call again."""
         if not self._stops:
             return text, False
         known = self._held + text
@@ -38,12 +38,13 @@ class StopStrings:
         return known[:keep], False
 
     def flush(self) -> str:
-        """The text is over: what was held back is no stop string after all."""
+        """End the text, and return what was held back, which is no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, char: str) -> int:
-        """Move every automaton by one character; the length of the longest stop string that ends here, or 0."""
+        """Advance every automaton by one character. Returns the length of the longest stop string that ends here, or
+        0."""
         complete = 0
         for index, (stop, fallbacks) in enumerate(zip(self._stops, self._fallbacks, strict=True)):
             matched = self._matched[index]

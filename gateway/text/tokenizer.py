@@ -1,8 +1,9 @@
-"""The model's tokenizer and chat template, as `transformers` loads them, without what the gateway must not load.
+"""The model's tokenizer and chat template, loaded with `transformers` but without the parts that the gateway must not
+load.
 
-Encoding and decoding go straight to the Rust tokenizer behind the `transformers` object: it may be used from several
-threads at once, lets go of the interpreter lock while it encodes, and never tidies up spaces in decoded text, which
-text that is already sent could not follow.
+Encoding and decoding use the Rust tokenizer behind the `transformers` object. It may be used from several threads at
+once, releases the interpreter lock while it encodes, and never removes spaces from decoded text. A decoder that does
+could contradict text that was already sent.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from gateway.text.detokenizer import TokenDecoder
 from gateway.text.plain_text import Marker
 
 _THREAD_CHARS = 2048
-"""Text from this size on, half a millisecond's work, is encoded in a thread; the way there and back takes a fifth of
-that."""
+"""Texts of at least this many characters, half a millisecond's work, are encoded in a thread; the switch to a thread
+and back costs a fifth of that."""
 _NUM_THREADS = 4
 _SLICE_CHARS = 2**14
-"""What is counted by itself, before a long text is encoded."""
+"""Characters of a slice when a long text is counted before it is encoded."""
 _SURE_BYTES_PER_TOKEN = 6
-"""A text with at most so many bytes for each token that it may have is encoded at once: hardly any has more of them to
-a token, and what encoding takes is bounded by it."""
+"""A text with at most this many bytes per token of its limit is encoded without counting. Hardly any text has more
+bytes per token, and the limit bounds the work."""
 _LARGE_BYTES = 2**18
-"""From this size on texts are encoded one at a time, for each takes up to 200 times its size meanwhile; and what that
-leaves behind is given back to the system."""
+"""Texts of at least this many bytes are encoded one at a time, because each takes up to 200 times its size in memory
+meanwhile; the freed memory is then returned to the system."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNSETTLED = "�"
 _TEMPLATE_ERRORS = (
@@ -49,31 +50,30 @@ _TEMPLATE_ERRORS = (
     RecursionError,
     MemoryError,
 )
-"""What a template may run into: the sandbox's `range` has at most 100,000 items, and says so with `OverflowError`."""
+"""Exceptions that a template may raise. The sandbox's `range` raises `OverflowError` beyond 100,000 items."""
 _TEMPLATE_NAMES = frozenset(
     {"messages", "raise_exception", "strftime_now", "namespace", "dict", "range", "self", "conversations"}
 )
-"""What `transformers` gives to every template, beside special tokens and the options of rendering."""
+"""Names that `transformers` gives to every template, besides special tokens and rendering options."""
 
 
 PromptEnding: TypeAlias = Literal["answer", "message", "nothing"]
-"""What a conversation is left open for: the assistant's turn, more of the last message, or whatever comes."""
+"""What the rendered conversation is open for: the assistant's turn, more of the last message, or any turn."""
 
 
 class ChatTemplateError(BatonError):
-    """The model's chat template does not take these messages, or the model has none."""
+    """The model's chat template rejects these messages, or the model has no template."""
 
 
 class TextTooLong(BatonError):  # noqa: N818 (what is wrong is the text)
-    """A text has more tokens than it may have; how many was not counted to the end."""
+    """A text has more tokens than allowed. The exact number is unknown, because counting stops early."""
 
 
 def keep_torch_out() -> None:
     """Make torch impossible to import in this process, so that `transformers` loads only its tokenizers.
 
-    `transformers` imports torch wherever it finds it, which in a gateway costs seconds and hundreds of MB; with this,
-    a gateway beside an engine is the same as one in an image that has no torch. To be called before anything imports
-    `transformers`.
+    `transformers` imports torch if it is installed, which would cost a gateway seconds and hundreds of MB. With this, a
+    gateway beside an engine behaves as in an image without torch. Call it before anything imports `transformers`.
     """
     assert sys.modules.get("torch") is None, "torch is already loaded"
     sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make an import fail
@@ -81,17 +81,17 @@ def keep_torch_out() -> None:
 
 
 class ModelTokenizer:
-    """Text to tokens and back, for one model."""
+    """Converts between text and tokens for one model."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a `transformers` tokenizer with a Rust backend, and belongs to this object from now on."""
+        """`tokenizer` is a `transformers` tokenizer with a Rust backend; this object takes ownership of it."""
         self._templates = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
-        """One more than the largest token id, added tokens included."""
+        """Largest token id plus 1, added tokens included."""
         added = self._backend.get_added_tokens_decoder()
         self._added = {token.content: index for index, token in added.items()}
         special = {index for index, token in added.items() if token.special}
@@ -99,41 +99,42 @@ class ModelTokenizer:
         self._rendering_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._marker = Marker([token.content for token in added.values() if token.special])
         self._marking: Any = None
-        """The backend that knows marks, once one was needed."""
+        """The backend that has the mark as a token; created on first use."""
         self._spellings: dict[int, tuple[str, bytes]] = {}
         self._longest_bytes = max(len(token.encode()) for token in vocabulary)
-        """Of any token, as the vocabulary spells it: at least as many as it stands for."""
+        """Most bytes of any token's spelling in the vocabulary; no token stands for more bytes of text."""
         self.threads = BoundedThreads(_NUM_THREADS, "tokenizer")
-        """Where long texts are worked on."""
+        """Threads for long texts."""
         self._large = BoundedThreads(1, "tokenizer-large")
-        """Where very long ones are."""
+        """The thread for very long texts."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
-        """Load the tokenizer of the checkpoint in `folder`; nothing is fetched.
+        """Load the tokenizer of the checkpoint in `folder`, without network access.
 
-        Raises `OperatorError` if there is none that can be used.
+        Raises `OperatorError` if it has none that can be used.
         """
         from transformers import AutoTokenizer  # after `keep_torch_out`
 
         try:
-            # Without the last word on remote code a person at a terminal is asked, and code of the checkpoint runs.
+            # Without trust_remote_code=False, `transformers` asks a person at a terminal and may run the checkpoint's
+            # code.
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # what the libraries raise over a malformed file is of a dozen unrelated types
+        except Exception as error:  # malformed files raise many unrelated types
             raise OperatorError(f"cannot load a tokenizer from {folder}: {error}") from error
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise OperatorError(f"the tokenizer in {folder} has no fast form (tokenizer.json)")
         return cls(tokenizer)
 
     def least_tokens(self, text: str) -> int:
-        """So many tokens the text has at least, by its length alone."""
+        """Least number of tokens of a text, derived from its length alone."""
         return -(-len(self._marker.unmarked(text).encode()) // self._longest_bytes)
 
     async def encode(self, text: str, at_most: int | None = None) -> list[int]:
         """The tokens of a prompt, with the special tokens that the model puts around a text.
 
-        Raises `TextTooLong` instead of encoding what has clearly more than `at_most` tokens; near that number there is
-        no telling without.
+        Raises `TextTooLong`, without encoding, for a text that clearly has more than `at_most` tokens. A text near that
+        number is encoded, because only that gives its number of tokens.
         """
         return await self._encode(text, at_most, add_special_tokens=True)
 
@@ -144,12 +145,12 @@ class ModelTokenizer:
         switches: Mapping[str, Any] | None = None,
         ending: PromptEnding = "answer",
     ) -> str:
-        """A conversation as the model reads it, up to where the assistant is to speak; or, by `ending`, up to the end
-        of the last message's text, or of its turn.
+        """Render a conversation as the model reads it, up to where the assistant is to speak. `ending` may end it after
+        the last message's text or turn instead.
 
-        `tools` are the functions that the model is told of, `switches` further variables of its chat template, each of
-        which `takes_switch`. Special tokens that are spelt in any of these have marks inside, which `encode_rendered`
-        knows. Raises `ChatTemplateError`.
+        `tools` are the functions that the model is told about. `switches` are further variables of its chat template;
+        `takes_switch` must hold for each. Special tokens spelt in any of these get marks inside, which
+        `encode_rendered` removes. Raises `ChatTemplateError`.
         """
         if self._templates.chat_template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
@@ -169,22 +170,22 @@ class ModelTokenizer:
         return text
 
     async def encode_rendered(self, text: str, at_most: int | None = None) -> list[int]:
-        """The tokens of a conversation that `render_chat` has written: no special token is added to its own, and what
-        clients spell as one is text.
+        """The tokens of a conversation that `render_chat` has rendered. No special tokens are added to the template's
+        own; those that clients spell are text.
 
         Raises as `encode` does.
         """
         return await self._encode(text, at_most, add_special_tokens=False)
 
     def chat_template(self, with_tools: bool) -> str:
-        """The model's chat template for conversations with functions, or without; empty if there is none."""
+        """The model's chat template for conversations with functions or without; empty if there is none."""
         template = self._templates.chat_template
         if isinstance(template, Mapping):
             template = (template.get("tool_use") if with_tools else None) or template.get("default")
         return template or ""
 
     def takes_switch(self, name: str) -> bool:
-        """Whether a client may set this variable of the chat template: it is nobody else's."""
+        """Whether a client may set this variable of the chat template: it is not reserved."""
         special = name.endswith("_token") or name in self._templates.special_tokens_map
         taken = name in _TEMPLATE_NAMES or name in self._rendering_options or name.startswith("_")
         return name.isidentifier() and not special and not taken
@@ -195,31 +196,31 @@ class ModelTokenizer:
         return text
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens spelt out."""
+        """The text of `token_ids`, with special tokens spelt out."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 
     def spelling_out(self, markers: Iterable[str]) -> TokenDecoder:
-        """A decoder that gives the text of these special tokens, too, where they are some."""
+        """A decoder that also gives the text of those `markers` that are special tokens."""
         marked = {self._added[marker] for marker in markers if marker in self._added} - self._with_text
         return _SpellingOut(self, frozenset(marked)) if marked else self
 
     def spelling_all(self) -> TokenDecoder:
-        """A decoder that gives the text of every special token, too."""
+        """A decoder that also gives the text of every special token."""
         return self.spelling_out(self._added)
 
     def added_token(self, text: str) -> int | None:
-        """The token that was added to the vocabulary for this text, special or not, if there is one."""
+        """Id of the token added to the vocabulary for this text, special or not; None if there is none."""
         return self._added.get(text)
 
     def has_text(self, token_id: int) -> bool:
-        """Whether `decode` gives something for this token: it is in the vocabulary, and not special."""
+        """Whether `decode` gives text for this token: it is in the vocabulary, and not special."""
         return token_id in self._with_text
 
     def spelling(self, token_id: int) -> tuple[str, bytes]:
-        r"""A token by itself, for reports of log probabilities: a name and its bytes.
+        r"""Name and bytes of a single token, for reports of log probabilities.
 
-        The name is the token's text; of a token that is no whole text it is `bytes:` and the bytes as `\x..`.
+        The name is the token's text. For a token that is not a whole text it is `bytes:` and the bytes as `\x..`.
         """
         known = self._spellings.get(token_id)
         if known is None:
@@ -244,14 +245,14 @@ class ModelTokenizer:
         return await (self.threads if num_bytes < _LARGE_BYTES else self._large).run(encode)
 
     def _encode_whole(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The batch form is the one that lets go of the interpreter lock.
+        # Only the batch form releases the interpreter lock.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         return token_ids
 
     def _encode_marked(self, text: str) -> list[int]:
-        """The tokens of a conversation in which clients have spelt special tokens. Beside a mark there are seams, as
-        beside any added token."""
+        """The tokens of a conversation in which clients have spelt special tokens. The text is split at marks, as at
+        any added token."""
         if self._marking is None:
             marking = copy.deepcopy(self._backend)
             marking.add_tokens([AddedToken(self._marker.mark, normalized=False)])
@@ -261,8 +262,8 @@ class ModelTokenizer:
         return [token for token in encoding.ids if token != mark]
 
     def _refuse_clearly_too_long(self, text: str, at_most: int) -> None:
-        """Count in slices. A token or two at each of their seams are not those of the whole text, so that what is not
-        far beyond `at_most` passes."""
+        """Count the tokens in slices, and raise `TextTooLong` if there are clearly too many. One or two tokens at each
+        seam differ from those of the whole text, so texts slightly above `at_most` pass."""
         enough = at_most + at_most // 4 + _THREAD_CHARS
         num_tokens = 0
         for start in range(0, len(text), _SLICE_CHARS):
@@ -279,7 +280,7 @@ class ModelTokenizer:
             return "", b""
         text = self.decode_all([token_id])
         if _UNSETTLED not in text:
-            if raw.startswith("▁") and not text.startswith(" "):  # a decoder drops the space before the first word
+            if raw.startswith("▁") and not text.startswith(" "):  # the decoder drops the space before the first word
                 text = " " + text
             return text, text.encode()
         if match := _BYTE_TOKEN.fullmatch(raw):
@@ -292,30 +293,31 @@ class ModelTokenizer:
 
 
 class _SpellingOut:
-    """A decoder for which some special tokens have text."""
+    """A decoder that also gives the text of some special tokens."""
 
     def __init__(self, tokenizer: ModelTokenizer, marked: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._marked = marked
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, each of which `has_text`."""
+        """The text of `token_ids`, for each of which `has_text` must hold."""
         return self._tokenizer.decode_all(token_ids)
 
     def has_text(self, token_id: int) -> bool:
-        """Whether `decode` gives something for this token."""
+        """Whether `decode` gives text for this token."""
         return token_id in self._marked or self._tokenizer.has_text(token_id)
 
 
 def _give_memory_back() -> None:
-    """Threads keep what they have freed, each a heap of its own: hundreds of MB after one long text."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    """Return freed memory to the system. Each thread keeps it in a heap of its own: hundreds of MB after one long
+    text."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level BPE spells bytes (GPT-2): visible Latin-1 as itself, the others from U+0100 on, in order."""
+    """GPT-2's spelling of bytes in byte-level BPE: visible Latin-1 as itself, the others from U+0100 on, in order."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

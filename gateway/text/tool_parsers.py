@@ -1,4 +1,4 @@
-"""The formats in which families of models write calls of functions; how they are read is told in `call_parser`."""
+"""Call formats of model families; `call_parser` describes how they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_-.")
 
 
 class HermesParser(CallParser):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen 2.5 and 3, and many more."""
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen 2.5 and 3, and many others."""
 
     markers = ("<tool_call>", "</tool_call>")
     openings = ("<tool_call>",)
@@ -30,7 +30,7 @@ class HermesParser(CallParser):
 
 
 class Llama3Parser(CallParser):
-    """`{"name": …, "parameters": {…}}`, at the beginning or after `<|python_tag|>`, more of them after a `;`."""
+    """`{"name": …, "parameters": {…}}`, at the beginning or after `<|python_tag|>`; further calls follow a `;`."""
 
     markers = ("<|python_tag|>",)
     openings = ("<|python_tag|>",)
@@ -60,7 +60,7 @@ class MistralParser(CallParser):
     openings = ("[TOOL_CALLS]",)
 
     def draw_id(self) -> str:
-        """Nine letters and digits: these models' templates take nothing else."""
+        """Nine letters and digits: the templates of these models accept no other ids."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def _block(self, opening: str) -> Reading:
@@ -104,7 +104,7 @@ class MistralParser(CallParser):
         self._complete()
 
     def _tag(self) -> ReadingText:
-        """A marker, after its bracket."""
+        """Read a marker after its opening bracket, and return it."""
         tag = "["
         while not tag.endswith("]") and len(tag) < len("[CALL_ID]"):
             tag += yield

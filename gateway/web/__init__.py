@@ -1,1 +1,1 @@
-"""What HTTP needs whatever is asked: bodies, errors, event streams, names of requests, certificates."""
+"""HTTP parts that do not depend on the request's kind: bodies, errors, event streams, request ids, certificates."""

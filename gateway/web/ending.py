@@ -1,4 +1,4 @@
-"""How a gateway ends: what is under way gets its time, and what is not done by then is told so, not just cut off."""
+"""The gateway's shutdown: open requests get a grace period, and those left then end with an error instead of a cut."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Any, Final
 from aiohttp import web
 
 GOODBYE_S: Final = 2.0
-"""For requests that have been told, to pass it on to clients that read; `aiohttp` grants it twice."""
+"""Seconds for told requests to report the end to clients that read; `aiohttp` grants it twice."""
 
 
 class Ending:
-    """The requests under way. Those that are left when the time is over are cancelled, once, and can find out why."""
+    """The open requests. Those left at the end of the grace period are cancelled once, and can find out the reason."""
 
     def __init__(self) -> None:
         self._open: set[asyncio.Task[Any]] = set()
         self._told: set[asyncio.Task[Any]] = set()
-        """Of `_open`: cancelled, and not aware of the reason yet."""
+        """Members of `_open` that were cancelled and have not asked for the reason yet."""
         self._none_open = asyncio.Event()
         self._none_open.set()
 
     def follow(self) -> None:
-        """The current task has a request under way, which the end waits for until the task is done: its answer is
-        written then."""
+        """Count the current task as an open request until the task is done, because its answer is written by then."""
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
@@ -31,8 +30,8 @@ class Ending:
         task.add_done_callback(self._done)
 
     def is_reason(self) -> bool:
-        """Whether the `CancelledError` that the current task has caught is the gateway's end. To be asked once: then
-        the task is no longer cancelled, and has `GOODBYE_S`."""
+        """Whether the `CancelledError` that the current task has caught comes from the shutdown. Ask only once: if so,
+        the task is no longer cancelled, and has `GOODBYE_S` left."""
         task = asyncio.current_task()
         if task is None or task not in self._told:
             return False
@@ -41,7 +40,7 @@ class Ending:
         return True
 
     async def wait(self, grace_s: float) -> None:
-        """Return once nothing is under way, or after so many seconds; what is left then is told."""
+        """Return once no request is open, or after `grace_s`; requests left then are cancelled."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._none_open.wait()
@@ -58,4 +57,4 @@ class Ending:
 
 
 ENDING: Final = web.AppKey("ending", Ending)
-"""Where an application has it."""
+"""Application key of the `Ending`."""

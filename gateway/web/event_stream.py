@@ -13,47 +13,49 @@ _HEADERS = {
 }
 
 _SURE_BYTES = 2**14
-"""An event up to this size that finds the connection's buffer empty is taken at once: far below what pauses writing."""
+"""An event of at most this many bytes is accepted at once if the connection's buffer is empty, because it is far below
+the size that pauses writing."""
 
 
 class EventStream:
-    """Starts the response with the first event: until then, a failure still has an HTTP status of its own."""
+    """Starts the response with the first event, so that a failure before it still has an HTTP status of its own."""
 
     def __init__(self, request: web.Request, stall_timeout_s: float) -> None:
-        """A client that takes nothing for `stall_timeout_s` is disconnected."""
+        """A client that reads nothing for `stall_timeout_s` is disconnected."""
         self._request = request
         self._stall_timeout_s = stall_timeout_s
         self._response: web.StreamResponse | None = None
         self._held = b""
-        """Events that wait for the next one."""
+        """Events held back until the next one."""
 
     @property
     def started(self) -> bool:
-        """Whether the client has been told that the request succeeds."""
+        """Whether the response has been started, so that its status can no longer change."""
         return self._response is not None
 
     async def send(self, data: bytes, *, more: bool = False) -> None:
-        """Send an event; its data has no line end. With `more`, it may wait for the next one, or for `flush`.
+        """Send an event; `data` must not contain a line end. With `more`, the event may be held until the next one or
+        `flush`.
 
-        Raises `ConnectionError` if the client is gone, or takes nothing.
+        Raises `ConnectionError` if the client is gone, or reads nothing.
         """
         await self._write(b"data: " + data + b"\n\n", more=more)
 
     async def flush(self) -> None:
-        """Send what waits. Raises as `send` does."""
+        """Send held events. Raises as `send` does."""
         if self._held:
             await self._write(b"")
 
     async def send_error(self, data: bytes) -> None:
-        """Send an error event: the last one, nothing else ends the stream."""
+        """Send an error event, which is the last event of its stream."""
         await self._write(b"event: error\ndata: " + data + b"\n\n")
 
     async def send_done(self) -> None:
-        """Send the event that ends a stream that is complete."""
+        """Send the event that ends a complete stream."""
         await self._write(b"data: [DONE]\n\n")
 
     async def close(self) -> web.StreamResponse:
-        """End the response, which has been started."""
+        """End the response, which must have been started."""
         assert self._response is not None
         await self._response.write_eof()
         return self._response
@@ -70,7 +72,7 @@ class EventStream:
             return
         transport = self._request.transport
         if transport is not None and not transport.get_write_buffer_size() and len(event) <= _SURE_BYTES:
-            await response.write(event)  # waits for nobody, so it needs no timer
+            await response.write(event)  # accepted at once, so no timer is needed
             return
         try:
             async with asyncio.timeout(self._stall_timeout_s):

@@ -1,4 +1,4 @@
-"""Every refusal and failure as the client sees it: one JSON shape, one status for each cause."""
+"""Refusals and failures as clients see them: one JSON shape, and one status for each cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.contract.errors import BatonError, Cause
 from gateway.serving.generation import GenerationFailed
 
 CLIENT_CLOSED_REQUEST: Final = 499
-"""Status, in metrics mostly, of a request whose client left or that was cancelled (nginx's number)."""
+"""Status of a request whose client left or that was cancelled (nginx's number); it occurs mostly in metrics."""
 
 _TYPES: Final = {
     401: "authentication_error",
@@ -42,7 +42,7 @@ _RETRYABLE: Final = frozenset({429, 503})
 
 
 class ApiError(BatonError):
-    """A request ends with this HTTP status and this error object."""
+    """An error that ends a request with this HTTP status and error object."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ApiError(BatonError):
         """The request's field at fault."""
         self.code = code
         self.retry_after_s = retry_after_s
-        """After how long a client may come back, where that is known."""
+        """Seconds after which the client may retry; None if unknown."""
 
     def body(self) -> dict[str, object]:
         """The error as a JSON object."""
@@ -68,7 +68,7 @@ class ApiError(BatonError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, retry_after_s: float, headers: dict[str, str] | None = None) -> web.Response:
-        """The error as a response; a client that may come back is told in how many seconds: the error's own number, or
+        """The error as a response. A client that may retry is told after how many seconds: the error's own number, or
         else `retry_after_s`."""
         headers = dict(headers or {})
         if self.status == 401:
@@ -87,12 +87,12 @@ def invalid(param: str | None, message: str, code: str | None = "invalid_value")
 
 
 def internal_error() -> ApiError:
-    """A 500 that says nothing about the inside; the log does."""
+    """A 500 without details, which are in the log."""
     return ApiError(500, "internal error", code=Cause.INTERNAL)
 
 
 def from_failure(failure: GenerationFailed) -> ApiError:
-    """What a client is told about a generation that did not finish."""
+    """The error for a generation that did not finish."""
     if failure.cause is Cause.INTERNAL:
         return internal_error()
     param = "max_tokens" if failure.cause is Cause.TOO_LARGE else None
@@ -106,7 +106,7 @@ def from_failure(failure: GenerationFailed) -> ApiError:
 
 
 def from_http(error: web.HTTPException, path: str, max_body_bytes: int) -> ApiError:
-    """What a client is told where aiohttp would have sent its own page."""
+    """The error that replaces aiohttp's own error page."""
     match error.status:
         case 404:
             return ApiError(404, f"no such path: {path}", code="not_found")

@@ -1,4 +1,4 @@
-"""A request's body: read, inflated and decoded, within the bounds on size and time."""
+"""Request bodies: reads, inflates and decodes them, within bounds on size and time."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from gateway.api_settings import Limits
 from gateway.web.http_errors import ApiError, invalid
 
 _ENCODINGS: Final = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
-"""What a body may be packed in, with zlib's name for it."""
+"""Content encodings of a body, with zlib's window bits for each."""
 _EXACT: Final = 2**53
-"""Up to which a float tells each integer from the next."""
+"""Up to this magnitude a float represents every integer exactly."""
 
 
 class BodyReader:
-    """Reads the bodies of all requests; those under way together hold at most `max_bodies_bytes`.
+    """Reads the bodies of all requests; bodies being read hold at most `max_bodies_bytes` together.
 
-    What is packed is held as it comes, and inflated when all of it is there: who sends little holds little. At the
-    bound the client that holds most loses its largest body, so that nobody can keep others out.
+    A compressed body is kept compressed until it is complete, and inflated then, so its memory meanwhile is what was
+    sent. At the bound, the client that holds most loses its largest body, so that no client can keep the others out.
     """
 
     def __init__(self, limits: Limits, client_of: Callable[[web.Request], str]) -> None:
-        """`client_of` tells clients from each other."""
+        """`client_of` returns a client's identity, which tells clients apart."""
         self._limits = limits
         self._client_of = client_of
         self._reading: set[_Body] = set()
         self._num_bytes = 0
-        """Of all that are being read."""
+        """Bytes of all bodies being read."""
 
     async def read_json(self, request: web.Request) -> object:
-        """The body as JSON, and nothing but JSON; an integer may be written with a point. Raises `ApiError`."""
+        """Read the body as JSON; integers may be written with a decimal point. Raises `ApiError`."""
         limits = self._limits
         encoding = request.headers.get("Content-Encoding", "identity")
         body = _Body(self._client_of(request), encoding, limits.max_body_bytes)
@@ -47,7 +47,7 @@ class BodyReader:
         try:
             async with asyncio.timeout_at(began_s + min(limits.body_grace_s, limits.body_timeout_s)) as body.deadline:
                 self._reading.add(body)
-                # Not `request.read()`, which keeps the bytes for as long as the request is served.
+                # `request.read()` would keep the bytes for as long as the request is served.
                 while chunk := await request.content.readany():
                     self._num_bytes += len(chunk)
                     body.feed(chunk)
@@ -72,7 +72,7 @@ class BodyReader:
             self._num_bytes -= len(body)
 
     def _make_room(self) -> None:
-        """Give up what is too much."""
+        """Give up the largest body of the client that holds most, if all bodies together exceed the bound."""
         if self._num_bytes <= self._limits.max_bodies_bytes:
             return
         held: Counter[str] = Counter()
@@ -85,10 +85,10 @@ class BodyReader:
 
 
 class _Body:
-    """A body as it arrives."""
+    """A body while it arrives."""
 
     deadline: asyncio.Timeout
-    """Of its arrival."""
+    """Deadline of the body's arrival."""
 
     def __init__(self, client: str, encoding: str, max_bytes: int) -> None:
         self.client = client
@@ -104,7 +104,7 @@ class _Body:
             self._inflater = zlib.decompressobj(window)
 
     def give_up(self) -> None:
-        """Wake its reader, who then finds it given up."""
+        """Mark the body as given up, and wake its reader."""
         self.given_up = True
         self.deadline.reschedule(asyncio.get_running_loop().time())
 
@@ -117,7 +117,7 @@ class _Body:
         return len(self._content)
 
     def whole(self) -> bytes:
-        """All of it, inflated, of which no more is made than is allowed."""
+        """The whole body, inflated to at most the allowed size."""
         if self._inflater is None:
             return bytes(self._content)
         try:
@@ -143,7 +143,7 @@ def _not_packed_so() -> ApiError:
 
 
 def _decode(body: bytes, max_values: int) -> object:
-    # While C code decodes, nothing else is served, in whatever thread it does: so what takes long is not begun.
+    # Decoding in C blocks all other requests, in any thread, so bodies that would take long are refused before it.
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > max_values:
         raise ApiError(413, f"the body holds more than {max_values} JSON values", code="body_too_large")
     try:
@@ -154,8 +154,9 @@ def _decode(body: bytes, max_values: int) -> object:
 
 
 def _integral(value: object, depth: int = 2) -> object:
-    """JSON has one kind of number: 2.0 is as good an integer as 2, as JSON Schema says too. So it is in a field and in
-    its lists of lists; objects stay as they are, for what is in them may be told to the model."""
+    """Turn floats without a fraction into integers: JSON has one kind of number, so 2.0 is as good an integer as 2, as
+    JSON Schema says too. Applies to a field's value and to its lists of lists. Objects stay unchanged, because the
+    model may be shown their content."""
     if isinstance(value, float):
         return int(value) if abs(value) <= _EXACT and value.is_integer() else value
     if depth and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):

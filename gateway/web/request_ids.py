@@ -1,4 +1,4 @@
-"""`X-Request-Id`: the name by which a client, its proxies and the log speak of one HTTP request."""
+"""`X-Request-Id`: the id of one HTTP request for its client, for proxies and in the log."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from common.runtime.logs import about
 
 HEADER: Final = "X-Request-Id"
 MAX_CHARS: Final = 128
-"""Longest name that is taken from a client."""
+"""Longest id accepted from a client."""
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 ACCEPTED: Final = web.RequestKey("accepted", bool)
-"""Set on a generating request once it is valid: from then on its own life is logged."""
+"""Set on a generating request once it is valid; from then on `RequestLife` logs its events."""
 
 _LOG = logging.getLogger(__name__)
 
 
 @web.middleware
 async def name_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Take the client's name for the request, or draw one; log what is refused under it."""
+    """Take the client's id for the request, or draw one; log refused requests with it."""
     given = request.headers.getall(HEADER, [])
     usable = len(given) == 1 and 0 < len(given[0]) <= MAX_CHARS and given[0].isascii() and given[0].isprintable()
     request[REQUEST_ID] = name = given[0] if usable else secrets.token_hex(16)
@@ -35,6 +35,6 @@ async def name_requests(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 async def echo_name(request: web.Request, response: web.StreamResponse) -> None:
-    """Tell the client the name, with the response's other headers."""
+    """Return the request's id in the response's headers."""
     if (name := request.get(REQUEST_ID)) is not None:
         response.headers[HEADER] = name

@@ -1,4 +1,4 @@
-"""The API over TLS, with a certificate that may be replaced while the gateway runs."""
+"""TLS for the API, with a certificate that may be replaced while the gateway runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class ServerTls:
-    """A certificate, and its key, for whoever connects. When the files have changed, the next handshake has the new
-    ones; if they cannot be used, that is logged, and the old ones stay."""
+    """The server's certificate and key. Changed files take effect at the next handshake; if they are invalid, the error
+    is logged and the previous ones stay in use."""
 
     def __init__(
         self,
@@ -26,19 +26,19 @@ class ServerTls:
         clock: Callable[[], float] = time.monotonic,
         reloaded: Callable[[bool], None] = lambda good: None,
     ) -> None:
-        """`certificate` has the chain, the server's own first. `reloaded` is told of every attempt to read them again.
-        Raises `OperatorError`."""
+        """`certificate` contains the chain, the server's own certificate first. `reloaded` is called with the outcome
+        of each attempt to read the files again. Raises `OperatorError`."""
         self._certificate = certificate
         self._key = key
         self._reloaded = reloaded
         self._files = WatchedFiles([certificate, key], clock)
         self._current = _load(certificate, key)
         self.context = _load(certificate, key)
-        """To listen with."""
+        """The context to listen with."""
         self.context.sni_callback = self._choose
 
     def refresh(self, *, at_once: bool = False) -> None:
-        """Read the files again if they have changed; `at_once`: whether or not they were looked at just now."""
+        """Read the files again if they have changed. `at_once` ignores the minimum interval between two checks."""
         if not self._files.changed(at_once=at_once):
             return
         try:
@@ -51,7 +51,7 @@ class ServerTls:
             self._reloaded(True)
 
     def _choose(self, connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
-        """Called in every handshake, once the client has spoken, whether or not it names a server."""
+        """Called in every handshake after the client's first message, whether or not it names a server."""
         self.refresh()
         connection.context = self._current
 
@@ -74,5 +74,5 @@ def _load(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Without this, OpenSSL would ask for one on the terminal."""
+    """Refuse to give a password. Without this, OpenSSL would ask for one on the terminal."""
     raise ValueError("the key is encrypted")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Final
 
 CHECK_INTERVAL_S: Final = 1.0
-"""Files are looked at when they are needed, at most once in so many seconds."""
+"""Least seconds between two checks of the files; they are checked when they are needed."""
 
 _Stamp = tuple[int, int, int] | None
 
 
 class WatchedFiles:
-    """Tells whether any of some files has changed. Nothing runs in between: whoever needs the files asks."""
+    """Tells whether any of some files has changed. It checks only when asked."""
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
         self._paths = tuple(paths)
@@ -23,8 +23,8 @@ class WatchedFiles:
         self._looked_s = clock()
 
     def changed(self, *, at_once: bool = False) -> bool:
-        """Whether they are others than when this was last asked. To be asked before they are read: what changes while
-        they are read shows the next time. `at_once` looks however little time has passed."""
+        """Whether the files have changed since the last check. Ask before reading them: a change during the reading
+        shows at the next check. `at_once` ignores the minimum interval."""
         now_s = self._clock()
         if not at_once and now_s - self._looked_s < CHECK_INTERVAL_S:
             return False
@@ -37,7 +37,7 @@ class WatchedFiles:
 
 
 def _stamp(path: Path) -> _Stamp:
-    """What changes with a file's content, or with the file that a link leads to; None where there is none."""
+    """A value that changes with the file's content, or with the file that a link leads to; None if there is no file."""
     try:
         status = path.stat()
     except OSError:

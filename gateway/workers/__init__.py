@@ -1,1 +1,1 @@
-"""Which workers there are, and what is known of each: its state, its load, the blocks that it holds."""
+"""The workers and their state: which exist, their load, and the blocks that they hold."""

@@ -1,7 +1,7 @@
-"""Which workers there are: what the operator has named, what a DNS name resolves to, or what Kubernetes lists.
+"""Discovery of workers: named by the operator, resolved from a DNS name, or listed by Kubernetes.
 
-Each source tells the whole list of a role, whenever it may have changed. Trouble with a source takes nothing from the
-list: what was known last goes on being served, and each worker's own session says whether it is alive.
+Each source reports the whole list of a role whenever it may have changed. If a source fails, nothing is removed: the
+last list stays in use, and each worker's own session shows whether it is alive.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 15.0
-"""Between two attempts at a source that fails."""
+"""Longest pause before a failing source is asked again."""
 _SHORTEST_ROUND_S: Final = 1.0
-"""From one list to the next: a source whose changes end at once is not asked more often."""
+"""Least seconds between two lists of a source whose `changes` ends at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One worker's control port, as a source lists it."""
+    """A worker's control port as a source lists it."""
 
     address: str
     """`host:port`."""
     identity: str = ""
-    """Whose address it is: another identity is another worker, which the address was given to."""
+    """Identity of the worker at this address; a different identity means that another worker has got the address."""
     serving: bool = True
-    """Whether it may be given new work: not while it is not ready, or ends."""
+    """Whether the worker may be given new work: False while it is not ready or terminates."""
 
 
 Tell = Callable[[Role, Collection[Endpoint]], None]
-"""Takes the whole list of a role."""
+"""Receives the whole list of a role."""
 
 
 class Source(Protocol):
-    """Where workers of one role are listed."""
+    """A source that lists the workers of one role."""
 
     async def list_once(self) -> Collection[Endpoint]:
-        """The list of this moment. Raises `SourceError`."""
+        """The current list. Raises `SourceError`."""
         ...
 
     async def changes(self, tell: Callable[[Collection[Endpoint]], None]) -> None:
-        """Tell what becomes of the list, until it has to be asked for again. Raises `SourceError`."""
+        """Report changes of the list. Returns when the list has to be asked for again. Raises `SourceError`."""
         ...
 
 
 class SourceError(Exception):
-    """A source does not answer, or not what it should."""
+    """A source does not answer, or answers incorrectly."""
 
 
 class DiscoveryMetrics:
-    """What became of the lists."""
+    """Metrics of the lists."""
 
     def __init__(self, registry: CollectorRegistry, clock: Clock) -> None:
         self._clock = clock
@@ -82,17 +82,17 @@ class DiscoveryMetrics:
         )
 
     def awaits(self, role: Role) -> None:
-        """Lists of a role are to come: the wait for the first one counts."""
+        """Start to wait for lists of a role; the metrics count the wait for the first one."""
         self._errors.labels(role)
         self._counts_from_now(role)
 
     def listed(self, role: Role, number: int) -> None:
-        """A list has come."""
+        """Record a list of `number` workers."""
         self._listed.labels(role).set(number)
         self._counts_from_now(role)
 
     def failed(self, role: Role) -> None:
-        """None has."""
+        """Record a failure to get a list."""
         self._errors.labels(role).inc()
 
     def _counts_from_now(self, role: Role) -> None:
@@ -111,7 +111,7 @@ class Discovery:
             metrics.awaits(role)
 
     async def run(self, tell: Tell) -> None:
-        """Until cancelled."""
+        """Follow the sources until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for role, source in self._sources.items():
                 tasks.create_task(self._follow(role, source, tell))
@@ -138,7 +138,7 @@ class Discovery:
             try:
                 told(await source.list_once())
                 await source.changes(changed)
-                pause_s = _FIRST_PAUSE_S  # not before: where lists come and watches fail, each round is both
+                pause_s = _FIRST_PAUSE_S  # not earlier: if lists succeed and watches fail, every round does both
                 await asyncio.sleep(max(0.0, _SHORTEST_ROUND_S - (self._clock() - began)))
             except SourceError as error:
                 self._metrics.failed(role)
@@ -153,10 +153,10 @@ def _worded(endpoint: Endpoint) -> str:
 
 
 class DnsSource:
-    """All IPv4 addresses of a name: a headless Service, or any other record with several."""
+    """All IPv4 addresses of a DNS name: of a headless Service, or any other name with several."""
 
     def __init__(self, host: str, port: int, period_s: float) -> None:
-        """Resolves the name again each `period_s`."""
+        """The name is resolved again every `period_s`."""
         self._host = host
         self._port = port
         self._period_s = period_s

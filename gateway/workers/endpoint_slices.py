@@ -1,9 +1,8 @@
-"""Workers as Kubernetes lists them: the EndpointSlices of a headless Service, listed and watched.
+"""Workers from Kubernetes: the EndpointSlices of a headless Service, listed and watched.
 
-A watch is a hint, and the list is the truth: a watch that is cut, or that has missed an event, is made good by the
-list that follows each one, and none lasts longer than `resync_s`. So an event that was lost costs that long, and not
-for ever.
-Imported only where Kubernetes is asked: the client is that of the extra `kubernetes`.
+Only lists are authoritative. A list follows each watch, and corrects one that was cut or missed an event. A watch lasts
+at most `resync_s`, so a lost event has an effect for at most that long.
+Imported only if Kubernetes is used, because its client comes with the extra `kubernetes`.
 """
 
 from __future__ import annotations
@@ -26,20 +25,23 @@ from gateway.workers.discovery import Endpoint, SourceError
 log = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S: Final = 10.0
-"""For a list, and for a watch to begin."""
+"""Time limit for a list, and for the start of a watch."""
 _WATCH_GRACE_S: Final = 10.0
-"""Beyond the end that the server was asked for, after which a silent watch is given up."""
+"""Seconds after the requested end of a watch at which a silent watch is given up."""
 _SERVICE: Final = "kubernetes.io/service-name"
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _EXPIRED: Final = 410
-"""The version that a watch should begin at is no longer there."""
+"""Status for a watch whose start version no longer exists."""
 _ADDRESS_TYPE: Final = "IPv4"
-"""Of the slices that are used. Where there are both families, a slice of each has all endpoints."""
+"""Address type of the slices that are used. With both IP families, slices of each type list all endpoints."""
 
 
 async def open_api(namespace: str | None) -> tuple[client.ApiClient, str]:
-    """A client of the API server, in a pod with its service account, elsewhere as `kubectl` would (`KUBECONFIG`); and
-    the namespace, by default the pod's own. Raises `OperatorError`."""
+    """A client of the API server, and the namespace to use.
+
+    In a pod the client uses its service account, elsewhere `kubectl`'s configuration (`KUBECONFIG`). The default
+    namespace is the pod's own, elsewhere `default`. Raises `OperatorError`.
+    """
     settings = client.Configuration()
     own = "default"
     try:
@@ -96,7 +98,7 @@ class EndpointSliceSource:
                     event = await anext(events)
                     endpoints = self._endpoints() if self._apply(event) else None
                 except (StopAsyncIteration, TimeoutError):
-                    return  # what has come of it shows in the list that follows
+                    return  # the list that follows shows all changes
                 except SourceError:
                     raise
                 except Exception as error:
@@ -109,8 +111,8 @@ class EndpointSliceSource:
             await asyncio.shield(events.close())
 
     async def _begin_watch(self, **options: Any) -> Any:
-        """Its response, of which the head has come. The client takes any status, and waits for a head as long as for
-        an event."""
+        """The watch's response, once its head has arrived. The client library accepts any status, and waits for the
+        head as long as for an event, so both are checked here."""
         try:
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 response = await self._api.list_namespaced_endpoint_slice(self._namespace, **options)
@@ -133,7 +135,7 @@ class EndpointSliceSource:
             )
 
     def _apply(self, event: Any) -> bool:
-        """Whether it says something of a slice."""
+        """Apply an event to the slices. Returns whether it concerns one."""
         if not isinstance(event, dict):
             raise SourceError("a watch sent what is no event")
         kind, slice_ = event["type"], event["object"]
@@ -147,14 +149,15 @@ class EndpointSliceSource:
         return True
 
     def _endpoints(self) -> Collection[Endpoint]:
-        """Of all slices: an endpoint may for a moment stand in two, and is serving if one of them says so."""
+        """The endpoints of all slices. An endpoint may be in two slices for a moment; it serves if one of them says
+        so."""
         found: dict[tuple[str, str], Endpoint] = {}
         for slice_ in self._slices.values():
             for endpoint in _endpoints(slice_, self._port_name):
                 known = found.get((endpoint.address, endpoint.identity))
                 if known is None or endpoint.serving:
                     found[endpoint.address, endpoint.identity] = endpoint
-        # An address that is given to the next pod at once may be listed for both.
+        # An address that a new pod has just got may be listed for both pods; the serving one is kept.
         best = sorted(found.values(), key=lambda each: (each.serving, each.identity))
         return list({each.address: each for each in best}.values())
 

@@ -1,8 +1,8 @@
-"""Which worker holds which blocks, as the workers tell it. Pure state.
+"""Which worker holds which blocks, as reported by the workers. Pure state.
 
-A worker tells what its cache holds when a session opens, and from then on what changes (`CacheEvents`). So every
-gateway knows it, whoever's requests filled the cache. It is out of date by as long as a message takes, and names are
-told by their leading bytes: a hint. A wrong one costs time, never a token.
+A worker reports the content of its cache when a session opens, and its changes from then on (`CacheEvents`). So every
+gateway knows it, whichever gateway's requests filled the cache. The index lags by a message's transit, and block names
+are truncated hashes, so it is a hint. A wrong hint costs time, never a token.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from gateway.serving.attempt import Place
 
 
 class PrefixIndex:
-    """The blocks of each worker that is connected: about a hundred bytes for each that is cached there."""
+    """The blocks of each connected worker; each cached block takes about a hundred bytes here."""
 
     def __init__(self) -> None:
         self._held: dict[Place, set[bytes]] = {}
 
     def apply(self, place: Place, events: CacheEvents) -> None:
-        """A worker tells what it holds."""
+        """Apply a worker's report of its cache."""
         held = self._held.get(place)
         if held is None or events.begins:
             held = self._held[place] = set()
@@ -29,17 +29,17 @@ class PrefixIndex:
         held.update(_split(events.stored))
 
     def forget(self, place: Place) -> None:
-        """That life of a worker is over, or nothing is heard of it any more."""
+        """Forget a worker's blocks, because its process or its session has ended."""
         self._held.pop(place, None)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that all workers hold; one that several hold counts as often."""
+        """Blocks of all workers; a block that several workers hold counts once for each."""
         return sum(map(len, self._held.values()))
 
     def longest(self, block_hashes: Sequence[BlockHash]) -> dict[Place, int]:
-        """How many of these blocks, the leading ones of a sequence, each worker holds; those that hold none are left
-        out. A block counts only where all before it are, too."""
+        """Number of leading blocks of a sequence that each worker holds; a block counts only if the worker holds all
+        before it. Workers that hold none are left out."""
         longest: dict[Place, int] = {}
         holders = list(self._held.items())
         for num_before, block_hash in enumerate(block_hashes):

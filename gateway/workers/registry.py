@@ -1,4 +1,4 @@
-"""What the gateway knows of each worker: whether it may be given work, and how loaded it is. Pure state."""
+"""The gateway's knowledge of each worker: whether it may be given work, and its load. Pure state."""
 
 from __future__ import annotations
 
@@ -22,83 +22,84 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a worker has been given to do, by a message of which no heartbeat has said yet that it has arrived."""
+    """Work given to a worker by a message that no heartbeat has confirmed yet."""
 
     number: int
-    """Of the message, in its session."""
+    """Number of the message within its session."""
     tier: Tier
     num_tokens: int = 0
-    """Prompt tokens that it probably has to compute."""
+    """Prompt tokens that the worker probably has to compute."""
     num_sequences: int = 0
     num_blocks: int = 0
     at: float = field(default=0.0, compare=False)
-    """When; later, if what was before it took until then."""
+    """When the work was given, or later, if the work before it took until then."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerView:
-    """One worker, as seen from here."""
+    """One worker as this gateway sees it."""
 
     address: str
     role: Role
     incarnation: Incarnation | None = None
-    """Set while its session is open."""
+    """Set while the worker's session is open."""
     session: int = 0
-    """The number of its last session, of all workers': one that is larger has begun later."""
+    """Number of its last session, counted over all workers: a larger number means that the session began later."""
     life: Incarnation | None = None
-    """The last one whose session was open: requests are counted for each."""
+    """The last incarnation that had an open session. Requests are counted per incarnation."""
     restarts: int = 0
-    """How often another life has taken the place of the last one."""
+    """How often another incarnation has replaced the last one."""
     welcome: Welcome | None = None
     load: Heartbeat | None = None
     """The last heartbeat of this session."""
     load_at: float = 0.0
-    """When that came."""
+    """When the last heartbeat arrived."""
     in_flight: int = 0
     """Requests that this gateway has given it and whose part there is not over."""
     unseen: deque[Given] = field(default_factory=deque)
-    """Given to it since its last heartbeat."""
+    """Work given to it that its heartbeats have not confirmed yet, oldest first."""
     gone: list[int] = field(default_factory=lambda: [0] * len(Tier))
     """Sequences that have left it since its last heartbeat, by tier."""
     refused: str | None = None
-    """Why it is not used although it answers."""
+    """Why it is not used although it answers; None if it is used."""
     idle_or_stepped_at: float = 0.0
-    """When its engine last had nothing to do, or had done a step."""
+    """When its engine last had nothing to do, or had completed a step."""
     stalled: bool = False
     """Whether its engine has work and makes no progress."""
     full: bool = False
-    """Whether it has refused somebody who had been let in before, since its last heartbeat."""
+    """Whether it has refused an admitted request for lack of capacity since its last heartbeat."""
     leaving: bool = False
-    """Whether it has refused somebody because it drains, since its last heartbeat."""
+    """Whether it has refused a request because it drains, since its last heartbeat."""
     rates: TokenRates = field(default_factory=TokenRates)
-    """Of this session."""
+    """Token rates of this session."""
     identity: str = ""
-    """Whose address it is, where discovery knows."""
+    """Identity of the worker at this address, if discovery knows it."""
     listed: bool = True
-    """Whether discovery says that there is such a worker."""
+    """Whether discovery lists this worker."""
     serving: bool = True
     """Whether discovery says that it may be given new work."""
 
     @property
     def there(self) -> bool:
-        """Whether it may be given new work, if it fits, or perhaps later: it drains, and can serve again."""
+        """Whether it may be given new work, now or later: a draining worker counts, since it can serve again. `refused`
+        is ignored."""
         return self.incarnation is not None and self.listed and not self.stalled
 
     @property
     def available(self) -> bool:
-        """Whether it may be given new work, if it fits."""
+        """Whether it may be given new work now, if its fingerprint fits."""
         said = self.load or self.welcome
         leaving = self.leaving or not self.serving or (said is not None and said.phase is not Phase.SERVING)
         return self.there and not leaving
 
     @property
     def usable(self) -> bool:
-        """Whether it may be given new work."""
+        """Whether it may be given new work now."""
         return self.available and self.refused is None
 
     @property
     def sequences(self) -> list[int]:
-        """Sequences that it has, by tier, the most urgent first."""
+        """Number of its sequences by tier, most urgent tier first."""
         said = self.load.sequences if self.load else (0,) * len(Tier)
         sequences = [max(0, num - gone) for num, gone in zip(said, self.gone, strict=True)]
         for given in self.unseen:
@@ -107,37 +108,37 @@ class WorkerView:
 
     @property
     def blocks_expected(self) -> int:
-        """The most blocks that it will use, as far as is known."""
+        """The most blocks that it is expected to use, as far as is known."""
         return (self.load.blocks_used if self.load else 0) + sum(given.num_blocks for given in self.unseen)
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether it takes a sequence of `num_tokens`, prompt and output, as it says."""
+        """Whether it accepts a sequence of `num_tokens`, prompt and output, by its own account."""
         return self.welcome is not None and num_tokens <= self.welcome.max_sequence_tokens
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` probably finds room there at once."""
+        """Whether a sequence of `num_tokens` would probably find room there at once."""
         if self.load is None or self.welcome is None:
             return False
         num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
         return self.blocks_expected + num_blocks <= self.load.blocks_total
 
     def forget_given(self) -> None:
-        """What it was given is counted anew."""
+        """Forget the work given and the sequences gone, because counting starts anew."""
         self.unseen.clear()
         self.gone = [0] * len(Tier)
 
     @property
     def place(self) -> Place:
-        """This life of it; only while its session is open."""
+        """Its address and incarnation; valid only while its session is open."""
         assert self.incarnation is not None
         return Place(self.address, self.incarnation)
 
 
 class Registry:
-    """Every worker that this gateway was told of, by address.
+    """All workers that this gateway knows, by address.
 
-    All that are usable have one fingerprint: that of the available worker whose session is the oldest. The others are
-    refused until it has none that is available any more, and again once it has.
+    All usable workers have one fingerprint: that of the available worker with the oldest session. Workers with another
+    fingerprint are refused as long as a worker with that one is available.
     """
 
     def __init__(
@@ -149,30 +150,31 @@ class Registry:
         colocated: bool | None = None,
         stall_s: float = 30.0,
     ) -> None:
-        """Begins with these workers; `colocated` if there will be no prefill workers, by default if there are none now.
-        A worker whose engine has work and does no step for `stall_s` is not used until it does."""
+        """The registry begins with these workers. `colocated` says that there will be no prefill workers; its default
+        is whether `prefill` is empty. A worker whose engine has work and completes no step for `stall_s` is not used
+        until it does."""
         self._config_hash = config_hash
         self._stall_s = stall_s
         self.workers = {address: WorkerView(address, Role.PREFILL) for address in prefill} | {
             address: WorkerView(address, Role.DECODE) for address in decode
         }
         self.colocated = not prefill if colocated is None else colocated
-        """Whether decode workers are there to compute every prompt."""
+        """Whether decode workers compute every prompt, because there are no prefill workers."""
         self._sessions = itertools.count(1)
         self.num_restarts: Counter[Role] = Counter()
-        """Times that another life of a worker was met at its address."""
+        """Times that a new incarnation of a worker was met at its address, by role."""
         self.epoch = 0
-        """How often it may have changed who is usable."""
+        """Counter of events that may have changed which workers are usable."""
 
     def add(self, role: Role, endpoint: Endpoint) -> None:
-        """There is a worker at an address where none was known."""
+        """Add a worker at a new address."""
         assert endpoint.address not in self.workers, endpoint
         self.workers[endpoint.address] = WorkerView(
             endpoint.address, role, identity=endpoint.identity, serving=endpoint.serving
         )
 
     def relist(self, role: Role, serving: Mapping[str, bool]) -> None:
-        """These are all addresses of a role that are listed, and whether they may be given new work."""
+        """Set which addresses of a role are listed, and whether they may be given new work."""
         for worker in self.workers.values():
             if worker.role is role:
                 worker.listed = worker.address in serving
@@ -180,12 +182,12 @@ class Registry:
         self._settle()
 
     def remove(self, address: str) -> None:
-        """There is none any more, and nobody has a session with it."""
+        """Remove a worker with which there is no session."""
         self.lost(address)
         del self.workers[address]
 
     def opened(self, address: str, incarnation: Incarnation, welcome: Welcome) -> None:
-        """A session is open. Raises `FingerprintMismatchError` when the worker must not be used."""
+        """Open a session. Raises `FingerprintMismatchError` if the worker must not be used."""
         worker = self.workers[address]
         worker.incarnation, worker.welcome, worker.load = incarnation, welcome, None
         worker.session = next(self._sessions)
@@ -204,7 +206,7 @@ class Registry:
             raise FingerprintMismatchError(worker.refused)
 
     def lost(self, address: str) -> None:
-        """Its session is over."""
+        """End a worker's session."""
         worker = self.workers[address]
         worker.incarnation = worker.welcome = worker.load = None
         worker.forget_given()
@@ -213,11 +215,11 @@ class Registry:
         self._settle()
 
     def resynced(self, address: str) -> None:
-        """Its session counts anew."""
+        """Restart the counts of work given in a session, after lost messages."""
         self.workers[address].forget_given()
 
     def heartbeat(self, address: str, load: Heartbeat, now: float) -> bool:
-        """Its state of this moment; whether it shows, for the first time, that the engine hangs."""
+        """Take a worker's heartbeat. Returns whether it shows, for the first time, that the engine hangs."""
         worker = self.workers[address]
         was_available = worker.available
         before, worker.load, worker.load_at = worker.load, load, now
@@ -235,7 +237,8 @@ class Registry:
         return stalls
 
     def declined(self, address: str, cause: Cause) -> None:
-        """It takes nobody, and has said so before its heartbeat: until that comes it is not asked again."""
+        """Note that a worker has refused a request because it is full or drains; until its next heartbeat it is not
+        asked again."""
         worker = self.workers[address]
         if cause is Cause.CAPACITY:
             worker.full = True
@@ -244,19 +247,19 @@ class Registry:
             self._settle()
 
     def takes(self, place: Place) -> bool:
-        """Whether whoever was let in may be sent there now."""
+        """Whether an admitted request may be sent there now."""
         worker = self.workers.get(place.address)
         return worker is not None and worker.incarnation == place.incarnation and worker.usable and not worker.full
 
     def took(self, address: str, given: Given) -> None:
-        """A request was given to it."""
+        """Record work given to a worker."""
         worker = self.workers[address]
         worker.in_flight += 1
         worker.unseen.append(given)
 
     def left(self, address: str, incarnation: Incarnation, given: Given | None = None, now: float = 0.0) -> None:
-        """A request's part there is over, and what was given for it need not be seen any more; inert if that life of
-        the worker is over, too."""
+        """Record the end of a request's part at a worker. `given`, the work it was given, need no longer be confirmed.
+        Inert if that incarnation of the worker is over."""
         worker = self.workers.get(address)
         if worker is not None and worker.life == incarnation:
             worker.in_flight -= 1
@@ -265,7 +268,7 @@ class Registry:
             if given in worker.unseen:
                 index = worker.unseen.index(given)
                 del worker.unseen[index]
-                if given.num_tokens:  # the time until now was its own: those behind it begin now
+                if given.num_tokens:  # it took the time until now: the work behind it begins now
                     for behind in range(index, len(worker.unseen)):
                         each = worker.unseen[behind]
                         worker.unseen[behind] = replace(each, at=max(each.at, now))
@@ -274,7 +277,7 @@ class Registry:
 
     @property
     def block_size(self) -> int:
-        """Of every worker that is connected, and fits."""
+        """Block size of all usable workers."""
         welcomes = (worker.welcome for worker in self.workers.values() if worker.usable)
         return next(welcome.fingerprint.layout.block_size for welcome in welcomes if welcome is not None)
 
@@ -283,12 +286,12 @@ class Registry:
         return [worker for worker in self.workers.values() if worker.role is role and worker.usable]
 
     def missing(self) -> list[Role]:
-        """Roles of which there should be a usable worker, and is none."""
+        """Roles that need a usable worker and have none."""
         roles = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
         return [role for role in roles if not self.usable(role)]
 
     def _settle(self, opening: WorkerView | None = None) -> None:
-        """Somebody may have become available, or is not any more: say who is refused now."""
+        """Decide anew which workers are refused, after the set of available workers may have changed."""
         self.epoch += 1
         first: WorkerView | None = None
         for worker in sorted(self.workers.values(), key=lambda each: each.session):
@@ -302,7 +305,7 @@ class Registry:
             if first is None and worker.usable:
                 first = worker
             if worker is opening:
-                continue  # whoever opens it is told
+                continue  # the caller reports a refusal of this one
             if before is None and worker.refused is not None:
                 log.error("worker refused: %s", worker.refused)
             elif before is not None and worker.refused is None:

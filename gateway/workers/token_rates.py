@@ -1,4 +1,4 @@
-"""Tokens a second of a worker, from the counters in its heartbeats. Pure."""
+"""Tokens per second of a worker, from the counters in its heartbeats. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from typing import Final, NamedTuple
 
 WINDOW_S: Final = 2.0
-"""Seconds that a rate is over, where heartbeats come often enough."""
+"""Seconds over which a rate is measured, if heartbeats come often enough."""
 _MAX_READINGS: Final = 64
 
 
@@ -17,13 +17,14 @@ class _Reading(NamedTuple):
 
 
 class TokenRates:
-    """A window over two counters that only grow; where one has shrunk it is another process's, and begins anew."""
+    """A window over two counters that only grow. If one has shrunk, the counters are a new process's, and the window
+    restarts."""
 
     def __init__(self) -> None:
         self._readings: deque[_Reading] = deque(maxlen=_MAX_READINGS)
 
     def read(self, now: float, prompt_tokens: int, output_tokens: int) -> None:
-        """The counters at this moment."""
+        """Take a reading of the counters."""
         readings = self._readings
         if readings and (prompt_tokens < readings[-1].prompt_tokens or output_tokens < readings[-1].output_tokens):
             readings.clear()
@@ -32,12 +33,12 @@ class TokenRates:
             readings.popleft()
 
     def forget(self) -> None:
-        """The next reading is the first one."""
+        """Discard all readings."""
         self._readings.clear()
 
     @property
     def per_s(self) -> tuple[float, float] | None:
-        """Prompt and output tokens a second; None while there are no two readings."""
+        """Prompt and output tokens per second; None before there are two readings."""
         if len(self._readings) < 2 or self._readings[-1].at <= self._readings[0].at:
             return None
         first, last = self._readings[0], self._readings[-1]
