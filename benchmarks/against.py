@@ -1,7 +1,7 @@
 """Compare the CPU engine of this tree with that of another checkout: decode steps and decode attention, in turns.
 
     git worktree add --detach /tmp/before COMMIT
-    python -m benchmarks.against /tmp/before [--rounds 15] [--threads 1]
+    python -m benchmarks.against /tmp/before [--rounds 15] [--threads 1] [--block-sizes 32 16]
 
 Each tree computes in a process of its own. In a round each tree takes one turn, in alternating order. The result is the
 ratio of the two turns, which stays valid on a machine whose speed drifts.
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,21 @@ STEPS = (
     ("15m", "bfloat16", 8, 512),
     ("0.5b", "bfloat16", 1, 512),
     ("0.5b", "bfloat16", 8, 512),
-    ("0.5b", "bfloat16", 8, 2048),
 )
 """(model, dtype, sequences, context in tokens) of each decode step."""
 ATTENTION = (
-    ("float32", 6, 1, 48, 16, 512, 8),
-    ("float32", 4, 2, 64, 16, 128, 32),
-    ("float32", 4, 2, 64, 16, 1024, 8),
-    ("float32", 8, 1, 64, 16, 1024, 4),
-    ("bfloat16", 2, 7, 64, 16, 512, 8),
-    ("bfloat16", 2, 7, 64, 16, 2048, 8),
-    ("bfloat16", 2, 7, 64, 16, 8192, 2),
-    ("bfloat16", 2, 7, 64, 64, 2048, 8),
-    ("bfloat16", 8, 4, 128, 16, 512, 8),
-    ("bfloat16", 8, 4, 128, 16, 2048, 4),
-    ("bfloat16", 8, 4, 128, 64, 2048, 4),
+    ("float32", 6, 1, 48, 512, 8),
+    ("float32", 6, 1, 48, 512, 32),
+    ("float32", 4, 2, 64, 128, 32),
+    ("float32", 4, 2, 64, 1024, 8),
+    ("float32", 8, 1, 64, 1024, 4),
+    ("bfloat16", 2, 7, 64, 512, 8),
+    ("bfloat16", 2, 7, 64, 2048, 8),
+    ("bfloat16", 2, 7, 64, 8192, 2),
+    ("bfloat16", 8, 4, 128, 512, 8),
+    ("bfloat16", 8, 4, 128, 2048, 4),
 )
-"""(dtype, KV heads, query heads per KV head, head dimension, block size, context, sequences) of a layer's attention."""
+"""(dtype, KV heads, query heads of each, head dimension, context, sequences) of one layer's decode attention."""
 _KV_BYTES = 192 * 2**20
 """Bytes of KV over all layers that attention goes through in turn: more than the processor's caches hold."""
 
@@ -53,10 +52,10 @@ _KV_BYTES = 192 * 2**20
 class Tree:
     """A process that computes with the engine of one checkout."""
 
-    def __init__(self, root: Path, models: dict[str, str], threads: int) -> None:
+    def __init__(self, root: Path, models: dict[str, str], block_size: int, threads: int) -> None:
         environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child", json.dumps(models)],
+            [sys.executable, __file__, "--child", json.dumps(models), str(block_size)],
             cwd=root,
             env=environment,
             stdin=subprocess.PIPE,
@@ -91,6 +90,9 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="the other checkout, clean")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--block-sizes", type=int, nargs=2, default=(32, 16), metavar=("HERE", "THERE"), help="slots of a KV block"
+    )
     parser.add_argument("--name", default="against", help="of the record")
     options = parser.parse_args()
     git = ["git", "-C", str(options.other)]
@@ -103,7 +105,10 @@ def main() -> None:
         for path in models.values():
             path.mkdir()
         paths = {"15m": str(llama_15m(models["15m"])), "0.5b": str(qwen2_05b(models["0.5b"]))}
-        trees = [Tree(root, paths, options.threads) for root in (ROOT, options.other)]
+        roots = (ROOT, options.other)
+        trees = [
+            Tree(root, paths, size, options.threads) for root, size in zip(roots, options.block_sizes, strict=True)
+        ]
         for kind, cases in (("steps", STEPS), ("attention", ATTENTION)):
             for case in cases:
                 times = _turns(trees, [kind, *case], options.rounds)
@@ -114,6 +119,7 @@ def main() -> None:
         for tree in trees:
             tree.close()
     workload = {"other": commit, "rounds": options.rounds, "threads": options.threads}
+    workload["block_sizes"] = list(options.block_sizes)
     record(options.name, workload=workload, figures=figures, seed=0)
 
 
@@ -131,10 +137,10 @@ def _turns(trees: list[Tree], case: list[Any], rounds: int) -> list[list[float]]
 # --- in the processes: only what both trees have ---------------------------------------------------------------------
 
 
-def child(models: dict[str, str]) -> None:
+def child(models: dict[str, str], block_size: int) -> None:
     """Read one case from each line of standard input, run it, and print the seconds that it took."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    prepare = {"steps": lambda *case: _step(models, *case), "attention": _attention}
+    prepare = {"steps": partial(_step, models, block_size), "attention": partial(_attention, block_size)}
     ready: tuple[list[Any], Callable[[], None]] | None = None
     for line in sys.stdin:
         case = json.loads(line)
@@ -147,13 +153,16 @@ def child(models: dict[str, str]) -> None:
         print(time.perf_counter() - begin, flush=True)
 
 
-def _step(models: dict[str, str], model: str, dtype: str, batch: int, context: int) -> Callable[[], None]:
+def _step(
+    models: dict[str, str], block_size: int, model: str, dtype: str, batch: int, context: int
+) -> Callable[[], None]:
     """Return a function that runs some greedy decode steps of a model, all at one position."""
     from common.contract.sampling import SamplingParams
     from common.engine.batch import Sample, Slice
     from common.engine.runner import load_runner
 
-    runner = load_runner(Path(models[model]), kv_cache_bytes=batch * (context + 64) * 64 * 1024, dtype=dtype)
+    size = batch * (context + 64) * 64 * 1024
+    runner = load_runner(Path(models[model]), kv_cache_bytes=size, block_size=block_size, dtype=dtype)
     per_sequence = runner.layout.blocks_for(context + 1)
     params = SamplingParams(temperature=0.0, max_tokens=10**6)
     sample = Sample(params=params, choice=0, position=context + 1, token_ids=(), prompt_len=context)
@@ -172,7 +181,7 @@ def _step(models: dict[str, str], model: str, dtype: str, batch: int, context: i
 
 
 def _attention(
-    dtype: str, num_kv_heads: int, group: int, head_dim: int, block_size: int, context: int, batch: int
+    block_size: int, dtype: str, num_kv_heads: int, group: int, head_dim: int, context: int, batch: int
 ) -> Callable[[], None]:
     """Return a function that runs decode attention over the layers of a KV cache larger than the processor's caches."""
     from common.contract.kv_layout import DTYPE_BYTES, KVLayout
@@ -206,6 +215,6 @@ def _attention(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(json.loads(sys.argv[2]))
+        child(json.loads(sys.argv[2]), int(sys.argv[3]))
     else:
         main()

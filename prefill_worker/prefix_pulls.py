@@ -26,7 +26,7 @@ _MAX_RATIO = 4.0
 When = Literal["cost", "always", "never"]
 """Whether to pull what another worker holds: if that is cheaper than computing it, always, never."""
 _MIN_PATIENCE_S: Final = {"cost": 1.0, "always": 5.0}
-"""Least seconds after which a pull that has not ended is given up and the prompt computed. A worker that is told to pull
+"""Least seconds after which a pull that has not ended is given up, and the prompt computed. A worker that is to pull
 always waits longer: there, computing is the last resort, not the cheaper way."""
 MAX_PULLS = 64
 """Prefixes pulled at once; beyond, prompts are computed."""

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 COVERED = (
     "common/contract/*.py",
     "common/runtime/**/*.py",
+    "gateway/**/*.py",
     "benchmarks/*.py",
     "benchmarks/load/*.py",
     "benchmarks/peers/**/*.py",
