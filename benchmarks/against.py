@@ -152,8 +152,14 @@ def _step(models: dict[str, str], model: str, dtype: str, batch: int, context: i
     from common.contract.sampling import SamplingParams
     from common.engine.batch import Sample, Slice
     from common.engine.runner import load_runner
+    from common.runtime.config import DEFAULTS_BY_DEVICE
 
-    runner = load_runner(Path(models[model]), kv_cache_bytes=batch * (context + 64) * 64 * 1024, dtype=dtype)
+    runner = load_runner(
+        Path(models[model]),
+        kv_cache_bytes=batch * (context + 64) * 64 * 1024,
+        block_size=DEFAULTS_BY_DEVICE["cpu"]["block_size"],
+        dtype=dtype,
+    )
     per_sequence = runner.layout.blocks_for(context + 1)
     params = SamplingParams(temperature=0.0, max_tokens=10**6)
     sample = Sample(params=params, choice=0, position=context + 1, token_ids=(), prompt_len=context)

@@ -76,6 +76,7 @@ async def run(
     folder: Path, generations: Sequence[Generation], *, num_blocks: int, in_flight: int, environment: dict[str, str]
 ) -> tuple[list[list[int]], list[dict[str, float]]]:
     """Every request's tokens, at most `in_flight` at a time, and the decode worker's counters over time."""
+    environment = {"BATON_BLOCK_SIZE": str(BLOCK_SIZE)} | environment
     os.environ.update(environment)
     size = num_blocks * BLOCK_BYTES
     settings = ServeSettings(model=str(folder), port=0, kv_cache_bytes=size, log_level="warning", restart="never")

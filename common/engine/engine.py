@@ -20,7 +20,7 @@ from common.engine.batch import Sampled, Scored, Slice
 from common.engine.costs import Costs
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
-from common.runtime.config import WorkerSettings
+from common.runtime.config import DeviceType, WorkerSettings
 from common.runtime.daemon_threads import DaemonThreads
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,13 @@ class Started:
     end: float
     """When the engine's thread had done its part, which without a GPU is all of it."""
     submitted: Submitted
+
+
+def device_of(settings: WorkerSettings) -> DeviceType:
+    """The device of a worker; where none is chosen, a GPU if there is one."""
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Engine:
@@ -75,6 +82,7 @@ class Engine:
     ) -> Engine:
         """Load the model and measure its costs on the engine's thread; `progress(done, total)` is called there.
 
+        `settings` are those on a device, see `device_of`.
         `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs` decode
         tokens become CUDA graphs. Raises `OperatorError`.
         """
@@ -94,8 +102,7 @@ class Engine:
         graph_seqs: int,
     ) -> Engine:
         device = settings.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        assert device != "auto", "nobody has looked for a device"
         if device == "cuda" and settings.checksums:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
         if device == "cuda":

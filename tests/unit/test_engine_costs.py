@@ -54,7 +54,7 @@ class TimedRunner:
 
 
 def timed(folder: Path, *, kv_cache_bytes: int = 2**18, swap_bytes: int = 2**17, **speed: float) -> TimedRunner:
-    runner = load_runner(folder, kv_cache_bytes=kv_cache_bytes, swap_bytes=swap_bytes)
+    runner = load_runner(folder, kv_cache_bytes=kv_cache_bytes, block_size=16, swap_bytes=swap_bytes)
     return TimedRunner(runner, **({"step_s": 0.0, "token_s": 1e-4, "block_s": 1e-5} | speed))
 
 
@@ -136,7 +136,7 @@ def test_a_slow_machine_is_measured_by_less(folder: Path, token_s: float, sizes:
 
 
 def test_a_small_cache_and_a_small_swap_space_do(folder: Path) -> None:
-    block_bytes = load_runner(folder, kv_cache_bytes=2**16).layout.block_bytes
+    block_bytes = load_runner(folder, kv_cache_bytes=2**16, block_size=16).layout.block_bytes
     runner = timed(folder, kv_cache_bytes=2 * block_bytes, swap_bytes=block_bytes)
     costs = measured(runner)
     assert max(runner.sizes) == 32
@@ -150,7 +150,7 @@ def test_without_swap_space_prefill_alone_is_measured(folder: Path) -> None:
 
 
 def test_a_measurement_leaves_the_cache_as_it_was(folder: Path) -> None:
-    runner = load_runner(folder, kv_cache_bytes=2**18, swap_bytes=2**17)
+    runner = load_runner(folder, kv_cache_bytes=2**18, block_size=16, swap_bytes=2**17)
     written: list[bool] = []
 
     class Watched(TimedRunner):
