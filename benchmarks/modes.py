@@ -36,6 +36,7 @@ from benchmarks.reserve import lognormal
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
+from common.runtime.config import DEFAULTS_BY_DEVICE
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
 from gateway.serving.generation import Delta, Generation
@@ -65,7 +66,7 @@ def in_process(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome
     """One engine, two threads, no wire."""
     torch.set_num_threads(2)
     runner = load_runner(folder, kv_cache_bytes=KV_BYTES, block_size=BLOCK_SIZE, swap_bytes=2**20)
-    costs = measure_costs(runner)
+    costs = measure_costs(runner, DEFAULTS_BY_DEVICE["cpu"]["token_budget"])
     pool = BlockPool(runner.cache.num_blocks)
     policy = Policy(
         block_size=BLOCK_SIZE,

@@ -21,7 +21,12 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
 
     settings = settings.on(device_of(settings))
     engine = await Engine.load(
-        settings, folder, host.progress, swap_bytes=settings.swap_bytes, graph_seqs=settings.max_num_seqs
+        settings,
+        folder,
+        host.progress,
+        step_tokens=settings.token_budget,
+        swap_bytes=settings.swap_bytes,
+        graph_seqs=settings.max_num_seqs,
     )
     cache = engine.runner.cache
     region = Region(

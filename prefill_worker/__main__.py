@@ -20,7 +20,7 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
     from prefill_worker.worker import PrefillWorker
 
     settings = settings.on(device_of(settings))
-    engine = await Engine.load(settings, folder, host.progress)
+    engine = await Engine.load(settings, folder, host.progress, step_tokens=settings.chunk_size)
     cache = engine.runner.cache
     region = Region(
         address=cache.address,

@@ -306,7 +306,7 @@ def test_a_worker_takes_a_gpu_if_there_is_one_and_none_is_chosen(monkeypatch: py
 
 
 async def load(settings: WorkerSettings, folder: Path, swap_bytes: int) -> tuple[Costs, int, bool]:
-    engine = await Engine.load(settings, folder, lambda done, total: None, swap_bytes=swap_bytes)
+    engine = await Engine.load(settings, folder, lambda done, total: None, step_tokens=64, swap_bytes=swap_bytes)
     try:
         return engine.costs, engine.runner.num_host_blocks, bool(engine.runner.cache.blocks.any())
     finally:
@@ -348,7 +348,7 @@ async def test_a_checkpoint_that_is_replaced_between_loading_and_hashing_is_refu
     monkeypatch.setattr("common.engine.engine.weights_hash", hash_late)
     settings = DecodeSettings(model=str(folder), num_threads=1, kv_cache_bytes=2**18).on("cpu")
     with pytest.raises(OperatorError, match=f"{name} has changed while the model was loaded"):
-        await Engine.load(settings, folder, replace_when_loaded)
+        await Engine.load(settings, folder, replace_when_loaded, step_tokens=64)
     assert replaced.is_set()
 
 
