@@ -314,7 +314,7 @@ def main() -> None:
     num, cvs = (64, (0, 1, 3)) if quick else (256, (0, 0.5, 1, 2, 3))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        runner = load_runner(llama_15m(Path(scratch)), kv_cache_bytes=KV_BYTES, dtype="float32")
+        runner = load_runner(llama_15m(Path(scratch)), kv_cache_bytes=KV_BYTES, block_size=BLOCK_SIZE, dtype="float32")
     decode_step_s, prompt_s = timed(runner)
     clock, line = fit(decode_step_s, prompt_s)
     steps = [{"batch": batch, "ms": 1e3 * seconds} for batch, seconds in decode_step_s.items()]

@@ -28,6 +28,7 @@ from common.contract.kv_layout import DTYPE_BYTES
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
 from common.engine.runner import ModelRunner, load_runner
+from common.runtime.config import DEFAULTS_BY_DEVICE
 
 MODELS = {"15m": llama_15m, "0.5b": qwen2_05b}
 LOOP_BYTES = 512 * 2**20
@@ -79,7 +80,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = MODELS[options.model](Path(folder))
         tokens = max(options.batches) * (options.context + options.steps + 32)
-        runner = load_runner(path, kv_cache_bytes=tokens * 64 * 1024, dtype=options.dtype)
+        runner = load_runner(
+            path,
+            kv_cache_bytes=tokens * 64 * 1024,
+            block_size=DEFAULTS_BY_DEVICE["cpu"]["block_size"],
+            dtype=options.dtype,
+        )
         figures = measure(runner, Machine(Path(folder), options.threads), options)
     print(f"{figures['bandwidth_gb_s']:.1f} GB/s, {figures['gflops']:.0f} GFLOP/s")
     for batch, each in figures["batches"].items():

@@ -32,6 +32,7 @@ from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.runner import ModelRunner, load_runner
 from common.runtime.checkpoint import DEMO_FOLDER, config_hash
 from common.runtime.clock import Pulse, monotonic
+from common.runtime.config import DEFAULTS_BY_DEVICE
 from gateway.routing.dispatcher import Dispatcher
 from gateway.serving.generation import Generation
 from gateway.workers.registry import Registry
@@ -45,7 +46,9 @@ class Isolated:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        self._runner: ModelRunner = load_runner(folder, kv_cache_bytes=64 * 2**20)
+        self._runner: ModelRunner = load_runner(
+            folder, kv_cache_bytes=64 * 2**20, block_size=DEFAULTS_BY_DEVICE["cpu"]["block_size"]
+        )
 
     def run(self, prompt: list[int]) -> tuple[float, list[float]]:
         """(seconds to the first token, seconds of each decode step)."""

@@ -188,8 +188,10 @@ async def flood(dispatcher: Dispatcher, args: argparse.Namespace, tier: Tier | N
 
 def measure_flood(args: argparse.Namespace, folder: Path, tier: Tier | None) -> dict[str, object]:
     """Start a stack and measure one flood on it."""
-    block_bytes = 6 * 2 * 6 * 48 * 16 * 4
+    block_size = 16
+    block_bytes = 6 * 2 * 6 * 48 * block_size * 4
     environment = {
+        "BATON_BLOCK_SIZE": str(block_size),
         "BATON_KV_CACHE_BYTES": str(600 * block_bytes),  # about a tenth of the flood
         "BATON_LOCAL_PREFILL_TOKENS": "0",
         "BATON_MAX_NUM_SEQS": "16",

@@ -76,6 +76,7 @@ async def run(
     folder: Path, generations: Sequence[Generation], *, num_blocks: int, in_flight: int, environment: dict[str, str]
 ) -> tuple[list[list[int]], list[dict[str, float]]]:
     """Run the requests, at most `in_flight` at a time: (tokens of each, samples of the decode worker's counters)."""
+    environment = {"BATON_BLOCK_SIZE": str(BLOCK_SIZE)} | environment
     os.environ.update(environment)
     size = num_blocks * BLOCK_BYTES
     settings = ServeSettings(model=str(folder), port=0, kv_cache_bytes=size, log_level="warning", restart="never")

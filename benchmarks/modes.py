@@ -36,12 +36,14 @@ from benchmarks.reserve import lognormal
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
+from common.runtime.config import DEFAULTS_BY_DEVICE
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
 from gateway.serving.generation import Delta, Generation
 
 BATCH = 16
 WINDOW_S = 0.5
+BLOCK_SIZE = 16
 KV_BYTES = 256 * 2**20
 
 Outcome = tuple[list[int], list[float]]
@@ -63,11 +65,11 @@ def trace(num: int, rate: float, seed: int) -> list[Arrival]:
 def in_process(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome]:
     """Run the trace on one engine in this process, with two threads and no network."""
     torch.set_num_threads(2)
-    runner = load_runner(folder, kv_cache_bytes=KV_BYTES, swap_bytes=2**20)
-    costs = measure_costs(runner)
+    runner = load_runner(folder, kv_cache_bytes=KV_BYTES, block_size=BLOCK_SIZE, swap_bytes=2**20)
+    costs = measure_costs(runner, DEFAULTS_BY_DEVICE["cpu"]["token_budget"])
     pool = BlockPool(runner.cache.num_blocks)
     policy = Policy(
-        block_size=16,
+        block_size=BLOCK_SIZE,
         max_num_seqs=BATCH,
         max_sequence_tokens=2048,
         prefill_priority=mode in ("prefill-priority", "static", "windowed"),
@@ -77,7 +79,7 @@ def in_process(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome
     scheduler: DecodeScheduler | BatchAtATime = own
     if mode in ("static", "windowed"):
         scheduler = BatchAtATime(own, BATCH, math.inf if mode == "static" else WINDOW_S)
-    driver = Driver(pool, scheduler, Real(runner), block_size=16, max_sequence_tokens=2048, real_time=True)
+    driver = Driver(pool, scheduler, Real(runner), block_size=BLOCK_SIZE, max_sequence_tokens=2048, real_time=True)
     stories = driver.run(arrivals)
     return [(story.token_ids, [each - story.arrival.time_s for each in story.times_s]) for story in stories]
 
@@ -85,6 +87,7 @@ def in_process(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome
 def over_the_wire(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outcome]:
     """Run the trace on the real stack; tokens are received at the dispatcher."""
     environment = {
+        "BATON_BLOCK_SIZE": str(BLOCK_SIZE),
         "BATON_KV_CACHE_BYTES": str(KV_BYTES),
         "BATON_MAX_NUM_SEQS": str(BATCH),
         "BATON_LOCAL_PREFILL_TOKENS": "0",

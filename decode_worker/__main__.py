@@ -14,13 +14,19 @@ from common.runtime.worker_host import Worker, WorkerHost, run_worker
 async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) -> Worker:
     """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
     # Imported last: torch takes seconds, and an occupied port or a wrong path should show at once.
-    from common.engine.engine import Engine
+    from common.engine.engine import Engine, device_of
     from decode_worker.worker import DecodeWorker
     from kv_transfer.regions import Region
     from kv_transfer.transports import transport_maker
 
+    settings = settings.on(device_of(settings))
     engine = await Engine.load(
-        settings, folder, host.progress, swap_bytes=settings.swap_bytes, graph_seqs=settings.max_num_seqs
+        settings,
+        folder,
+        host.progress,
+        step_tokens=settings.token_budget,
+        swap_bytes=settings.swap_bytes,
+        graph_seqs=settings.max_num_seqs,
     )
     cache = engine.runner.cache
     region = Region(

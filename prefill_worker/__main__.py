@@ -14,12 +14,13 @@ from common.runtime.worker_host import Worker, WorkerHost, run_worker
 async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path) -> Worker:
     """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
     # Imported last: torch takes seconds, and an occupied port or a wrong path should show at once.
-    from common.engine.engine import Engine
+    from common.engine.engine import Engine, device_of
     from kv_transfer.regions import Region
     from kv_transfer.transports import transport_maker
     from prefill_worker.worker import PrefillWorker
 
-    engine = await Engine.load(settings, folder, host.progress)
+    settings = settings.on(device_of(settings))
+    engine = await Engine.load(settings, folder, host.progress, step_tokens=settings.chunk_size)
     cache = engine.runner.cache
     region = Region(
         address=cache.address,

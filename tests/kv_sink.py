@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import zmq.asyncio
+from stack import BLOCK_SIZE
 from transformers import AutoTokenizer
 
 from common.contract.ids import new_incarnation, new_request_id
@@ -185,7 +186,7 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
 async def main(address: str, transport: str, folder: Path, prompt: str) -> None:
     """Pull, compare, decode, corrupt, decode again."""
     torch.set_num_threads(1)
-    runner = load_runner(folder, kv_cache_bytes=32 * 2**20)
+    runner = load_runner(folder, kv_cache_bytes=32 * 2**20, block_size=BLOCK_SIZE)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": prompt}]
     tokens = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])

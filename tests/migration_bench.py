@@ -360,7 +360,7 @@ class Site:
             patch.object(intake, "SourceLinks", lambda me, role, fingerprint, events, *_: Links(self, events)),
         ):
             self.worker = DecodeWorker(
-                DecodeSettings(**decided),
+                DecodeSettings(**decided).on("cpu"),
                 self.name,
                 self,  # type: ignore[arg-type]  # as the control server
                 self.engine,  # type: ignore[arg-type]

@@ -213,7 +213,8 @@ class Workers:
         env: Mapping[str, str] | None = None,
     ) -> Workers:
         """Start the processes and wait until all are ready. Decode workers may each have options of their own."""
-        common = ["--model", str(folder), "--num-threads", "1", "--kv-cache-bytes", str(64 * 2**20), *options]
+        common = ["--model", str(folder), "--num-threads", "1", "--block-size", str(BLOCK_SIZE)]
+        common += ["--kv-cache-bytes", str(64 * 2**20), *options]
         workers = cls(folder)
         workers.prefill = [Process("prefill_worker", [*common, *prefill_options], env) for _ in range(prefill)]
         each = [decode_options] * decode if not decode_options or isinstance(decode_options[0], str) else decode_options

@@ -31,13 +31,8 @@ WARMUP = 16
 LENGTHS = ("--workload", "sharegpt", "--max-input-tokens", "1500", "--max-output-tokens", "400")
 KV_BYTES = 16 * 2**30
 DEVICE = "cuda"
-SIZES = {
-    "BATON_BLOCK_SIZE": "64",
-    "BATON_CHUNK_SIZE": "2048",
-    "BATON_TOKEN_BUDGET": "4096",
-    "BATON_PREFILL_TOKENS": "512",
-}
-"""What `k8s/overlays/gpu` says; the defaults are for CPUs."""
+SIZES = {"BATON_PREFILL_TOKENS": "512"}
+"""What `k8s/overlays/gpu` says."""
 START_S = 100.0
 """For a system to compile, to capture its graphs and to answer."""
 LOAD_S = 100.0

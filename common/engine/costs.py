@@ -1,4 +1,8 @@
-"""What it costs to bring a preempted sequence back: computing its KV again, or swapping it out and in."""
+"""What it costs to bring a preempted sequence back: computing its KV again, or swapping it out and in.
+
+A step takes a time of its own, and more for each token. What is computed rides in steps that there are anyway, or fills
+them, so that the tokens alone are counted; of a single short prompt this leaves out the one step.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,9 @@ class Costs:
     """Estimates of one engine, in seconds. The defaults stand for an engine that was not measured."""
 
     prefill_s_per_token: float = 1e-3
+    """Beside what the step takes."""
+    step_s: float = 0.0
+    """What a step takes beside its tokens."""
     swap_s_per_block: float = 1e-4
     """In one direction; infinite when there is no swap space."""
 
@@ -28,7 +35,7 @@ class Costs:
         if num_tokens < MIN_OBSERVED_TOKENS:
             return
         old = self.prefill_s_per_token
-        seen = min(max(seconds / num_tokens, old / _MAX_RATIO), old * _MAX_RATIO)
+        seen = min(max((seconds - self.step_s) / num_tokens, old / _MAX_RATIO), old * _MAX_RATIO)
         weight = _OBSERVATION_WEIGHT * min(1.0, num_tokens / _FULL_WEIGHT_TOKENS) ** 2
         self.prefill_s_per_token = old + weight * (seen - old)
 

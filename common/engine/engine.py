@@ -20,7 +20,7 @@ from common.engine.batch import Sampled, Scored, Slice
 from common.engine.costs import Costs
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
-from common.runtime.config import WorkerSettings
+from common.runtime.config import DeviceType, WorkerSettings
 from common.runtime.daemon_threads import DaemonThreads
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,13 @@ class Started:
     end: float
     """When the engine's thread had done its part, which without a GPU is all of it."""
     submitted: Submitted
+
+
+def device_of(settings: WorkerSettings) -> DeviceType:
+    """The device of a worker; where none is chosen, a GPU if there is one."""
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Engine:
@@ -70,17 +77,20 @@ class Engine:
         folder: Path,
         progress: Callable[[int, int], None],
         *,
+        step_tokens: int,
         swap_bytes: int = 0,
         graph_seqs: int = 0,
     ) -> Engine:
         """Load the model and measure its costs on the engine's thread; `progress(done, total)` is called there.
 
+        `settings` are those on a device, see `device_of`.
+        Costs are measured by steps of up to `step_tokens` tokens.
         `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs` decode
         tokens become CUDA graphs. Raises `OperatorError`.
         """
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         return await asyncio.get_running_loop().run_in_executor(
-            executor, cls._load, executor, settings, folder, progress, swap_bytes, graph_seqs
+            executor, cls._load, executor, settings, folder, progress, step_tokens, swap_bytes, graph_seqs
         )
 
     @classmethod
@@ -90,12 +100,12 @@ class Engine:
         settings: WorkerSettings,
         folder: Path,
         progress: Callable[[int, int], None],
+        step_tokens: int,
         swap_bytes: int,
         graph_seqs: int,
     ) -> Engine:
         device = settings.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        assert device != "auto", "nobody has looked for a device"
         if device == "cuda" and settings.checksums:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
         if device == "cuda":
@@ -111,12 +121,16 @@ class Engine:
                 fingerprint = Fingerprint(
                     config_hash=config_hash(folder), weights_hash=hashing.result(), layout=runner.layout
                 )
-            costs = measure_costs(runner)
+            costs = measure_costs(runner, step_tokens)
         except torch.OutOfMemoryError as error:
             advice = "lower --kv-cache-bytes or --max-num-seqs, or raise --gpu-reserve-bytes"
             raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
         log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
-        log.info("prefill takes %.3f ms for a token", 1e3 * costs.prefill_s_per_token)
+        log.info(
+            "prefill takes %.3f ms for a token, and %.1f for a step",
+            1e3 * costs.prefill_s_per_token,
+            1e3 * costs.step_s,
+        )
         if runner.num_host_blocks:
             log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
         return cls(executor, runner, fingerprint, costs)

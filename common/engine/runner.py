@@ -40,11 +40,12 @@ _log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 256 * 2**20
 """The KV cache of a worker on a CPU that was not given a size."""
-_MEASURED_TOKENS = (MIN_OBSERVED_TOKENS, 32, 64, 128, 128)
-_MEASURED_BLOCKS = (1, 8, 8)
-"""Sizes of the runs that `measure_costs` times: the first warms up and tells what the next would take at most."""
 _MEASURE_S = 1.0
-"""A run that could end later than this after the first began is left out."""
+"""A run of `measure_costs` that could end later than this after the first began is left out."""
+_LONG_STEP_S = 0.1
+"""A step that takes so long tells what a token takes: no larger one is measured."""
+_MEASURED_BLOCKS = (1, 8, 8)
+"""Sizes of the swaps that `measure_costs` times: the first warms up and tells what the next would take at most."""
 
 
 class Submitted:
@@ -208,9 +209,9 @@ def load_runner(
     folder: Path,
     *,
     kv_cache_bytes: int | None,
+    block_size: int,
     gpu_reserve_bytes: int = 0,
     swap_bytes: int = 0,
-    block_size: int = 16,
     dtype: str = "auto",
     device: str = "cpu",
     progress: Progress | None = None,
@@ -266,16 +267,17 @@ def _backend(device: torch.device, kernels: native.Kernels | None) -> Backend:
     return CpuAttention() if kernels is None else NativeBackend(kernels)
 
 
-def measure_costs(runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> Costs:
+def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Costs:
     """Time prefills and swaps of a `runner` whose cache is empty; it is left zeroed. `clock` gives seconds.
 
-    Takes some milliseconds for a small model, and about two seconds at most for one that prefills `MIN_OBSERVED_TOKENS`
-    tokens within one.
+    The largest step that is timed has `most_tokens` tokens, unless a smaller one is long enough. Takes some
+    milliseconds for a small model, and about two seconds at most for one that prefills `MIN_OBSERVED_TOKENS` tokens
+    within one.
     """
     cache, layout = runner.cache, runner.layout
-    num_blocks = min(cache.num_blocks, layout.blocks_for(max(_MEASURED_TOKENS)))
-    table = list(range(num_blocks))
-    num_swapped = min(num_blocks, runner.num_host_blocks)
+    most_tokens = min(most_tokens, runner.config.max_sequence_tokens, cache.num_blocks * layout.block_size)
+    num_swapped = min(max(_MEASURED_BLOCKS), cache.num_blocks, runner.num_host_blocks)
+    table = list(range(max(layout.blocks_for(most_tokens), num_swapped)))
 
     def prefill(num_tokens: int) -> None:
         token_ids = [token % runner.config.vocab_size for token in range(num_tokens)]
@@ -286,11 +288,40 @@ def measure_costs(runner: ModelRunner, clock: Callable[[], float] = time.perf_co
         runner.swap_in([(block, block) for block in range(num)])
         cache.synchronize()
 
-    prefill_s = _least_s(prefill, [min(num, num_blocks * layout.block_size) for num in _MEASURED_TOKENS], clock)
+    step_s, token_s = _step_and_token_s(prefill, most_tokens, clock)
     swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
     cache.clear(torch.tensor(table, device=cache.device))
     cache.synchronize()
-    return Costs(prefill_s_per_token=prefill_s, swap_s_per_block=swap_s / 2)
+    return Costs(prefill_s_per_token=token_s, step_s=step_s, swap_s_per_block=swap_s / 2)
+
+
+def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """What a step takes beside its tokens, and each of its tokens, by a small and a large one."""
+    took_s: dict[int, float] = {}
+    end = clock() + _MEASURE_S
+
+    def time_run(size: int) -> None:
+        begin = clock()
+        run(size)
+        took_s[size] = min(clock() - begin, took_s.get(size, math.inf))
+
+    small = large = min(MIN_OBSERVED_TOKENS, most)
+    time_run(small)  # warms up
+    if clock() + took_s[small] <= end:
+        time_run(small)
+    # A larger step takes no more for each token than a smaller one does.
+    while large < most and took_s[large] < _LONG_STEP_S:
+        size = min(2 * large, most)
+        if clock() + size / large * took_s[large] > end:
+            break
+        time_run(size)
+        large = size
+    if large > small and clock() + took_s[large] <= end:
+        time_run(large)  # the first one may have been interrupted
+    if took_s[large] <= took_s[small]:  # there was one size; or a large step takes no longer than a small one
+        return 0.0, took_s[large] / large
+    token_s = (took_s[large] - took_s[small]) / (large - small)
+    return max(0.0, took_s[small] - small * token_s), token_s
 
 
 def _least_s(run: Callable[[int], None], sizes: Sequence[int], clock: Callable[[], float]) -> float:

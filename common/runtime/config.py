@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import IPv4Address, IPv4Network
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -24,6 +24,14 @@ _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TC
 """What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+
+DeviceType = Literal["cpu", "cuda"]
+DEFAULTS_BY_DEVICE: Mapping[DeviceType, Mapping[str, int]] = {
+    "cpu": {"block_size": 32, "chunk_size": 512, "token_budget": 1024},
+    "cuda": {"block_size": 64, "chunk_size": 2048, "token_budget": 4096},
+}
+"""What a setting is that is given as 0. KV heads are outermost in a block: a head's keys lie in pieces of `block_size`
+slots, and pieces of 16 are too short for the prefetchers of a CPU where heads are small."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -131,7 +139,7 @@ class WorkerSettings(TierSettings):
     http_port: Port = Field(0, description="port of /health, /ready and /metrics (0: any free one)")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
-    block_size: int = Field(16, ge=1, le=256, description="token slots in a KV block")
+    block_size: int = Field(0, ge=0, le=256, description="token slots in a KV block (0: 32 on a CPU, 64 on a GPU)")
     kv_cache_bytes: int | None = Field(
         None,
         ge=1,
@@ -169,6 +177,11 @@ class WorkerSettings(TierSettings):
         30.0, ge=0, le=86400, description="seconds after SIGTERM in which requests finish, or move to other workers"
     )
 
+    def on(self, device: DeviceType) -> Self:
+        """These settings on the device that was found: whatever is 0 for a default by device has that default."""
+        names = [name for name in DEFAULTS_BY_DEVICE[device] if getattr(self, name, None) == 0]
+        return self.model_copy(update={"device": device} | {name: DEFAULTS_BY_DEVICE[device][name] for name in names})
+
     def runs_ahead(self, device: str) -> bool:
         """Whether a worker on a device of this type plans a step while the one before it runs."""
         return device == "cuda" if self.run_ahead == "auto" else self.run_ahead == "on"
@@ -177,8 +190,12 @@ class WorkerSettings(TierSettings):
 class PrefillSettings(WorkerSettings):
     """Settings of a prefill worker."""
 
-    chunk_size: int = Field(512, ge=1, le=65536, description="most tokens of one prompt in one step")
-    token_budget: int = Field(1024, ge=1, le=2**20, description="most tokens of all prompts in one step")
+    chunk_size: int = Field(
+        0, ge=0, le=65536, description="most tokens of one prompt in one step (0: 512 on a CPU, 2048 on a GPU)"
+    )
+    token_budget: int = Field(
+        0, ge=0, le=2**20, description="most tokens of all prompts in one step (0: 1024 on a CPU, 4096 on a GPU)"
+    )
     pull_prefixes: Literal["cost", "always", "never"] = Field(
         "cost", description="whether to pull a prompt's beginning that another worker holds; cost: if that is cheaper"
     )
@@ -189,7 +206,13 @@ class DecodeSettings(WorkerSettings):
     """Settings of a decode worker."""
 
     max_num_seqs: int = Field(64, ge=1, le=65536, description="most sequences in the running batch")
-    token_budget: int = Field(1024, ge=1, le=2**20, description="most tokens in one step, prompts and decodes together")
+    token_budget: int = Field(
+        0,
+        ge=0,
+        le=2**20,
+        description="most tokens in one step, prompts and decodes together (0: 1024 on a CPU, 4096 on a GPU, which a "
+        "step of prompts alone then fills; more if max_num_seqs and prefill_tokens need it)",
+    )
     prefill_tokens: int = Field(128, ge=1, le=65536, description="most prompt tokens that ride in a step with decodes")
     prefill_priority: bool = Field(False, description="compute whole prompts before anything is decoded")
     memory_reserve: float = Field(
@@ -202,9 +225,17 @@ class DecodeSettings(WorkerSettings):
 
     @model_validator(mode="after")
     def _budget_holds_the_batch(self) -> Self:
-        if self.max_num_seqs + self.prefill_tokens > self.token_budget:
+        if 0 < self.token_budget < self.max_num_seqs + self.prefill_tokens:
             raise ValueError("token_budget must be at least max_num_seqs and prefill_tokens together")
         return self
+
+    def on(self, device: DeviceType) -> Self:
+        """See `WorkerSettings.on`; a token budget by default holds the batch."""
+        made = super().on(device)
+        if self.token_budget:
+            return made
+        least = self.max_num_seqs + self.prefill_tokens
+        return made.model_copy(update={"token_budget": max(made.token_budget, least)})
 
 
 class GatewaySettings(TierSettings):

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import DTYPE_BYTES, KVLayout
 from common.runtime.checkpoint import read_config, resolve_model
+from common.runtime.config import DEFAULTS_BY_DEVICE, DeviceType
 from common.runtime.lifecycle import exit_on_operator_error
 from common.runtime.options import load_options, with_prefix
 
@@ -76,8 +77,14 @@ class KVSizeSettings(BaseSettings):
         (4096,), description="lengths of sequences, in tokens: N,... or the option again"
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
-    block_size: int = Field(16, ge=1, le=256, description="token slots in a KV block")
+    device: DeviceType = Field("cpu", description="device of the workers, by which their block size is")
+    block_size: int = Field(0, ge=0, le=256, description="token slots in a KV block (0: 32 on a CPU, 64 on a GPU)")
     kv_cache_bytes: int | None = Field(None, ge=1, description="bytes of a KV cache, to say how many tokens fit")
+
+    @property
+    def block_slots(self) -> int:
+        """Token slots in a block of such workers."""
+        return self.block_size or DEFAULTS_BY_DEVICE[self.device]["block_size"]
 
 
 class _Config(BaseModel):
@@ -133,7 +140,7 @@ def human(num_bytes: int) -> str:
 
 def size_of_model(name: str, settings: KVSizeSettings) -> str:
     """The figures of one model, one to a line."""
-    layout = find_shape(name).layout(settings.block_size, settings.dtype)
+    layout = find_shape(name).layout(settings.block_slots, settings.dtype)
     rows = [[label, human(num_bytes), f"{num_bytes} bytes"] for label, num_bytes in _sizes(layout, settings)]
     if settings.kv_cache_bytes is not None:
         num_blocks = settings.kv_cache_bytes // layout.block_bytes
@@ -147,7 +154,7 @@ def table_of_known_models(settings: KVSizeSettings) -> str:
     """The same figures, one well-known model to a line."""
     rows = []
     for name, shape in KNOWN_SHAPES.items():
-        layout = shape.layout(settings.block_size, settings.dtype)
+        layout = shape.layout(settings.block_slots, settings.dtype)
         cells = {
             "model": name,
             "layers": f"{layout.num_layers}",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stack import Process, Workers, until, wait_until
+from stack import BLOCK_SIZE, Process, Workers, until, wait_until
 
 from chaos.net import Host, hosts
 from common.contract.messages import Role
@@ -61,7 +61,7 @@ class Actor:
         self.closed.clear()
         self.process = Process(
             "chaos.staged_worker",
-            [*options, "--host", self.host.address, "--expose-memory-over-tcp"],
+            [*options, "--block-size", str(BLOCK_SIZE), "--host", self.host.address, "--expose-memory-over-tcp"],
             self.env | {"STAGE_SOCKET": str(self.socket), "PYTHONPATH": str(Path(__file__).parents[1])},
             prefix=self.host.prefix,
         )

@@ -90,7 +90,7 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
     """A worker in this process: (worker, its runner, its address, its incarnation)."""
     me = new_incarnation()
     executor = ThreadPoolExecutor(max_workers=1)
-    held = HeldRunner(load_runner(folder, kv_cache_bytes=8 * 2**20))
+    held = HeldRunner(load_runner(folder, kv_cache_bytes=8 * 2**20, block_size=16))
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=held.layout)
     engine = Engine(executor, held, fingerprint)  # type: ignore[arg-type]
     cache = held.cache
@@ -101,9 +101,9 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
     common: dict[str, Any] = {"transport": "zmq", "heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 20, **settings}
     made: Any
     if role is Role.PREFILL:
-        made = PrefillWorker(PrefillSettings(**common), me, server, engine, region, maker, monotonic)
+        made = PrefillWorker(PrefillSettings(**common).on("cpu"), me, server, engine, region, maker, monotonic)
     else:
-        made = DecodeWorker(DecodeSettings(**common), me, server, engine, region, maker, monotonic)
+        made = DecodeWorker(DecodeSettings(**common).on("cpu"), me, server, engine, region, maker, monotonic)
     await made.start()
     loops = [asyncio.create_task(server.run(made)), asyncio.create_task(made.run())]
     try:

@@ -19,7 +19,19 @@ import pytest
 from chaos.net import HERE
 from chaos.theatre import Actor
 from checkpoints import make_checkpoint
-from stack import BLOCK_BYTES, Answer, Process, Workers, answer, avoided, generation, prompt, until, wait_until
+from stack import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    Answer,
+    Process,
+    Workers,
+    answer,
+    avoided,
+    generation,
+    prompt,
+    until,
+    wait_until,
+)
 
 from common.contract.errors import Cause
 from common.contract.messages import Role
@@ -242,7 +254,16 @@ async def test_what_does_not_leave_in_time_fails_with_a_clear_error(long_context
 async def test_a_prefill_worker_that_drains_hands_its_queue_back(
     stage: Stage, long_context: Path, tmp_path: Path
 ) -> None:
-    small = ("--kv-cache-bytes", str(80 * BLOCK_BYTES), "--chunk-size", "64", "--token-budget", "64")
+    small = (
+        "--block-size",
+        str(BLOCK_SIZE),
+        "--kv-cache-bytes",
+        str(80 * BLOCK_BYTES),
+        "--chunk-size",
+        "64",
+        "--token-budget",
+        "64",
+    )
     leaving = staged(Role.PREFILL, long_context, tmp_path, "--checksums", *small)
     other = Process("prefill_worker", ["--model", str(long_context), "--num-threads", "1", "--checksums", *small])
     workers = Workers(long_context, [leaving.process, other], [stage.other])

@@ -17,12 +17,21 @@ from typing import Any
 import aiohttp
 import pytest
 from kubernetes_api import DECODE, NAMESPACE, PREFILL, FakeApi, Pod, running_api
-from stack import BLOCK_BYTES, Process, prompt
+from stack import BLOCK_BYTES, BLOCK_SIZE, Process, prompt
 
 CLIENTS = 3
 NUM_TOKENS = 150
 SERVICES = {"prefill": PREFILL, "decode": DECODE}
-OPTIONS = ("--num-threads", "1", "--kv-cache-bytes", str(400 * BLOCK_BYTES), "--drain-grace-s", "30")
+OPTIONS = (
+    "--num-threads",
+    "1",
+    "--block-size",
+    str(BLOCK_SIZE),
+    "--kv-cache-bytes",
+    str(400 * BLOCK_BYTES),
+    "--drain-grace-s",
+    "30",
+)
 
 
 @dataclass

@@ -191,8 +191,8 @@ def test_on_a_gpu_the_engine_gives_the_tokens_of_a_cpu(checkpoint: Callable[[str
     prompts = [list(range(10, 50)), list(range(60, 77)), [5]]
     for family in FAMILIES:
         folder = checkpoint(family)
-        on_cpu = load_runner(folder, kv_cache_bytes=2**22, dtype="float32")
-        on_gpu = load_runner(folder, kv_cache_bytes=2**22, dtype="float32", device="cuda")
+        on_cpu = load_runner(folder, kv_cache_bytes=2**22, block_size=16, dtype="float32")
+        on_gpu = load_runner(folder, kv_cache_bytes=2**22, block_size=16, dtype="float32", device="cuda")
         on_gpu.capture_graphs(4)
         assert tokens_of(on_gpu, prompts, 9) == tokens_of(on_cpu, prompts, 9), family
 
@@ -225,7 +225,7 @@ def submit_every_kind(runner: ModelRunner) -> list[Submitted]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_a_step_is_submitted_without_waiting(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("llama")
-    runner = load_runner(folder, kv_cache_bytes=2**22, swap_bytes=2**20, dtype="float32", device="cuda")
+    runner = load_runner(folder, kv_cache_bytes=2**22, block_size=16, swap_bytes=2**20, dtype="float32", device="cuda")
     runner.capture_graphs(8)
     submit_every_kind(runner)[-1].outcomes()  # compiles
     torch.cuda.set_sync_debug_mode("error")

@@ -179,13 +179,13 @@ def test_a_step_reads_every_matrix_once_and_of_the_embeddings_nothing(family: st
     with safe_open(tmp_path / "model.safetensors", "pt") as tensors:
         sizes = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     read = [each.numel() for name, each in sizes.items() if each.ndim == 2 and (tied or "embed" not in name)]
-    runner = load_runner(tmp_path, kv_cache_bytes=2**16, dtype="bfloat16")
+    runner = load_runner(tmp_path, kv_cache_bytes=2**16, block_size=16, dtype="bfloat16")
     assert decode_floor.weight_bytes(runner) == 2 * sum(read)
 
 
 def test_floors_are_what_is_read_and_what_is_multiplied(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, dtype="float32")
-    runner = load_runner(tmp_path, kv_cache_bytes=2**20, dtype="float32")
+    runner = load_runner(tmp_path, kv_cache_bytes=2**20, block_size=16, dtype="float32")
     options = argparse.Namespace(batches=[1, 3], context=40, steps=5)
     found = decode_floor.measure(runner, Rates(), options)  # type: ignore[arg-type]
     # Two layers: queries, output, keys, values, three of the feed-forward network; then the head.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from common.contract.errors import OperatorError
 from common.runtime.config import (
+    DEFAULTS_BY_DEVICE,
     DecodeSettings,
+    DeviceType,
     GatewaySettings,
     PrefillSettings,
     ProcessSettings,
@@ -130,13 +134,13 @@ BAD = [
     ("prefill", "control-port", "many"),
     ("prefill", "device", "tpu"),
     ("prefill", "dtype", "float8"),
-    ("prefill", "block-size", "0"),
+    ("prefill", "block-size", "-1"),
     ("prefill", "block-size", "257"),
     ("prefill", "block-size", "1.5"),
     ("prefill", "kv-cache-bytes", "0"),
     ("prefill", "transport", "pigeon"),
     ("prefill", "max-waiting", "0"),
-    ("prefill", "chunk-size", "0"),
+    ("prefill", "chunk-size", "-1"),
     ("prefill", "token-budget", ""),
     ("prefill", "unattached-ttl-s", "0"),
     ("prefill", "drain-grace-s", "-1"),
@@ -180,7 +184,7 @@ def test_a_stack_may_have_no_prefill_workers_and_must_have_decode_workers() -> N
 
 def test_every_bad_value_is_named_at_once() -> None:
     with pytest.raises(OperatorError) as refusal:
-        load(PrefillSettings, "baton prefill", ["--block-size=0", "--chunk-size=x"])
+        load(PrefillSettings, "baton prefill", ["--block-size=-1", "--chunk-size=x"])
     for part in ("baton prefill", "--block-size", "--chunk-size"):
         assert part in str(refusal.value)
 
@@ -211,6 +215,44 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CHECKSUMS", "true")
     assert load(PrefillSettings, "baton", []).checksums
     assert not load(PrefillSettings, "baton", ["--no-checksums"]).checksums
+
+
+# --- defaults by device ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "sizes"), [("cpu", (32, 512, 1024, 1024)), ("cuda", (64, 2048, 4096, 4096))])
+def test_sizes_are_those_of_the_device_where_none_are_given(
+    device: DeviceType, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = load(PrefillSettings, "baton", []).on(device), load(DecodeSettings, "baton", []).on(device)
+    assert (prefill.block_size, prefill.chunk_size, prefill.token_budget, decode.token_budget) == sizes
+    assert (decode.block_size, decode.device, prefill.device) == (prefill.block_size, device, device)
+    monkeypatch.setenv("BATON_TOKEN_BUDGET", "300")
+    given = load(PrefillSettings, "baton", ["--block-size=8", "--chunk-size=64"]).on(device)
+    assert (given.block_size, given.chunk_size, given.token_budget) == (8, 64, 300)
+    assert load(DecodeSettings, "baton", []).on(device).token_budget == 300
+    assert given.on(device) == given
+
+
+def test_a_token_budget_by_default_holds_the_batch() -> None:
+    large = load(DecodeSettings, "baton", ["--max-num-seqs=2000"])
+    assert (large.on("cpu").token_budget, large.on("cuda").token_budget) == (2128, 4096)
+    with pytest.raises(OperatorError, match="at least max_num_seqs"):
+        load(DecodeSettings, "baton", ["--max-num-seqs=2000", "--token-budget=2127"])
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_help_and_the_documents_tell_the_defaults_by_device(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(ROLES[role], f"baton {role}", ["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    rows = (Path(__file__).parents[2] / "docs" / "operations.md").read_text().splitlines()
+    for name in DEFAULTS_BY_DEVICE["cpu"].keys() & ROLES[role].model_fields.keys():
+        on_cpu, on_gpu = (DEFAULTS_BY_DEVICE[device][name] for device in ("cpu", "cuda"))
+        assert re.search(rf"\(0: {on_cpu} on a CPU, {on_gpu} on a GPU", told), name
+        found = [row for row in rows if row.startswith(f"| `--{name.replace('_', '-')}` | 0 |")]
+        assert found, name
+        assert all(f"{on_cpu} on a CPU" in row and f"{on_gpu} on a GPU" in row for row in found), found
 
 
 # --- addresses -------------------------------------------------------------------------------------------------------

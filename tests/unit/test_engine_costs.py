@@ -54,12 +54,12 @@ class TimedRunner:
 
 
 def timed(folder: Path, *, kv_cache_bytes: int = 2**18, swap_bytes: int = 2**17, **speed: float) -> TimedRunner:
-    runner = load_runner(folder, kv_cache_bytes=kv_cache_bytes, swap_bytes=swap_bytes)
+    runner = load_runner(folder, kv_cache_bytes=kv_cache_bytes, block_size=16, swap_bytes=swap_bytes)
     return TimedRunner(runner, **({"step_s": 0.0, "token_s": 1e-4, "block_s": 1e-5} | speed))
 
 
-def measured(runner: TimedRunner) -> Costs:
-    return measure_costs(runner, runner.clock)  # type: ignore[arg-type]
+def measured(runner: TimedRunner, most_tokens: int = 128) -> Costs:
+    return measure_costs(runner, most_tokens, runner.clock)  # type: ignore[arg-type]
 
 
 def test_a_swap_is_out_and_in() -> None:
@@ -101,6 +101,13 @@ def test_short_prompts_do_not_make_long_ones_look_dear() -> None:
     assert costs.prefill_s_per_token < 25e-6, "it was 25 times as much"
 
 
+def test_what_a_step_takes_is_no_part_of_what_its_tokens_take() -> None:
+    costs = Costs(prefill_s_per_token=20e-6, step_s=0.010)
+    for num_tokens in (20, 256, 2048, 100):
+        costs.observe_prefill(num_tokens, 0.010 + num_tokens * 20e-6)
+    assert costs.prefill_s_per_token == pytest.approx(20e-6)
+
+
 def test_a_few_tokens_tell_nothing() -> None:
     costs = Costs(prefill_s_per_token=0.001)
     costs.observe_prefill(15, 1.0)
@@ -116,9 +123,26 @@ def test_measures_what_the_machine_takes(folder: Path) -> None:
     assert max(runner.sizes) == 128
 
 
-def test_the_cost_of_a_step_is_spread_over_many_tokens(folder: Path) -> None:
-    costs = measured(timed(folder, step_s=5e-3, token_s=1e-4))
-    assert costs.prefill_s_per_token == pytest.approx(1e-4 + 5e-3 / 128)
+@pytest.mark.parametrize("most_tokens", [32, 100, 512])
+def test_what_a_step_takes_is_told_apart_from_its_tokens(folder: Path, most_tokens: int) -> None:
+    runner = timed(folder, step_s=5e-3, token_s=1e-4)
+    costs = measured(runner, most_tokens)
+    assert (costs.step_s, costs.prefill_s_per_token) == (pytest.approx(5e-3), pytest.approx(1e-4))
+    assert max(runner.sizes) == most_tokens
+
+
+def test_a_step_that_is_long_enough_is_the_largest(folder: Path) -> None:
+    """Of 64 tokens it takes more than a tenth of a second."""
+    runner = timed(folder, step_s=1e-3, token_s=2e-3)
+    costs = measured(runner, 512)
+    assert (costs.step_s, costs.prefill_s_per_token) == (pytest.approx(1e-3), pytest.approx(2e-3))
+    assert max(runner.sizes) == 64
+    assert runner.now < 0.5
+
+
+def test_a_machine_that_takes_as_long_for_many_tokens_as_for_few_is_not_free(folder: Path) -> None:
+    costs = measured(timed(folder, step_s=8e-3, token_s=0.0))
+    assert costs.prefill_s_per_token == pytest.approx(8e-3 / 128)
 
 
 def test_a_slow_warm_up_and_one_interruption_do_not_show(folder: Path) -> None:
@@ -127,7 +151,7 @@ def test_a_slow_warm_up_and_one_interruption_do_not_show(folder: Path) -> None:
     assert measured(runner).prefill_s_per_token == pytest.approx(1e-4)
 
 
-@pytest.mark.parametrize(("token_s", "sizes"), [(0.05, [16]), (0.02, [16, 32]), (0.01, [16, 32])])
+@pytest.mark.parametrize(("token_s", "sizes"), [(0.05, [16]), (0.02, [16, 16]), (0.005, [16, 16, 32, 32])])
 def test_a_slow_machine_is_measured_by_less(folder: Path, token_s: float, sizes: list[int]) -> None:
     runner = timed(folder, token_s=token_s)
     assert measured(runner).prefill_s_per_token == pytest.approx(token_s)
@@ -136,7 +160,7 @@ def test_a_slow_machine_is_measured_by_less(folder: Path, token_s: float, sizes:
 
 
 def test_a_small_cache_and_a_small_swap_space_do(folder: Path) -> None:
-    block_bytes = load_runner(folder, kv_cache_bytes=2**16).layout.block_bytes
+    block_bytes = load_runner(folder, kv_cache_bytes=2**16, block_size=16).layout.block_bytes
     runner = timed(folder, kv_cache_bytes=2 * block_bytes, swap_bytes=block_bytes)
     costs = measured(runner)
     assert max(runner.sizes) == 32
@@ -150,7 +174,7 @@ def test_without_swap_space_prefill_alone_is_measured(folder: Path) -> None:
 
 
 def test_a_measurement_leaves_the_cache_as_it_was(folder: Path) -> None:
-    runner = load_runner(folder, kv_cache_bytes=2**18, swap_bytes=2**17)
+    runner = load_runner(folder, kv_cache_bytes=2**18, block_size=16, swap_bytes=2**17)
     written: list[bool] = []
 
     class Watched(TimedRunner):
@@ -163,7 +187,7 @@ def test_a_measurement_leaves_the_cache_as_it_was(folder: Path) -> None:
     assert all(written)
     assert written
     assert not runner.cache.blocks.any()
-    costs = measure_costs(runner)
+    costs = measure_costs(runner, 128)
     assert 0 < costs.prefill_s_per_token < 1
     assert 0 < costs.swap_s_per_block < 1
     assert not runner.cache.blocks.any()

@@ -477,7 +477,7 @@ def test_without_a_compiler_the_engine_says_so_and_computes(
     native.kernels.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            runner = load_runner(checkpoint("llama"), kv_cache_bytes=2**20)  # type: ignore[operator]
+            runner = load_runner(checkpoint("llama"), kv_cache_bytes=2**20, block_size=16)  # type: ignore[operator]
         assert "no C compiler" in caplog.text
         assert runner.step([Slice(token_ids=[5, 6], start=0, block_table=[0])]) == [()]
     finally:

@@ -20,7 +20,7 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.costs import Costs
-from common.engine.engine import Engine
+from common.engine.engine import Engine, device_of
 from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
 from common.runtime.checkpoint import weights_hash
 from common.runtime.config import DecodeSettings, WorkerSettings
@@ -102,7 +102,9 @@ def test_a_fork_goes_on_from_copied_blocks(runner: ModelRunner) -> None:
 
 def test_knows_its_model_and_its_cache(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
-    runner = load_runner(folder, kv_cache_bytes=10_000, progress=lambda done, total: seen.append((done, total)))
+    runner = load_runner(
+        folder, kv_cache_bytes=10_000, block_size=16, progress=lambda done, total: seen.append((done, total))
+    )
     assert runner.config.architecture == "LlamaForCausalLM"
     assert runner.layout == runner.config.layout(16, "bfloat16")
     assert runner.cache.num_blocks == 10_000 // runner.layout.block_bytes == 2
@@ -113,19 +115,19 @@ def test_a_cache_of_no_block_is_refused(folder: Path) -> None:
     with pytest.raises(
         OperatorError, match="a KV cache of 100 bytes does not hold one block: 4096 bytes for 16 tokens"
     ):
-        load_runner(folder, kv_cache_bytes=100)
+        load_runner(folder, kv_cache_bytes=100, block_size=16)
 
 
 @pytest.mark.parametrize(("num_bytes", "swap_bytes"), [(10_000, 2**60), (2**60, 0), (2**70, 0)])
 def test_memory_that_the_machine_does_not_have_is_refused(folder: Path, num_bytes: int, swap_bytes: int) -> None:
     said = f"no memory for a KV cache of {num_bytes} bytes and a swap space of {swap_bytes}: "
     with pytest.raises(OperatorError, match=said):
-        load_runner(folder, kv_cache_bytes=num_bytes, swap_bytes=swap_bytes)
+        load_runner(folder, kv_cache_bytes=num_bytes, block_size=16, swap_bytes=swap_bytes)
 
 
 def test_knows_its_swap_space(folder: Path, runner: ModelRunner) -> None:
     assert runner.num_host_blocks == 2**14 // runner.layout.block_bytes == 8
-    assert load_runner(folder, kv_cache_bytes=2**16, swap_bytes=4095).num_host_blocks == 0
+    assert load_runner(folder, kv_cache_bytes=2**16, block_size=16, swap_bytes=4095).num_host_blocks == 0
 
 
 def test_without_swap_space_swaps_are_refused(folder: Path) -> None:
@@ -296,8 +298,15 @@ async def test_a_step_that_fails_does_not_count(engine: Engine) -> None:
     assert (engine.num_steps, engine.last_step_s) == (0, 0.0)
 
 
+def test_a_worker_takes_a_gpu_if_there_is_one_and_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert device_of(DecodeSettings()) == ("cuda" if there else "cpu")
+        assert device_of(DecodeSettings(device="cpu")) == "cpu"
+
+
 async def load(settings: WorkerSettings, folder: Path, swap_bytes: int) -> tuple[Costs, int, bool]:
-    engine = await Engine.load(settings, folder, lambda done, total: None, swap_bytes=swap_bytes)
+    engine = await Engine.load(settings, folder, lambda done, total: None, step_tokens=64, swap_bytes=swap_bytes)
     try:
         return engine.costs, engine.runner.num_host_blocks, bool(engine.runner.cache.blocks.any())
     finally:
@@ -312,7 +321,7 @@ async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
 
     monkeypatch.setattr("common.engine.engine.measure_costs", full)
     with pytest.raises(OperatorError, match=r"--kv-cache-bytes.*--max-num-seqs.*tried to allocate 3 GiB"):
-        await load(DecodeSettings(model=str(folder), device="cpu"), folder, 0)
+        await load(DecodeSettings(model=str(folder)).on("cpu"), folder, 0)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -337,19 +346,21 @@ async def test_a_checkpoint_that_is_replaced_between_loading_and_hashing_is_refu
         return weights_hash(folder, num_threads)
 
     monkeypatch.setattr("common.engine.engine.weights_hash", hash_late)
-    settings = DecodeSettings(model=str(folder), device="cpu", num_threads=1, kv_cache_bytes=2**18)
+    settings = DecodeSettings(model=str(folder), num_threads=1, kv_cache_bytes=2**18).on("cpu")
     with pytest.raises(OperatorError, match=f"{name} has changed while the model was loaded"):
-        await Engine.load(settings, folder, replace_when_loaded)
+        await Engine.load(settings, folder, replace_when_loaded, step_tokens=64)
     assert replaced.is_set()
 
 
 async def test_a_cache_without_a_size_has_the_default_on_a_cpu(folder: Path) -> None:
-    runner = load_runner(folder, kv_cache_bytes=None)
+    runner = load_runner(folder, kv_cache_bytes=None, block_size=16)
     assert runner.cache.num_blocks == CPU_CACHE_BYTES // runner.layout.block_bytes
 
 
 async def test_loading_measures_the_costs(folder: Path) -> None:
-    settings = DecodeSettings(model=str(folder), device="cpu", num_threads=1, kv_cache_bytes=2**18, dtype="float32")
+    settings = DecodeSettings(
+        model=str(folder), num_threads=1, kv_cache_bytes=2**18, block_size=16, dtype="float32"
+    ).on("cpu")
     costs, num_host_blocks, dirty = await load(settings, folder, 2**17)
     assert num_host_blocks == 2**17 // 8192
     assert 0 < costs.prefill_s_per_token < 1

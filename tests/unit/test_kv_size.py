@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from common.contract.errors import OperatorError
 from common.engine.model_config import ModelConfig
 from common.runtime.checkpoint import DEMO_FOLDER
-from common.runtime.config import PrefillSettings
+from common.runtime.config import DeviceType, PrefillSettings
 from common.runtime.config import load as load_role
 from common.runtime.kv_size import (
     KNOWN_SHAPES,
@@ -90,18 +90,31 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_well_known_models(model: str, token: str, block: str, at_4096: str) -> None:
-    lines = size_of_model(model, load()).splitlines()[1:]
+    lines = size_of_model(model, load("--block-size", "16")).splitlines()[1:]
     assert [cells(line)[:2] for line in lines] == [
         ["per token", token],
         ["per block of 16", block],
         ["4096 tokens", at_4096],
     ]
-    (row,) = [line for line in table_of_known_models(load()).splitlines() if line.startswith(f"{model} ")]
+    (row,) = [
+        line for line in table_of_known_models(load("--block-size", "16")).splitlines() if line.startswith(f"{model} ")
+    ]
     assert cells(row)[-3:] == [token, block, at_4096]
 
 
 def test_every_figure_of_one_model() -> None:
-    options = ("--tokens", "16,17", "--tokens", "100", "--dtype", "float32", "--kv-cache-bytes", str(2**28 + 2**20))
+    options = (
+        "--block-size",
+        "16",
+        "--tokens",
+        "16,17",
+        "--tokens",
+        "100",
+        "--dtype",
+        "float32",
+        "--kv-cache-bytes",
+        str(2**28 + 2**20),
+    )
     assert size_of_model("llama-2-7b", load(*options)).splitlines() == [
         "llama-2-7b: 32 layers, 32 KV heads of dimension 128, float32",
         "per token              1 MiB    1048576 bytes",
@@ -215,6 +228,13 @@ def test_a_wrong_configuration_is_refused(config: object, message: str, tmp_path
     with pytest.raises(OperatorError) as caught:
         size_of_model(str(write(tmp_path, config)), load())
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("device", "size"), [("cpu", 32), ("cuda", 64)])
+def test_blocks_are_as_large_as_those_of_a_worker(device: DeviceType, size: int) -> None:
+    assert f"per block of {size} " in size_of_model("llama-3-8b", load("--device", device))
+    assert load_role(PrefillSettings, "baton prefill", []).on(device).block_size == size
+    assert "per block of 8 " in size_of_model("llama-3-8b", load("--device", device, "--block-size", "8"))
 
 
 def test_dtype_stands_in_for_what_the_configuration_lacks(tmp_path: Path) -> None:
