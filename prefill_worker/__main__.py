@@ -32,7 +32,16 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
     guard_allocator(region.device)
     keys = CurveKeys.load(settings.curve_keys)
     peers = PeerNetworks.of(settings)
-    make_transport = transport_maker(settings.transport, region, host.me, settings.host, keys, cache.synchronize, peers)
+    make_transport = transport_maker(
+        settings.transport,
+        region,
+        host.me,
+        settings.host,
+        keys,
+        cache.synchronize,
+        peers,
+        settings.max_registrations,
+    )
     worker = PrefillWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker

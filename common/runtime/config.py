@@ -25,6 +25,9 @@ _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TC
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
+DEFAULT_MAX_REGISTRATIONS = 32
+"""Of the KV cache, with NIXL."""
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -149,6 +152,12 @@ class WorkerSettings(TierSettings):
     expose_memory_over_tcp: bool = Field(
         False,
         description="let UCX listen off loopback: whoever reaches its port reads and writes this worker's memory",
+    )
+    max_registrations: int = Field(
+        DEFAULT_MAX_REGISTRATIONS,
+        ge=2,
+        le=65536,
+        description="NIXL agents, each with a registration of the KV cache: one serves, one for each source read from",
     )
     peer_networks: Networks | None = Field(
         None,
