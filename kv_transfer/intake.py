@@ -332,6 +332,10 @@ class Intake:
         yield counter("baton_transfer_bytes", "Bytes pulled.", mover.num_blocks_read * self._block_bytes)
         yield counter("baton_transfer_seconds", "Durations of reads, summed; reads overlap.", mover.read_seconds)
         yield counter("baton_transfer_failures", "Reads that failed.", mover.num_reads_failed)
+        text = "Times that the KV cache is registered for transfers now."
+        yield gauge("baton_kv_registrations", text, mover.num_registrations)
+        text = "Registrations that made room for a read from another source."
+        yield counter("baton_kv_registrations_evicted", text, mover.num_evicted)
         yield counter("baton_sources_refused", "Addresses outside the peers' networks.", self._links.num_refused)
 
     def check_invariants(self) -> None:

@@ -104,12 +104,23 @@ class Mover:
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._open: set[ReadId] = set()
         self._thread: threading.Thread | None = None
+        self._transport: Transport | None = None
         self._stopped = False
 
     @property
     def num_open_reads(self) -> int:
         """Reads whose end has not been reported."""
         return len(self._open)
+
+    @property
+    def num_registrations(self) -> int:
+        """See `Transport.num_registrations`."""
+        return 0 if self._transport is None else self._transport.num_registrations
+
+    @property
+    def num_evicted(self) -> int:
+        """See `Transport.num_evicted`."""
+        return 0 if self._transport is None else self._transport.num_evicted
 
     async def start(self) -> bytes:
         """Make the transport and return its metadata. Raises `TransferError` when it cannot work here."""
@@ -178,9 +189,15 @@ class Mover:
             self.read_seconds += ended.duration_s
             self._on_read(ended.read_id, None)
 
+    def _begin(self, transport: Transport, metadata: bytes) -> None:
+        """The thread's first words."""
+        self._transport = transport
+        self._metadata.set_result(metadata)
+
     def _end(self, fatal: Exception | None) -> None:
         """The thread's last words."""
         self._stopped = True
+        self._transport = None
         self._refuse_reads()
         self._ended.set_result(None)
         if fatal is None:
@@ -202,14 +219,15 @@ class Mover:
         """The thread."""
         fatal: Exception | None = None
         try:
+            transport = self._make_transport()
             worker = _Worker(
-                self._make_transport(),
+                transport,
                 self._commands,
                 lambda ended: self._tell(self._report, ended),
                 self._region.crc32,
             )
             try:
-                self._tell(self._metadata.set_result, worker.metadata())
+                self._tell(self._begin, transport, worker.metadata())
                 worker.run()
             finally:
                 worker.close()

@@ -3,7 +3,8 @@
 One agent serves the reads of peers, and each source is read by an agent of its own, because destroying the agent is the
 only way to stop a read: over TCP a frozen source that wakes still fills the sink's memory after the handle has been
 released, the peer removed and the memory deregistered. Such an agent costs about 40 ms, 11 file descriptors and
-5 MiB. This is the only module that imports nixl, and it does so when a transport is made.
+5 MiB, and a registration of the whole region, which agents do not share: so their number is bounded. This is the only
+module that imports nixl, and it does so when a transport is made.
 
 A hazard remains over TCP, where UCX (as bundled with nixl 1.5.1) emulates a READ in the source's process: a source that
 finds its sink gone while it is sending may abort (`stubs.c: Assertion '0' failed`). It was never seen when a sink was
@@ -19,6 +20,7 @@ import importlib
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,6 +30,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
+from common.runtime.config import DEFAULT_MAX_REGISTRATIONS
 from kv_transfer.regions import Region
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, pack_metadata, require_pairs, unpack_metadata
 
@@ -55,6 +58,15 @@ class _Metadata:
 _METADATA = TypeAdapter(_Metadata)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A read of which nothing is posted, because every agent that may exist is reading from another source."""
+
+    read: Read
+    source_blocks: tuple[int, ...]
+    sink_blocks: tuple[int, ...]
+
+
 class NixlTransport:
     """The `Transport` over NIXL. Raises `TransferError` where nixl is missing or has no UCX backend."""
 
@@ -62,9 +74,15 @@ class NixlTransport:
     serves_by_polling = True
 
     def __init__(
-        self, region: Region, incarnation: Incarnation, synchronize: Callable[[], None] = lambda: None
+        self,
+        region: Region,
+        incarnation: Incarnation,
+        synchronize: Callable[[], None] = lambda: None,
+        max_registrations: int = DEFAULT_MAX_REGISTRATIONS,
     ) -> None:
-        """`synchronize()` waits until the region's device has done whatever it was asked by this process.
+        """Each agent registers the region: at most `max_registrations`, one of which serves, at a time.
+
+        `synchronize()` waits until the region's device has done whatever it was asked by this process.
 
         It has two uses on a GPU. A thread that has called it has the device's context, of which UCX asks what is near
         to what. And the copies of an agent that is destroyed go on: the fence ends when they have.
@@ -77,7 +95,17 @@ class NixlTransport:
         self._serving = self._nixl.make_agent(self._name, region)
         self._sources: dict[Incarnation, _Metadata] = {}
         self._links: dict[Incarnation, _Link] = {}
+        """The one that was used longest ago comes first."""
+        self._max_links = max_registrations - 1
         self._num_links_made = 0
+        self._waiting: deque[_Waiting] = deque()
+        """Bounded by the blocks of the region, of which each is the target of one read at most."""
+        self.num_evicted = 0
+
+    @property
+    def num_registrations(self) -> int:
+        """See `Transport.num_registrations`."""
+        return 1 + len(self._links)
 
     def metadata(self) -> bytes:
         """The serving agent's metadata and the place and shape of the region."""
@@ -106,7 +134,8 @@ class NixlTransport:
             raise TransferError(f"the NIXL metadata of {source} is corrupt")
         if theirs.block_bytes != self._region.block_bytes:
             raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
-        self._links[source] = self._make_link(theirs)
+        if len(self._links) < self._max_links:
+            self._links[source] = self._make_link(theirs)
         self._sources[source] = theirs
 
     def start_read(self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> Read:
@@ -115,13 +144,11 @@ class NixlTransport:
         if theirs is None:
             raise TransferError(f"unknown source {source}")
         require_pairs(theirs.num_blocks, source_blocks, self._region.num_blocks, sink_blocks)
-        if source not in self._links:  # an earlier read failed, and its agent with it
-            self._links[source] = self._make_link(theirs)
-        link = self._links[source]
         read = Read(source, len(sink_blocks))
-        error = link.start(read, source_blocks, sink_blocks)
-        if error is not None:
-            self._destroy_link(source, error)
+        if source in self._links or (not self._waiting and self._make_room()):
+            self._post(read, source_blocks, sink_blocks)
+        else:
+            self._waiting.append(_Waiting(read, tuple(source_blocks), tuple(sink_blocks)))
         return read
 
     def poll(self) -> None:
@@ -131,18 +158,54 @@ class NixlTransport:
             error = link.poll()
             if error is not None:
                 self._destroy_link(source, error)
+        self._post_waiting()
 
     def drop_source(self, source: Incarnation) -> None:
         """Destroy the agent that reads from `source`: about 5 ms, 60 ms in the middle of a read."""
         self._sources.pop(source, None)
+        for waiting in [waiting for waiting in self._waiting if waiting.read.source == source]:
+            self._waiting.remove(waiting)
+            waiting.read.fail("the source was dropped")
         if source in self._links:
             self._destroy_link(source, "the source was dropped")
 
     def close(self) -> None:
         """Destroy every agent."""
-        for source in list(self._links):
+        for source in {**self._sources, **self._links}:
             self.drop_source(source)
         del self._serving
+
+    def _post(self, read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> None:
+        """Post a READ by the agent of its source, which is made if there is none: an earlier read has failed, and its
+        agent with it, or the agent had to make room. Raises `TransferError`, with nothing started, if it cannot be."""
+        source = read.source
+        link = self._links.pop(source, None) or self._make_link(self._sources[source])
+        self._links[source] = link
+        error = link.start(read, source_blocks, sink_blocks)
+        if error is not None:
+            self._destroy_link(source, error)
+
+    def _post_waiting(self) -> None:
+        while self._waiting and (self._waiting[0].read.source in self._links or self._make_room()):
+            waiting = self._waiting.popleft()
+            try:
+                self._post(waiting.read, waiting.source_blocks, waiting.sink_blocks)
+            except TransferError as error:
+                waiting.read.fail(str(error))
+
+    def _make_room(self) -> bool:
+        """Whether one more agent may be made, if need be in place of the one that has been idle longest.
+
+        An agent with a read under way never goes: that would fail the read, and may abort its source.
+        """
+        if len(self._links) < self._max_links:
+            return True
+        idle = next((source for source, link in self._links.items() if link.idle), None)
+        if idle is None:
+            return False
+        self._destroy_link(idle, "another source was to be read")
+        self.num_evicted += 1
+        return True
 
     def _make_link(self, theirs: _Metadata) -> _Link:
         # A name of its own each time: a source must not take a new agent for one that it knows.
@@ -177,6 +240,11 @@ class _Link:
             self._source_blocks = self._agent.prep_xfer_dlist(theirs.agent, *_blocks(theirs))
         except nixl.errors as error:
             raise TransferError(f"NIXL cannot connect to {theirs.agent}: {_describe(error)}") from error
+
+    @property
+    def idle(self) -> bool:
+        """Whether no read is under way."""
+        return not self._open
 
     def start(self, read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> str | None:
         """Post `read`. Returns what went wrong: the link is then to be destroyed."""

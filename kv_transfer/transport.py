@@ -75,6 +75,14 @@ class Transport(Protocol):
     def serves_by_polling(self) -> bool:
         """Whether `poll` must be called for peers to be able to read this worker's blocks."""
 
+    @property
+    def num_registrations(self) -> int:
+        """How often the region is registered with a device's driver or the kernel. Any thread may ask."""
+
+    @property
+    def num_evicted(self) -> int:
+        """Registrations that had to make room for a read from another source. Any thread may ask."""
+
     def metadata(self) -> bytes:
         """What a sink needs in order to read this worker's blocks; at most `MAX_METADATA_BYTES`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.contract.ids import Incarnation
+from common.runtime.config import DEFAULT_MAX_REGISTRATIONS
 from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import EVERYWHERE, PeerNetworks
 from kv_transfer.regions import Region
@@ -19,19 +20,20 @@ def transport_maker(
     keys: CurveKeys | None = None,
     synchronize: Callable[[], None] = lambda: None,
     peers: PeerNetworks = EVERYWHERE,
+    max_registrations: int = DEFAULT_MAX_REGISTRATIONS,
 ) -> Callable[[], Transport]:
     """A function that makes the transport `name` ("nixl" or "zmq") over `region`, on the thread that will use it.
 
     `host` is where peers reach this worker; only the ZMQ transport binds it, and only that one is encrypted, by `keys`.
-    NIXL is loaded only when it is asked for. `synchronize` is of `NixlTransport`; `peers` are of `ZmqTransport`, for
-    where NIXL connects to stands in metadata that UCX alone can read.
+    NIXL is loaded only when it is asked for. `synchronize` and `max_registrations` are of `NixlTransport`; `peers` are
+    of `ZmqTransport`, for where NIXL connects to stands in metadata that UCX alone can read.
     """
 
     def make() -> Transport:
         if name == "nixl":
             from kv_transfer.nixl_transport import NixlTransport
 
-            return NixlTransport(region, me, synchronize)
+            return NixlTransport(region, me, synchronize, max_registrations)
         from kv_transfer.zmq_transport import ZmqTransport
 
         return ZmqTransport(region, me, host, keys, peers)

@@ -114,6 +114,8 @@ class ZmqTransport:
 
     name = "zmq"
     serves_by_polling = False
+    num_registrations = 0
+    num_evicted = 0
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from common.runtime.clock import monotonic
 from common.runtime.config import PrefillSettings
 from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import PeerNetworks
+from common.runtime.wire_guard import guard_allocator
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 
 
@@ -29,9 +30,19 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
         device="cuda" if cache.device.type == "cuda" else "cpu",
         device_id=cache.device.index or 0,
     )
+    guard_allocator(region.device)
     keys = CurveKeys.load(settings.curve_keys)
     peers = PeerNetworks.of(settings)
-    make_transport = transport_maker(settings.transport, region, host.me, settings.host, keys, cache.synchronize, peers)
+    make_transport = transport_maker(
+        settings.transport,
+        region,
+        host.me,
+        settings.host,
+        keys,
+        cache.synchronize,
+        peers,
+        settings.max_registrations,
+    )
     worker = PrefillWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker

@@ -13,6 +13,8 @@ class Faulty:
     """A transport whose reads end when, and whose methods raise what, a test says."""
 
     name = "faulty"
+    num_registrations = 0
+    num_evicted = 0
 
     def __init__(self, serves_by_polling: bool = True) -> None:
         self.serves_by_polling = serves_by_polling

@@ -32,6 +32,8 @@ DEFAULTS_BY_DEVICE: Mapping[DeviceType, Mapping[str, int]] = {
 }
 """What a setting is that is given as 0. KV heads are outermost in a block: a head's keys lie in pieces of `block_size`
 slots, and pieces of 16 are too short for the prefetchers of a CPU where heads are small."""
+DEFAULT_MAX_REGISTRATIONS = 32
+"""Most registrations of the KV cache with NIXL at once."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -157,6 +159,12 @@ class WorkerSettings(TierSettings):
     expose_memory_over_tcp: bool = Field(
         False,
         description="let UCX listen off loopback: whoever reaches its port reads and writes this worker's memory",
+    )
+    max_registrations: int = Field(
+        DEFAULT_MAX_REGISTRATIONS,
+        ge=2,
+        le=65536,
+        description="NIXL agents, each with a registration of the KV cache: one serves, one for each source read from",
     )
     peer_networks: Networks | None = Field(
         None,

@@ -34,6 +34,7 @@ from common.runtime.lifecycle import (
 from common.runtime.logs import configure_logging
 from common.runtime.probes import Probed, ProbeServer
 from common.runtime.ucx_exposure import guard_memory
+from common.runtime.wire_guard import guard_allocator
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +154,7 @@ def run_worker(
         settings = load(settings_type, program, sys.argv[1:])
         configure_logging(settings.log_level, program, settings.log_format)
         end_with_parent(settings.end_with_parent)
+        guard_allocator(settings.device)  # before the model is loaded; `auto` is known only then
         guard_memory(settings)
         run(lambda stop: serve(settings, stop))
 

@@ -235,6 +235,8 @@ async def test_a_pull_from_begin_to_the_blocks(net: Net) -> None:
         "baton_blocks_quarantined": 0,
         "baton_transfer_bytes": 3 * 64,
         "baton_transfer_failures": 0,
+        "baton_kv_registrations": 0,
+        "baton_kv_registrations_evicted": 0,
         "baton_sources_refused": 0,
     }
 

@@ -181,6 +181,62 @@ def test_a_fence_in_the_middle_of_a_read_waits_for_the_device(pair: Callable[...
     sink.close()
 
 
+def test_registrations_are_bounded(pair: Callable[..., Pair]) -> None:
+    """Each agent registers the cache; the one that was used longest ago makes room."""
+    sources = [pair("nixl") for _ in range(3)]
+    cache = Cache(8, 4096)
+    sink = NixlTransport(cache.region, new_incarnation(), max_registrations=3)
+    for each in sources:
+        sink.add_source(each.incarnation, each.source.metadata())
+        assert sink.num_registrations <= 3
+    for turn, (index, num_evicted) in enumerate([(0, 0), (1, 0), (2, 1), (1, 1), (2, 1), (0, 2)]):
+        each = sources[index]
+        cache.poison()
+        read = sink.start_read(each.incarnation, [turn], [7])
+        give_up_s = time.monotonic() + END_BOUND_S
+        while read.state is ReadState.PENDING:
+            assert time.monotonic() < give_up_s
+            each.source.poll()
+            sink.poll()
+        assert read.state is ReadState.DONE
+        assert cache.region.crc32([7]) == each.source_cache.region.crc32([turn])
+        assert (sink.num_registrations, sink.num_evicted) == (3, num_evicted)
+    sink.close()
+
+
+def test_a_read_waits_for_an_agent_while_all_are_reading(pair: Callable[..., Pair]) -> None:
+    """An agent with a read under way is not taken from it, but by the fence."""
+    frozen, alive, third = pair("nixl"), pair("nixl"), pair("nixl")
+    cache = Cache(8, 4096)
+    sink = NixlTransport(cache.region, new_incarnation(), max_registrations=2)
+    for each in (frozen, alive, third):
+        sink.add_source(each.incarnation, each.source.metadata())
+    stuck = sink.start_read(frozen.incarnation, [0], [0])  # its source is never polled
+    waiting = sink.start_read(alive.incarnation, [1], [1])
+    dropped = sink.start_read(third.incarnation, [2], [2])
+    for _ in range(20):
+        alive.source.poll()
+        third.source.poll()
+        sink.poll()
+    assert (stuck.state, waiting.state, dropped.state) == (ReadState.PENDING,) * 3, "the fault: no source is polled"
+    assert (sink.num_registrations, sink.num_evicted) == (2, 0)
+    sink.drop_source(third.incarnation)
+    assert dropped.state is ReadState.FAILED
+    assert waiting.state is ReadState.PENDING
+    sink.drop_source(frozen.incarnation)
+    assert stuck.state is ReadState.FAILED
+    give_up_s = time.monotonic() + END_BOUND_S
+    while waiting.state is ReadState.PENDING:
+        assert time.monotonic() < give_up_s
+        alive.source.poll()
+        sink.poll()
+    assert waiting.state is ReadState.DONE
+    assert cache.region.crc32([1]) == alive.source_cache.region.crc32([1])
+    assert cache.is_poisoned([2])
+    sink.start_read(alive.incarnation, [3], [3])
+    sink.close()
+
+
 def spoil(metadata: bytes, **changes: object) -> bytes:
     fields = msgpack.unpackb(metadata) | changes
     blob: bytes = msgpack.packb({name: value for name, value in fields.items() if value is not None})
