@@ -145,7 +145,8 @@ def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "load_share": 0.5,
     }
     asked = {"requests_per_s": 900.0, "cpu_us_per_request": 1100.0, "gateway_share": 0.99, "load_share": 0.2}
-    rounds = [{"100": streams | {"paces": []}, "requests": asked}]
+    slower = streams | {"tokens_per_s": 19000.0, "added_p99_ms": 3.0}
+    rounds = [{"100": each | {"paces": []}, "requests": asked} for each in (streams, streams, slower)]
     machine = {"cpu": "Abacus", "cores": 2}
     run = {
         "command": "c",
@@ -155,5 +156,6 @@ def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "figures": summary(rounds) | {"rounds": rounds},
     }
     (tmp_path / "gateway.json").write_text(json.dumps(run))
-    assert "| 100 | 0.50 | 2.0 | 20,500 | 40 | 30 | 99 % |" in part("gateway")
-    assert "| 900 | 1100 | 99 % |" in part("gateway requests")
+    head = "| 100 | 0.50 (0.50 to 0.50) | 2.0 (2.0 to 3.0) | 20,500 (19,000 to 20,500) | "
+    assert head + "40 (40 to 40) | 30 (30 to 30) | 99 % |" in part("gateway")
+    assert "| 900 (900 to 900) | 1100 (1100 to 1100) | 99 % |" in part("gateway requests")
