@@ -32,7 +32,9 @@ from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from common.runtime.config import DEFAULT_MAX_REGISTRATIONS
 from kv_transfer.regions import Region
+from kv_transfer.routes import Route
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, pack_metadata, require_pairs, unpack_metadata
+from kv_transfer.ucx_log import asked_for_routes, ucx_log
 
 _Address = Annotated[int, Field(strict=True, ge=1, lt=2**64)]
 _Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
@@ -91,6 +93,7 @@ class NixlTransport:
         self._synchronize = synchronize
         self._region = region
         self._nixl = _Nixl(region.device)
+        self._log = ucx_log()
         self._name = _agent_name(incarnation)
         self._serving = self._nixl.make_agent(self._name, region)
         self._sources: dict[Incarnation, _Metadata] = {}
@@ -151,6 +154,10 @@ class NixlTransport:
             self._waiting.append(_Waiting(read, tuple(source_blocks), tuple(sink_blocks)))
         return read
 
+    def route(self, source: Incarnation) -> Route:
+        """As UCX says in its log; see `Transport.route`."""
+        return self._links[source].route() if source in self._links else Route()
+
     def poll(self) -> None:
         """Give progress to the peers' reads and to each of our own."""
         self._serving.get_new_notifs()
@@ -159,6 +166,7 @@ class NixlTransport:
             if error is not None:
                 self._destroy_link(source, error)
         self._post_waiting()
+        self._log.drain()
 
     def drop_source(self, source: Incarnation) -> None:
         """Destroy the agent that reads from `source`: about 5 ms, 60 ms in the middle of a read."""
@@ -208,9 +216,10 @@ class NixlTransport:
         return True
 
     def _make_link(self, theirs: _Metadata) -> _Link:
-        # A name of its own each time: a source must not take a new agent for one that it knows.
+        # A name of its own each time: a source must not take a new agent for one that it knows. The number comes first,
+        # because UCX's log has no more than the first 31 characters.
         self._num_links_made += 1
-        return _Link(self._nixl, f"{self._name}-sink-{self._num_links_made}", self._region, theirs)
+        return _Link(self._nixl, f"sink-{self._num_links_made}-{self._name}", self._region, theirs)
 
     def _destroy_link(self, source: Incarnation, error: str) -> None:
         reads = self._links[source].destroy()
@@ -229,6 +238,9 @@ class _Link:
 
     def __init__(self, nixl: _Nixl, name: str, region: Region, theirs: _Metadata) -> None:
         self._nixl = nixl
+        self._name = name
+        self._region = region
+        self._route = Route()
         self._agent = nixl.make_agent(name, region)
         self._alive = weakref.ref(self._agent.agent)
         self._open: dict[Read, Any] = {}
@@ -240,6 +252,14 @@ class _Link:
             self._source_blocks = self._agent.prep_xfer_dlist(theirs.agent, *_blocks(theirs))
         except nixl.errors as error:
             raise TransferError(f"NIXL cannot connect to {theirs.agent}: {_describe(error)}") from error
+
+    def route(self) -> Route:
+        """How blocks come here, which UCX decides as the first read is posted."""
+        if not self._route.wire:
+            log = ucx_log()
+            log.drain()
+            self._route = log.route(self._name, self._region.block_bytes, self._region.device)
+        return self._route
 
     @property
     def idle(self) -> bool:
@@ -280,6 +300,7 @@ class _Link:
                     handle.release()
             self._open[read] = handle = None
         self._agent = self._sink_blocks = self._source_blocks = None
+        ucx_log().forget(self._name)
         if self._alive() is not None:
             raise RuntimeError("a NIXL agent could not be destroyed: its reads may still write")
         return list(self._open)
@@ -320,9 +341,10 @@ class _Nixl:
     def make_agent(self, name: str, region: Region) -> Any:
         """An agent with a UCX backend and the region registered. Raises `TransferError`."""
         try:
-            # A progress thread takes a core, even when idle.
-            config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            agent = self._api.nixl_agent(name, config)
+            with asked_for_routes():
+                # A progress thread takes a core, even when idle.
+                config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+                agent = self._api.nixl_agent(name, config)
             if "UCX" not in agent.backends:
                 raise TransferError(f"nixl has no UCX plugin, only {agent.get_plugin_list()}")
             memory = np.array([[region.address, region.num_bytes, region.device_id]], dtype=np.uint64)
