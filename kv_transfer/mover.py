@@ -102,7 +102,7 @@ class Mover:
         """Blocks of the reads that are done."""
         self.read_seconds = 0.0
         """Time from start to end, summed over the reads that are done; reads overlap."""
-        self.bandwidths = Bandwidths()
+        self.bandwidths = Bandwidths(region.device)
         self._region = region
         self._make_transport = make_transport
         self._on_read = on_read

@@ -36,6 +36,8 @@ from kv_transfer.routes import Route
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, pack_metadata, require_pairs, unpack_metadata
 from kv_transfer.ucx_log import asked_for_routes, ucx_log
 
+_logger = logging.getLogger(__name__)
+
 _Address = Annotated[int, Field(strict=True, ge=1, lt=2**64)]
 _Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 
@@ -81,8 +83,12 @@ class NixlTransport:
         incarnation: Incarnation,
         synchronize: Callable[[], None] = lambda: None,
         max_registrations: int = DEFAULT_MAX_REGISTRATIONS,
+        require_rdma: bool = False,
     ) -> None:
         """Each agent registers the region: at most `max_registrations`, one of which serves, at a time.
+
+        With `require_rdma` a read by a way that does not suffice (`Route.suffices`), or of which UCX does not say the
+        way, fails before it is believed.
 
         `synchronize()` waits until the region's device has done whatever it was asked by this process.
 
@@ -99,6 +105,7 @@ class NixlTransport:
         self._sources: dict[Incarnation, _Metadata] = {}
         self._links: dict[Incarnation, _Link] = {}
         """The one that was used longest ago comes first."""
+        self._require_rdma = require_rdma
         self._max_links = max_registrations - 1
         self._num_links_made = 0
         self._waiting: deque[_Waiting] = deque()
@@ -219,7 +226,8 @@ class NixlTransport:
         # A name of its own each time: a source must not take a new agent for one that it knows. The number comes first,
         # because UCX's log has no more than the first 31 characters.
         self._num_links_made += 1
-        return _Link(self._nixl, f"sink-{self._num_links_made}-{self._name}", self._region, theirs)
+        name = f"sink-{self._num_links_made}-{self._name}"
+        return _Link(self._nixl, name, self._region, theirs, self._require_rdma)
 
     def _destroy_link(self, source: Incarnation, error: str) -> None:
         reads = self._links[source].destroy()
@@ -236,8 +244,9 @@ class _Link:
     Errors of NIXL come out as text: an exception's traceback would keep the agent alive that is to be destroyed.
     """
 
-    def __init__(self, nixl: _Nixl, name: str, region: Region, theirs: _Metadata) -> None:
+    def __init__(self, nixl: _Nixl, name: str, region: Region, theirs: _Metadata, require_rdma: bool) -> None:
         self._nixl = nixl
+        self._require_rdma = require_rdma
         self._name = name
         self._region = region
         self._route = Route()
@@ -306,6 +315,8 @@ class _Link:
         return list(self._open)
 
     def _settle(self, read: Read, handle: Any, status: str) -> str | None:
+        if self._require_rdma and (objection := self._objection(status)) is not None:
+            return objection
         if status == "PROC":
             return None
         if status != "DONE":
@@ -314,6 +325,14 @@ class _Link:
         del self._open[read]
         read.finish()
         return None
+
+    def _objection(self, status: str) -> str | None:
+        """Why blocks may not come this way. While a read is under way UCX may not have said the way yet."""
+        route = self.route()
+        if route.suffices(self._region.device) or (status == "PROC" and not route.wire):
+            return None
+        _logger.error("a read into %s would go by %s: --require-rdma refuses it", self._name, route)
+        return f"blocks come by {route}, and --require-rdma refuses that"
 
 
 class _Nixl:

@@ -30,6 +30,14 @@ class Route:
     same_host: bool | None = None
     """None where it is not known."""
 
+    def suffices(self, device: str) -> bool:
+        """Whether `--require-rdma` accepts it for memory of this device; what is not known is not accepted."""
+        return self.way in (Way.RDMA, Way.CUDA_IPC) or (self.way is Way.SHARED_MEMORY and device != "cuda")
+
+    def falls_back(self, device: str) -> bool:
+        """Whether UCX has fallen back to a slow way. ZMQ is a choice, and what is not known is not counted."""
+        return self.way not in (Way.ZMQ, Way.UNKNOWN) and not self.suffices(device)
+
     def __str__(self) -> str:
         return f"{self.way} ({self.wire})" if self.wire else self.way
 

@@ -113,7 +113,8 @@ async def test_the_first_read_tells_the_way_and_the_rate(
             assert await sink.end_of(sink.read(source.incarnation, EVERY_BLOCK, EVERY_BLOCK)) is None
         bandwidths = sink.mover.bandwidths
         assert bandwidths.num_sources == dict.fromkeys(Way, 0) | {WAYS[wire]: 1}
-        _, rates = bandwidths.metrics()
+        assert bandwidths.num_fallbacks == (wire == "nixl-tcp")
+        *_, rates = bandwidths.metrics()
         assert [(sample.labels, sample.value > 0) for sample in rates.samples] == [({"way": WAYS[wire].value}, True)]
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("first read from")]
     (line,) = lines

@@ -237,6 +237,7 @@ async def test_a_pull_from_begin_to_the_blocks(net: Net) -> None:
         "baton_transfer_bytes": 3 * 64,
         "baton_transfer_failures": 0,
         "baton_sources_read": 0,  # of the first way, RDMA
+        "baton_transfer_fallbacks": 0,
         "baton_kv_registrations": 0,
         "baton_kv_registrations_evicted": 0,
         "baton_sources_refused": 0,
