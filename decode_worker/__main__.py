@@ -8,7 +8,7 @@ from common.runtime.clock import monotonic
 from common.runtime.config import DecodeSettings
 from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import PeerNetworks
-from common.runtime.wire_guard import guard_allocator
+from common.runtime.wire_guard import guard_allocator, guard_route
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 
 
@@ -38,6 +38,7 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
         device_id=cache.device.index or 0,
     )
     guard_allocator(region.device)
+    guard_route(settings, region.device)
     keys = CurveKeys.load(settings.curve_keys)
     peers = PeerNetworks.of(settings)
     make_transport = transport_maker(
@@ -49,6 +50,7 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
         cache.synchronize,
         peers,
         settings.max_registrations,
+        settings.require_rdma,
     )
     worker = DecodeWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()

@@ -770,6 +770,7 @@ class DecodeWorker:
             "phase": self.phase.value,
             "safe_to_delete": self.phase is Phase.DRAINED,
             "transport": self._settings.transport,
+            **self._intake.mover.bandwidths.state(),
             "blocks_used": self._pool.num_used,
             "blocks_limbo": self._pool.num_limbo,
             "blocks_quarantined": self._intake.num_quarantined,

@@ -332,6 +332,7 @@ class Intake:
         yield counter("baton_transfer_bytes", "Bytes pulled.", mover.num_blocks_read * self._block_bytes)
         yield counter("baton_transfer_seconds", "Durations of reads, summed; reads overlap.", mover.read_seconds)
         yield counter("baton_transfer_failures", "Reads that failed.", mover.num_reads_failed)
+        yield from mover.bandwidths.metrics()
         text = "Times that the KV cache is registered for transfers now."
         yield gauge("baton_kv_registrations", text, mover.num_registrations)
         text = "Registrations that made room for a read from another source."

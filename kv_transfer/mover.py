@@ -12,12 +12,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
+from kv_transfer.bandwidths import Bandwidths
 from kv_transfer.regions import Region
+from kv_transfer.routes import Route
 from kv_transfer.transport import Read, ReadId, ReadState, Transport
 
 READING_POLL_INTERVAL_S = 0.0003
@@ -68,10 +70,14 @@ class _Ended:
     """A read that will write nothing any more."""
 
     read_id: ReadId
-    num_blocks: int
-    duration_s: float
-    error: str
+    source: Incarnation
+    num_blocks: int = 0
+    duration_s: float = 0.0
+    error: str = ""
     """Empty when every block has arrived."""
+    route: Route = field(default_factory=Route)
+    first: bool = False
+    """Whether it is the first one from its source that has arrived."""
 
 
 class Mover:
@@ -96,6 +102,7 @@ class Mover:
         """Blocks of the reads that are done."""
         self.read_seconds = 0.0
         """Time from start to end, summed over the reads that are done; reads overlap."""
+        self.bandwidths = Bandwidths(region.device)
         self._region = region
         self._make_transport = make_transport
         self._on_read = on_read
@@ -187,6 +194,8 @@ class Mover:
             self.num_reads_done += 1
             self.num_blocks_read += ended.num_blocks
             self.read_seconds += ended.duration_s
+            num_bytes = ended.num_blocks * self._region.block_bytes
+            self.bandwidths.observe(ended.source, ended.route, num_bytes, ended.duration_s, first=ended.first)
             self._on_read(ended.read_id, None)
 
     def _begin(self, transport: Transport, metadata: bytes) -> None:
@@ -213,7 +222,7 @@ class Mover:
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if isinstance(command, _StartRead):
-                self._report(_Ended(command.read_id, 0, 0.0, "the mover has stopped"))
+                self._report(_Ended(command.read_id, command.source, error="the mover has stopped"))
 
     def _run(self) -> None:
         """The thread."""
@@ -256,6 +265,8 @@ class _Worker:
         self._report = report
         self._open: dict[ReadId, tuple[Read, float, _StartRead]] = {}
         self._refused_sources: dict[Incarnation, str] = {}
+        self._read_from: set[Incarnation] = set()
+        """Sources from which a read has arrived since they were added."""
         self._serving = False
 
     def metadata(self) -> bytes:
@@ -306,6 +317,7 @@ class _Worker:
             case _SetServing(serving):
                 self._serving = serving
             case _DropSource(source):
+                self._read_from.discard(source)
                 self._refused_sources.pop(source, None)
                 self._transport.drop_source(source)
 
@@ -329,7 +341,13 @@ class _Worker:
             if read.state is not ReadState.PENDING:
                 del self._open[read_id]
                 error = read.error or self._mismatch(command)
-                self._report(_Ended(read_id, read.num_blocks, now_s - started_s, error))
+                if error:
+                    self._report(_Ended(read_id, read.source, error=error))
+                    continue
+                first = read.source not in self._read_from
+                self._read_from.add(read.source)
+                route = self._transport.route(read.source)
+                self._report(_Ended(read_id, read.source, read.num_blocks, now_s - started_s, "", route, first))
 
     def _mismatch(self, command: _StartRead) -> str:
         """Which of the blocks that have arrived is not what the source sent; empty if none, or nobody knows."""

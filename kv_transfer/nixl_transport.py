@@ -32,7 +32,11 @@ from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from common.runtime.config import DEFAULT_MAX_REGISTRATIONS
 from kv_transfer.regions import Region
+from kv_transfer.routes import Route
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, pack_metadata, require_pairs, unpack_metadata
+from kv_transfer.ucx_log import asked_for_routes, ucx_log
+
+_logger = logging.getLogger(__name__)
 
 _Address = Annotated[int, Field(strict=True, ge=1, lt=2**64)]
 _Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
@@ -79,8 +83,12 @@ class NixlTransport:
         incarnation: Incarnation,
         synchronize: Callable[[], None] = lambda: None,
         max_registrations: int = DEFAULT_MAX_REGISTRATIONS,
+        require_rdma: bool = False,
     ) -> None:
         """Each agent registers the region: at most `max_registrations`, one of which serves, at a time.
+
+        With `require_rdma` a read by a way that does not suffice (`Route.suffices`), or of which UCX does not say the
+        way, fails before it is believed.
 
         `synchronize()` waits until the region's device has done whatever it was asked by this process.
 
@@ -91,11 +99,13 @@ class NixlTransport:
         self._synchronize = synchronize
         self._region = region
         self._nixl = _Nixl(region.device)
+        self._log = ucx_log()
         self._name = _agent_name(incarnation)
         self._serving = self._nixl.make_agent(self._name, region)
         self._sources: dict[Incarnation, _Metadata] = {}
         self._links: dict[Incarnation, _Link] = {}
         """The one that was used longest ago comes first."""
+        self._require_rdma = require_rdma
         self._max_links = max_registrations - 1
         self._num_links_made = 0
         self._waiting: deque[_Waiting] = deque()
@@ -151,6 +161,10 @@ class NixlTransport:
             self._waiting.append(_Waiting(read, tuple(source_blocks), tuple(sink_blocks)))
         return read
 
+    def route(self, source: Incarnation) -> Route:
+        """As UCX says in its log; see `Transport.route`."""
+        return self._links[source].route() if source in self._links else Route()
+
     def poll(self) -> None:
         """Give progress to the peers' reads and to each of our own."""
         self._serving.get_new_notifs()
@@ -159,6 +173,7 @@ class NixlTransport:
             if error is not None:
                 self._destroy_link(source, error)
         self._post_waiting()
+        self._log.drain()
 
     def drop_source(self, source: Incarnation) -> None:
         """Destroy the agent that reads from `source`: about 5 ms, 60 ms in the middle of a read."""
@@ -208,9 +223,11 @@ class NixlTransport:
         return True
 
     def _make_link(self, theirs: _Metadata) -> _Link:
-        # A name of its own each time: a source must not take a new agent for one that it knows.
+        # A name of its own each time: a source must not take a new agent for one that it knows. The number comes first,
+        # because UCX's log has no more than the first 31 characters.
         self._num_links_made += 1
-        return _Link(self._nixl, f"{self._name}-sink-{self._num_links_made}", self._region, theirs)
+        name = f"sink-{self._num_links_made}-{self._name}"
+        return _Link(self._nixl, name, self._region, theirs, self._require_rdma)
 
     def _destroy_link(self, source: Incarnation, error: str) -> None:
         reads = self._links[source].destroy()
@@ -227,8 +244,12 @@ class _Link:
     Errors of NIXL come out as text: an exception's traceback would keep the agent alive that is to be destroyed.
     """
 
-    def __init__(self, nixl: _Nixl, name: str, region: Region, theirs: _Metadata) -> None:
+    def __init__(self, nixl: _Nixl, name: str, region: Region, theirs: _Metadata, require_rdma: bool) -> None:
         self._nixl = nixl
+        self._require_rdma = require_rdma
+        self._name = name
+        self._region = region
+        self._route = Route()
         self._agent = nixl.make_agent(name, region)
         self._alive = weakref.ref(self._agent.agent)
         self._open: dict[Read, Any] = {}
@@ -240,6 +261,14 @@ class _Link:
             self._source_blocks = self._agent.prep_xfer_dlist(theirs.agent, *_blocks(theirs))
         except nixl.errors as error:
             raise TransferError(f"NIXL cannot connect to {theirs.agent}: {_describe(error)}") from error
+
+    def route(self) -> Route:
+        """How blocks come here, which UCX decides as the first read is posted."""
+        if not self._route.wire:
+            log = ucx_log()
+            log.drain()
+            self._route = log.route(self._name, self._region.block_bytes, self._region.device)
+        return self._route
 
     @property
     def idle(self) -> bool:
@@ -280,11 +309,14 @@ class _Link:
                     handle.release()
             self._open[read] = handle = None
         self._agent = self._sink_blocks = self._source_blocks = None
+        ucx_log().forget(self._name)
         if self._alive() is not None:
             raise RuntimeError("a NIXL agent could not be destroyed: its reads may still write")
         return list(self._open)
 
     def _settle(self, read: Read, handle: Any, status: str) -> str | None:
+        if self._require_rdma and (objection := self._objection(status)) is not None:
+            return objection
         if status == "PROC":
             return None
         if status != "DONE":
@@ -293,6 +325,14 @@ class _Link:
         del self._open[read]
         read.finish()
         return None
+
+    def _objection(self, status: str) -> str | None:
+        """Why blocks may not come this way. While a read is under way UCX may not have said the way yet."""
+        route = self.route()
+        if route.suffices(self._region.device) or (status == "PROC" and not route.wire):
+            return None
+        _logger.error("a read into %s would go by %s: --require-rdma refuses it", self._name, route)
+        return f"blocks come by {route}, and --require-rdma refuses that"
 
 
 class _Nixl:
@@ -320,9 +360,10 @@ class _Nixl:
     def make_agent(self, name: str, region: Region) -> Any:
         """An agent with a UCX backend and the region registered. Raises `TransferError`."""
         try:
-            # A progress thread takes a core, even when idle.
-            config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            agent = self._api.nixl_agent(name, config)
+            with asked_for_routes():
+                # A progress thread takes a core, even when idle.
+                config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+                agent = self._api.nixl_agent(name, config)
             if "UCX" not in agent.backends:
                 raise TransferError(f"nixl has no UCX plugin, only {agent.get_plugin_list()}")
             memory = np.array([[region.address, region.num_bytes, region.device_id]], dtype=np.uint64)

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
+from kv_transfer.routes import Route
 
 MAX_METADATA_BYTES = 2**20
 """Largest transport metadata that is looked at; the limit of `Welcome.transport_metadata`."""
@@ -99,6 +100,9 @@ class Transport(Protocol):
         when the source is unknown or a block id is out of range. A source that turns out to be gone gives a FAILED
         read.
         """
+
+    def route(self, source: Incarnation) -> Route:
+        """How blocks come from a source, as far as it is known once a read from there has ended."""
 
     def poll(self) -> None:
         """Make progress, without waiting: move the state of open reads, serve the reads of peers."""

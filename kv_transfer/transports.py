@@ -21,19 +21,20 @@ def transport_maker(
     synchronize: Callable[[], None] = lambda: None,
     peers: PeerNetworks = EVERYWHERE,
     max_registrations: int = DEFAULT_MAX_REGISTRATIONS,
+    require_rdma: bool = False,
 ) -> Callable[[], Transport]:
     """A function that makes the transport `name` ("nixl" or "zmq") over `region`, on the thread that will use it.
 
     `host` is where peers reach this worker; only the ZMQ transport binds it, and only that one is encrypted, by `keys`.
-    NIXL is loaded only when it is asked for. `synchronize` and `max_registrations` are of `NixlTransport`; `peers` are
-    of `ZmqTransport`, for where NIXL connects to stands in metadata that UCX alone can read.
+    NIXL is loaded only when it is asked for. `synchronize`, `max_registrations` and `require_rdma` are of
+    `NixlTransport`; `peers` are of `ZmqTransport`, for where NIXL connects to stands in metadata that UCX alone reads.
     """
 
     def make() -> Transport:
         if name == "nixl":
             from kv_transfer.nixl_transport import NixlTransport
 
-            return NixlTransport(region, me, synchronize, max_registrations)
+            return NixlTransport(region, me, synchronize, max_registrations, require_rdma)
         from kv_transfer.zmq_transport import ZmqTransport
 
         return ZmqTransport(region, me, host, keys, peers)

@@ -8,7 +8,7 @@ from common.runtime.clock import monotonic
 from common.runtime.config import PrefillSettings
 from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import PeerNetworks
-from common.runtime.wire_guard import guard_allocator
+from common.runtime.wire_guard import guard_allocator, guard_route
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 
 
@@ -31,6 +31,7 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
         device_id=cache.device.index or 0,
     )
     guard_allocator(region.device)
+    guard_route(settings, region.device)
     keys = CurveKeys.load(settings.curve_keys)
     peers = PeerNetworks.of(settings)
     make_transport = transport_maker(
@@ -42,6 +43,7 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
         cache.synchronize,
         peers,
         settings.max_registrations,
+        settings.require_rdma,
     )
     worker = PrefillWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()

@@ -596,6 +596,7 @@ class PrefillWorker:
             "phase": self.phase.value,
             "safe_to_delete": self.phase is Phase.DRAINED,
             "transport": self._settings.transport,
+            **self._intake.mover.bandwidths.state(),
             "blocks_used": self._pool.num_used,
             "blocks_limbo": self._pool.num_limbo,
             "blocks_total": self._pool.num_blocks,

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from common.contract.ids import Incarnation
+from kv_transfer.routes import Route
 from kv_transfer.transport import Read, ReadState
 
 
@@ -22,6 +23,7 @@ class Faulty:
         self.raising: dict[str, Exception] = {}
         self.calls: list[tuple[str, Incarnation]] = []
         """Sources that were added and dropped, in order."""
+        self.routes: dict[Incarnation, Route] = {}
         self.num_polls = 0
         self.threads: set[int] = set()
 
@@ -45,6 +47,10 @@ class Faulty:
         self._enter("start_read")
         self.reads.append(Read(source, len(sink_blocks)))
         return self.reads[-1]
+
+    def route(self, source: Incarnation) -> Route:
+        """What the test says."""
+        return self.routes.get(source, Route())
 
     def poll(self) -> None:
         """Count."""

@@ -160,6 +160,9 @@ class WorkerSettings(TierSettings):
         False,
         description="let UCX listen off loopback: whoever reaches its port reads and writes this worker's memory",
     )
+    require_rdma: bool = Field(
+        False, description="move blocks by RDMA or NVLink alone: do not start without, and read nothing over TCP"
+    )
     max_registrations: int = Field(
         DEFAULT_MAX_REGISTRATIONS,
         ge=2,

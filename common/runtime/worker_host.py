@@ -34,7 +34,7 @@ from common.runtime.lifecycle import (
 from common.runtime.logs import configure_logging
 from common.runtime.probes import Probed, ProbeServer
 from common.runtime.ucx_exposure import guard_memory
-from common.runtime.wire_guard import guard_allocator
+from common.runtime.wire_guard import guard_allocator, guard_route
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ def run_worker(
         end_with_parent(settings.end_with_parent)
         guard_allocator(settings.device)  # before the model is loaded; `auto` is known only then
         guard_memory(settings)
+        guard_route(settings, settings.device)
         run(lambda stop: serve(settings, stop))
 
     exit_on_operator_error(main)

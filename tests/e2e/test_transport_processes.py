@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from transport_source import END_BOUND_S, SourceProcess
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
+from kv_transfer.routes import Way
 
 NUM_BLOCKS = 48
 BLOCK_BYTES = 2**20
@@ -95,6 +98,31 @@ async def assert_read_fails(sink: Sink, incarnation: Incarnation) -> str:
     error = await sink.end_of(sink.read(incarnation, [0], [0]))
     assert isinstance(error, TransferError)
     return str(error)
+
+
+WAYS = {"nixl": Way.SHARED_MEMORY, "nixl-tcp": Way.TCP, "zmq": Way.ZMQ}
+
+
+async def test_the_first_read_tells_the_way_and_the_rate(
+    wire: str, source: SourceProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kv_transfer")
+    async with make_sink(wire) as sink:
+        sink.mover.add_source(source.incarnation, source.metadata)
+        for _ in range(2):
+            assert await sink.end_of(sink.read(source.incarnation, EVERY_BLOCK, EVERY_BLOCK)) is None
+        bandwidths = sink.mover.bandwidths
+        assert bandwidths.num_sources == dict.fromkeys(Way, 0) | {WAYS[wire]: 1}
+        assert bandwidths.num_fallbacks == (wire == "nixl-tcp")
+        *_, rates = bandwidths.metrics()
+        assert [(sample.labels, sample.value > 0) for sample in rates.samples] == [({"way": WAYS[wire].value}, True)]
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("first read from")]
+    (line,) = lines
+    assert line.startswith(f"first read from {source.incarnation}: {NUM_BLOCKS * BLOCK_BYTES} bytes in ")
+    assert f"by {WAYS[wire].value}" in line
+    assert ("tcp/" in line) == (wire == "nixl-tcp")
+    left = [name for name in ("UCX_LOG_FILE", "UCX_PROTO_INFO") if name in os.environ]
+    assert not left, "a child would write to a descriptor of its own"
 
 
 async def test_scattered_reads_from_two_sources_in_flight_together(wire: str, source: SourceProcess) -> None:

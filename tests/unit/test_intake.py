@@ -229,12 +229,15 @@ async def test_a_pull_from_begin_to_the_blocks(net: Net) -> None:
     assert net.transport.calls == [("add", net.source.incarnation)]
     values = {metric.name: metric.samples[0].value for metric in net.intake.metrics()}
     assert values.pop("baton_transfer_seconds") > 0
+    assert values.pop("baton_read_bytes_per_second") > 0
     assert values == {
         "baton_pulls": 0,
         "baton_reads": 0,
         "baton_blocks_quarantined": 0,
         "baton_transfer_bytes": 3 * 64,
         "baton_transfer_failures": 0,
+        "baton_sources_read": 0,  # of the first way, RDMA
+        "baton_transfer_fallbacks": 0,
         "baton_kv_registrations": 0,
         "baton_kv_registrations_evicted": 0,
         "baton_sources_refused": 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import random
 import re
 import sys
@@ -24,11 +25,13 @@ from transport_source import END_BOUND_S, POISON, Cache, make_transport
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
 from common.runtime.peer_networks import PeerNetworks
-from kv_transfer import zmq_transport
+from kv_transfer import nixl_transport, zmq_transport
 from kv_transfer.mover import Mover
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.regions import Region
+from kv_transfer.routes import Way
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, ReadId, ReadState, Transport
+from kv_transfer.ucx_log import UcxLog
 from kv_transfer.zmq_transport import (
     MAX_ANSWERS_QUEUED,
     MAX_BLOCKS_PER_PIECE,
@@ -235,6 +238,76 @@ def test_a_read_waits_for_an_agent_while_all_are_reading(pair: Callable[..., Pai
     assert cache.is_poisoned([2])
     sink.start_read(alive.incarnation, [3], [3])
     sink.close()
+
+
+def requiring_rdma(two: Pair) -> NixlTransport:
+    sink = NixlTransport(two.sink_cache.region, new_incarnation(), require_rdma=True)
+    sink.add_source(two.incarnation, two.source.metadata())
+    return sink
+
+
+def read_to_end(sink: Transport, two: Pair) -> Read:
+    read = sink.start_read(two.incarnation, [1], [1])
+    give_up_s = time.monotonic() + END_BOUND_S
+    while read.state is ReadState.PENDING:
+        assert time.monotonic() < give_up_s
+        two.source.poll()
+        sink.poll()
+    return read
+
+
+def test_shared_memory_is_no_fallback_of_host_memory(pair: Callable[..., Pair]) -> None:
+    two = pair("nixl")
+    sink = requiring_rdma(two)
+    assert read_to_end(sink, two).state is ReadState.DONE
+    assert sink.route(two.incarnation).way is Way.SHARED_MEMORY
+    sink.close()
+
+
+def test_a_read_over_tcp_is_refused_where_rdma_is_required(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    two = pair("nixl")
+    two.connect()
+    assert read_to_end(two.sink, two).state is ReadState.DONE, "without the option it works"
+    assert two.sink.route(two.incarnation).way is Way.TCP
+    sink = requiring_rdma(two)
+    for _ in range(2):
+        read = read_to_end(sink, two)
+        assert read.state is ReadState.FAILED
+        assert re.fullmatch(r"blocks come by tcp \(.*tcp/.*\), and --require-rdma refuses that", read.error)
+        assert sink.num_registrations == 1, "the fence: the agent is destroyed before the read is said to have ended"
+    monkeypatch.delenv("UCX_TLS")
+    sink.close()
+
+
+def test_a_way_that_ucx_does_not_tell_is_refused_where_rdma_is_required(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = pair("nixl")
+    monkeypatch.setattr(nixl_transport, "ucx_log", lambda: UcxLog(None, lambda: None))
+    sink = requiring_rdma(two)
+    read = read_to_end(sink, two)
+    assert read.state is ReadState.FAILED
+    assert read.error == "blocks come by unknown, and --require-rdma refuses that"
+    sink.close()
+
+
+@pytest.mark.parametrize("theirs", [None, "off"])
+def test_ucx_reads_by_cuda_ipc_unless_the_operator_forbids_it(
+    theirs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU. Whether UCX then does is not measured yet."""
+    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    monkeypatch.setenv(name, "")  # so that it is as before after the test
+    monkeypatch.delenv(name)
+    nixl_transport._Nixl("cpu")
+    assert name not in os.environ
+    if theirs is not None:
+        monkeypatch.setenv(name, theirs)
+    nixl_transport._Nixl("cuda")
+    assert os.environ[name] == (theirs or "on")
 
 
 def spoil(metadata: bytes, **changes: object) -> bytes:

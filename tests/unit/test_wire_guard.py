@@ -1,15 +1,17 @@
-"""What a worker refuses to start with: memory that cannot be registered."""
+"""What a worker refuses to start with: memory that cannot be registered; no RDMA where it is required."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from common.contract.errors import OperatorError
-from common.runtime.wire_guard import guard_allocator
+from common.runtime.config import DecodeSettings
+from common.runtime.wire_guard import guard_allocator, guard_route
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -49,4 +51,92 @@ def test_a_worker_ends_before_it_loads_anything(role: str) -> None:
     )
     assert ended.returncode != 0
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    """A machine with two RDMA devices, one of them without a cable."""
+    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / device / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+    return tmp_path
+
+
+REQUIRED = DecodeSettings(require_rdma=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "environ"),
+    [
+        ("cpu", {}),
+        ("cpu", {"UCX_TLS": "^tcp"}),
+        ("cpu", {"UCX_TLS": "rc,sm"}),
+        ("cpu", {"UCX_TLS": "rc_mlx5,ud:aux"}),
+        ("cpu", {"UCX_TLS": "^rc"}),
+        ("cpu", {"UCX_NET_DEVICES": "mlx5_0:1,eth0"}),
+        ("cpu", {"UCX_NET_DEVICES": "^eth0"}),
+        ("cpu", {"UCX_NET_DEVICES": "all"}),
+        ("cuda", {"UCX_TLS": "tcp,rc"}),
+    ],
+)
+def test_rdma_that_there_is_is_enough(sysfs: Path, device: str, environ: dict[str, str]) -> None:
+    guard_route(REQUIRED, device, environ, sysfs)
+
+
+@pytest.mark.parametrize(
+    ("device", "environ", "why"),
+    [
+        ("cpu", {"UCX_TLS": "tcp,sm"}, "UCX_TLS=tcp,sm leaves RDMA out"),
+        ("cpu", {"UCX_TLS": "^ib"}, "leaves RDMA out"),
+        ("cpu", {"UCX_TLS": "^rc,dc,ud"}, "leaves RDMA out"),
+        ("cpu", {"UCX_TLS": "tcp,ud:aux"}, "leaves RDMA out"),
+        ("cpu", {"UCX_TLS": "cuda_ipc,tcp"}, "leaves RDMA out"),
+        ("cuda", {"UCX_TLS": "tcp,cuda_copy"}, "leaves RDMA out"),
+        ("cpu", {"UCX_NET_DEVICES": "lo"}, r"UCX_NET_DEVICES=lo leaves out .*mlx5_0"),
+        ("cpu", {"UCX_NET_DEVICES": "mlx5_1:1"}, "leaves out"),
+        ("cpu", {"UCX_NET_DEVICES": "^mlx5_0:1"}, "leaves out"),
+        ("cpu", {"UCX_LOG_FILE": "/tmp/ucx"}, "unset UCX_LOG_FILE"),
+        ("cpu", {"UCX_PROTO_INFO": "y"}, "unset UCX_PROTO_INFO"),
+    ],
+)
+def test_what_keeps_ucx_from_rdma_is_refused(sysfs: Path, device: str, environ: dict[str, str], why: str) -> None:
+    with pytest.raises(OperatorError, match=f"--require-rdma: .*{why}"):
+        guard_route(REQUIRED, device, environ, sysfs)
+    guard_route(DecodeSettings(), device, environ, sysfs)
+
+
+@pytest.mark.parametrize("tls", [None, "^tcp", "cuda,tcp", "cuda_ipc,cuda_copy,tcp,self"])
+def test_a_gpu_may_have_nvlink_alone(tmp_path: Path, tls: str | None) -> None:
+    environ = {} if tls is None else {"UCX_TLS": tls}
+    guard_route(REQUIRED, "cuda", environ, tmp_path)
+    guard_route(REQUIRED, "auto", environ, tmp_path)  # asked again when it is known which
+    with pytest.raises(OperatorError, match=r"no RDMA device with an active port|leaves RDMA out"):
+        guard_route(REQUIRED, "cpu", environ, tmp_path)
+
+
+@pytest.mark.parametrize("tls", ["^cuda", "^cuda_ipc", "tcp,cuda_copy,rc"])
+def test_a_gpu_without_nvlink_needs_rdma(sysfs: Path, tmp_path: Path, tls: str) -> None:
+    guard_route(REQUIRED, "cuda", {"UCX_TLS": tls}, sysfs)
+    with pytest.raises(OperatorError, match="no RDMA device with an active port"):
+        guard_route(REQUIRED, "cuda", {"UCX_TLS": tls}, tmp_path / "none")
+
+
+def test_zmq_is_no_rdma(sysfs: Path) -> None:
+    with pytest.raises(OperatorError, match="--require-rdma: --transport zmq"):
+        guard_route(DecodeSettings(require_rdma=True, transport="zmq"), "cuda", {}, sysfs)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_without_rdma_ends_before_it_loads_anything(role: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", f"{role}_worker", "--require-rdma", "--transport", "zmq", "--model", "/no/such/model"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert "--require-rdma: --transport zmq moves blocks over TCP" in ended.stderr
     assert "Traceback" not in ended.stderr

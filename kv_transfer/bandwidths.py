@@ -1,0 +1,71 @@
+"""How fast blocks come, and which way: what the operator sees of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from common.contract.ids import Incarnation
+from common.runtime.probes import counter
+from kv_transfer.routes import Route, Way
+
+log = logging.getLogger(__name__)
+
+
+class Bandwidths:
+    """Of the reads of one worker, into memory of `device`."""
+
+    def __init__(self, device: str) -> None:
+        self.num_fallbacks = 0
+        """Sources from which blocks came neither by RDMA nor by NVLink, though NIXL moves them."""
+        self._device = device
+        self.num_sources: dict[Way, int] = dict.fromkeys(Way, 0)
+        """Sources by the way of the first read from there."""
+        self._bytes_per_second: dict[Way, float] = {}
+
+    def observe(self, source: Incarnation, route: Route, num_bytes: int, seconds: float, *, first: bool) -> None:
+        """A read is done; it is the `first` from its source."""
+        rate = num_bytes / max(seconds, 1e-9)
+        self._bytes_per_second[route.way] = rate
+        if first:
+            self.num_sources[route.way] += 1
+            text = "first read from %s: %d bytes in %.4f s, %.2f GB/s with the connection set up, by %s"
+            log.info(text, source, num_bytes, seconds, rate / 1e9, route)
+            self._look_for_fallback(source, route)
+
+    def _look_for_fallback(self, source: Incarnation, route: Route) -> None:
+        if self._device == "cuda" and route.same_host and route.way is not Way.CUDA_IPC:
+            text = (
+                "%s is on this host, but blocks come from its GPU by %s and not by cuda_ipc: do the two workers see "
+                "each other's GPUs, and share IPC and PID namespaces?"
+            )
+            log.warning(text, source, route)
+        if not route.falls_back(self._device):
+            return
+        if not self.num_fallbacks:
+            text = (
+                "UCX has fallen back: blocks from %s come by %s. Others are counted in baton_transfer_fallbacks_total "
+                "and not logged; --require-rdma refuses them"
+            )
+            log.warning(text, source, route)
+        self.num_fallbacks += 1
+
+    def state(self) -> Mapping[str, object]:
+        """For `/ready`: sources by way, without those that are 0, and the fallbacks among them."""
+        ways = {way.value: num for way, num in self.num_sources.items() if num}
+        return {"sources_read": ways, "fallbacks": self.num_fallbacks}
+
+    def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of this moment."""
+        text = "Workers from which blocks were read, by the way that they came at first."
+        yield counter("baton_sources_read", text, {way.value: n for way, n in self.num_sources.items()}, "way")
+        text = "Workers from which blocks came neither by RDMA nor by NVLink, though NIXL moves them."
+        yield counter("baton_transfer_fallbacks", text, self.num_fallbacks)
+        text = "Bytes by seconds of the latest read that came this way."
+        family = GaugeMetricFamily("baton_read_bytes_per_second", text, labels=["way"])
+        for way, rate in self._bytes_per_second.items():
+            family.add_metric([way.value], rate)
+        yield family

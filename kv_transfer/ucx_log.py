@@ -1,0 +1,181 @@
+"""What UCX says while it works: the protocol that it has chosen for reads, and its warnings.
+
+UCX tells which transport a read takes only in its own log, which it opens as it is loaded. So the log goes to a file in
+memory that is read here: from the tables of `UCX_PROTO_INFO` the routes are taken, and everything else goes on to the
+log of this process. What UCX says as it aborts does not pass through here: it writes that to stderr.
+
+An operator who has set `UCX_LOG_FILE` or `UCX_PROTO_INFO` gets UCX's log as it is; the routes are then not known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kv_transfer.routes import Route, way_of
+
+MAX_TABLES = 1024
+"""Tables kept: one for each agent that has begun to read and is not forgotten."""
+
+_FILE_VARIABLE, _TABLES_VARIABLE = "UCX_LOG_FILE", "UCX_PROTO_INFO"
+_READS = "*memory*read*"
+"""Tables that UCX shall print, as a pattern over their titles."""
+_CHUNK_BYTES = 2**20
+_PREFIX = re.compile(r"^\[\d+\.\d+\] \[[^\]]*\]\s*")
+_PEER = re.compile(r"(\S+) +(self|intra-node|inter-node) cfg#\d+")
+_LEVEL = re.compile(r"UCX\s+(FATAL|ERROR|WARN|DIAG|INFO|DEBUG|TRACE)")
+_LEVELS = {"FATAL": logging.ERROR, "ERROR": logging.ERROR, "WARN": logging.WARNING, "DIAG": logging.WARNING}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"(\d+)([KMG]?)")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Table:
+    same_host: bool
+    rows: list[tuple[int, float, str]] = field(default_factory=list)
+    """The configuration of reads of `[first, last]` bytes."""
+
+
+class UcxLog:
+    """UCX's log, if `file` is given: a descriptor of what UCX writes to. Any thread may call."""
+
+    def __init__(self, file: int | None, flush: Callable[[], None]) -> None:
+        self._file = file
+        self._flush = flush
+        self._position = 0
+        self._rest = b""
+        self._lock = threading.Lock()
+        self._tables: OrderedDict[tuple[str, bool], _Table] = OrderedDict()
+        """By the agent's name, cut off as UCX does, and whether the table is of GPU memory."""
+        self._peer: tuple[str, str] | None = None
+        self._rows: list[tuple[int, float, str]] | None = None
+
+    @property
+    def heard(self) -> bool:
+        """Whether UCX's log comes here."""
+        return self._file is not None
+
+    def drain(self) -> None:
+        """Read what UCX has written, and pass on what is not a table."""
+        if self._file is None:
+            return
+        with self._lock:
+            self._flush()
+            while data := os.pread(self._file, _CHUNK_BYTES, self._position):
+                self._position += len(data)
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._take(line.decode(errors="replace"))
+                if os.fstat(self._file).st_size == self._position:
+                    os.ftruncate(self._file, 0)  # UCX goes on at its position; what is before it takes no memory
+
+    def route(self, agent: str, block_bytes: int, device: str) -> Route:
+        """How blocks come to the agent of this name, which reads from one source; known once a read is posted."""
+        with self._lock:
+            for (name, on_gpu), table in reversed(self._tables.items()):
+                if agent.startswith(name) and on_gpu == (device == "cuda"):
+                    wire = next((wire for first, last, wire in table.rows if first <= block_bytes <= last), "")
+                    return Route(way=way_of(wire), wire=wire, same_host=table.same_host)
+        return Route()
+
+    def forget(self, agent: str) -> None:
+        """The agent is destroyed."""
+        with self._lock:
+            for name, on_gpu in [key for key in self._tables if agent.startswith(key[0])]:
+                del self._tables[name, on_gpu]
+
+    def _take(self, line: str) -> None:
+        message = _PREFIX.sub("", line).rstrip()
+        if message.startswith("|"):
+            self._take_row([cell.strip() for cell in message.strip("|").split("|")])
+        elif message and not message.startswith("+-"):
+            found = _LEVEL.search(message)
+            log.log(_LEVELS.get(found[1], logging.INFO) if found else logging.WARNING, "UCX: %s", message)
+
+    def _take_row(self, cells: list[str]) -> None:
+        """One line of a table: whose it is, then what it is of, then the rows."""
+        peer = _PEER.fullmatch(cells[0]) if len(cells) == 1 else None
+        if peer is not None:
+            self._peer, self._rows = (peer[1], peer[2]), None
+        elif len(cells) == 1 and self._peer is not None:
+            name, where = self._peer
+            self._peer = None
+            if cells[0].startswith("remote memory read") and where != "self":
+                table = _Table(same_host=where == "intra-node")
+                key = (name, "cuda" in cells[0])
+                self._tables.pop(key, None)
+                self._tables[key] = table
+                self._rows = table.rows
+                if len(self._tables) > MAX_TABLES:
+                    self._tables.popitem(last=False)
+        elif self._rows is not None and len(cells) == 3 and (sizes := _range(cells[0])) is not None:
+            self._rows.append((*sizes, cells[2]))
+
+
+@functools.cache
+def ucx_log() -> UcxLog:
+    """This process's; to be asked for before UCX is loaded."""
+    theirs = os.environ.get(_FILE_VARIABLE) or os.environ.get(_TABLES_VARIABLE)
+    return UcxLog(None if theirs or _library() is not None else os.memfd_create("ucx-log"), _flush)
+
+
+_asking = threading.Lock()
+
+
+@contextlib.contextmanager
+def asked_for_routes() -> Iterator[UcxLog]:
+    """While an agent is made: UCX reads its variables then. They are gone afterwards, for a child has no such file."""
+    told = ucx_log()
+    with _asking:
+        if told.heard:
+            os.environ |= {_FILE_VARIABLE: f"/proc/self/fd/{told._file}", _TABLES_VARIABLE: _READS}
+        try:
+            yield told
+        finally:
+            if told.heard:
+                del os.environ[_FILE_VARIABLE], os.environ[_TABLES_VARIABLE]
+            told.drain()
+
+
+def _range(text: str) -> tuple[int, float] | None:
+    """The bytes of a row, as in `0`, `1..8184`, `64K..inf`; None for the heading."""
+    first, dots, last = text.partition("..")
+    ends = [_size(first), _size(last if dots else first)]
+    return None if ends[0] is None or ends[1] is None else (int(ends[0]), ends[1])
+
+
+def _size(text: str) -> float | None:
+    if text == "inf":
+        return float("inf")
+    found = _SIZE.fullmatch(text)
+    return None if found is None else int(found[1]) * _UNITS[found[2]]
+
+
+def _library() -> str | None:
+    """The file of UCX's base library, if it is loaded."""
+    paths = (line.rpartition(" ")[2] for line in Path("/proc/self/maps").read_text().splitlines())
+    return next((path for path in paths if os.path.basename(path).startswith(("libucs-", "libucs.so"))), None)
+
+
+@functools.cache
+def _loaded() -> ctypes.CDLL | None:
+    path = _library()
+    return None if path is None else ctypes.CDLL(path)
+
+
+def _flush() -> None:
+    """Have UCX write out what it holds back in its buffer; called once UCX is loaded, if it can be."""
+    library = _loaded()
+    if library is not None:
+        library.ucs_log_flush()

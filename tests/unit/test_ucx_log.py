@@ -1,0 +1,190 @@
+"""What UCX's log tells of the way that blocks come, and what is passed on of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kv_transfer.routes import Route, Way, way_of
+from kv_transfer.ucx_log import MAX_TABLES, UcxLog
+
+MIB = 2**20
+STAMP = "[1795512456.853375] [node7:25087:0]   "
+AGENT = "sink-1-baton-298217d24c46e59cb93e5262"
+
+
+def table(name: str, where: str, title: str, *rows: tuple[str, str, str]) -> str:
+    """As UCX 1.23 prints it with `UCX_PROTO_INFO`."""
+    width = max(len(title), 60)
+    line = f"+{'-' * width}+"
+    body = [
+        line,
+        f"| {name[:31]} {where} cfg#1  |",
+        f"| {title} |",
+        line,
+        "| Range | Description | Config |",
+        line,
+        *(f"| {size:>8} | {how} | {wire} |" for size, how, wire in rows),
+        line,
+    ]
+    return "".join(f"{STAMP}{each}\n" for each in body)
+
+
+HOST = "remote memory read by ucp_get*(multi) into host memory from host"
+GPU = "remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda"
+CMA = ("0..inf", "zero-copy", "cma/memory")
+
+
+class Written:
+    """A log that the test writes."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("test")
+        self.num_flushes = 0
+        self.log = UcxLog(self.file, self._flush)
+        self._ucx = os.open(f"/proc/self/fd/{self.file}", os.O_WRONLY)
+
+    def write(self, text: str) -> None:
+        """Where UCX has come to, as UCX does: its position is its own."""
+        os.write(self._ucx, text.encode())
+
+    def _flush(self) -> None:
+        self.num_flushes += 1
+
+    def route(self, agent: str = AGENT, block_bytes: int = MIB, device: str = "cpu") -> Route:
+        """What is known by now."""
+        self.log.drain()
+        return self.log.route(agent, block_bytes, device)
+
+
+@pytest.fixture
+def written() -> Iterator[Written]:
+    each = Written()
+    yield each
+    os.close(each._ucx)
+    os.close(each.file)
+
+
+@pytest.mark.parametrize(
+    ("wire", "way"),
+    [
+        ("rc_mlx5/mlx5_0:1", Way.RDMA),
+        ("50% on rc_mlx5/mlx5_0:1 and 50% on dc_mlx5/mlx5_1:1", Way.RDMA),
+        ("ud_verbs/mlx5_0:1", Way.RDMA),
+        ("cuda_ipc/cuda", Way.CUDA_IPC),
+        ("cma/memory", Way.SHARED_MEMORY),
+        ("sysv/memory", Way.SHARED_MEMORY),
+        ("tcp/lo", Way.TCP),
+        ("52% on tcp/lo and 48% on tcp/eth0", Way.TCP),
+        ("60% on rc_mlx5/mlx5_0:1 and 40% on tcp/eth0", Way.TCP),  # it ends when the slowest has ended
+        ("cuda_copy/cuda, cma/memory", Way.SHARED_MEMORY),
+        ("new_thing/dev0", Way.UNKNOWN),
+        ("", Way.UNKNOWN),
+    ],
+)
+def test_the_way_by_what_ucx_calls_it(wire: str, way: Way) -> None:
+    assert way_of(wire) is way
+
+
+def test_a_table_names_the_route_of_its_agent(written: Written) -> None:
+    assert written.route() == Route()
+    written.write(table(AGENT, "intra-node", HOST, CMA))
+    written.write(table(AGENT.replace("sink-1", "sink-12"), "inter-node", HOST, ("0..inf", "zero-copy", "rc/m:1")))
+    assert written.route() == Route(way=Way.SHARED_MEMORY, wire="cma/memory", same_host=True)
+    assert written.route(AGENT.replace("sink-1", "sink-12")).same_host is False
+    assert written.route(AGENT.replace("sink-1", "sink-2")) == Route()
+    assert written.num_flushes > 0, "UCX holds lines back"
+    written.log.forget(AGENT)
+    assert written.route() == Route()
+
+
+def test_the_row_of_the_blocks_size_counts(written: Written) -> None:
+    rows = (
+        ("0", "short", "rc_mlx5/mlx5_0:1"),
+        ("1..8184", "short", "tcp/lo"),
+        ("8185..512K", "zero-copy", "cma/memory"),
+        ("524289..inf", "zero-copy", "rc_mlx5/mlx5_0:1"),
+    )
+    written.write(table(AGENT, "inter-node", HOST, *rows))
+    ways = [written.route(block_bytes=size).way for size in (0, 4096, 2**19, MIB)]
+    assert ways == [Way.RDMA, Way.TCP, Way.SHARED_MEMORY, Way.RDMA]
+
+
+def test_the_latest_table_counts(written: Written) -> None:
+    """UCX chooses again when it has connected."""
+    written.write(table(AGENT, "inter-node", HOST, ("0..inf", "software emulation", "tcp/eth0")))
+    assert written.route().way is Way.TCP
+    written.write(table(AGENT, "inter-node", HOST, ("0..inf", "zero-copy", "rc_mlx5/mlx5_0:1")))
+    assert written.route().way is Way.RDMA
+
+
+def test_tables_of_other_memory_operations_and_peers_do_not_count(written: Written) -> None:
+    written.write(table(AGENT, "self", HOST, CMA))
+    written.write(table(AGENT, "intra-node", "remote memory write by ucp_put* from host memory to host", CMA))
+    assert written.route() == Route()
+    written.write(table(AGENT, "intra-node", HOST, CMA))
+    assert written.route(device="cuda") == Route()
+    written.write(table(AGENT, "intra-node", GPU, ("0..inf", "zero-copy", "cuda_ipc/cuda")))
+    assert written.route(device="cuda").way is Way.CUDA_IPC
+    assert written.route().way is Way.SHARED_MEMORY
+
+
+def test_a_table_that_is_half_written_is_read_on(written: Written) -> None:
+    text = table(AGENT, "intra-node", HOST, CMA)
+    for start in range(0, len(text), 37):
+        written.write(text[start : start + 37])
+        written.log.drain()
+    assert written.route().way is Way.SHARED_MEMORY
+
+
+def test_what_was_read_takes_no_memory(written: Written) -> None:
+    for _ in range(4):
+        written.write(STAMP + "x" * 300_000 + "\n" + table(AGENT, "intra-node", HOST, CMA))
+        assert written.route().way is Way.SHARED_MEMORY
+        assert os.fstat(written.file).st_size == 0
+    assert os.fstat(written.file).st_blocks == 0
+
+
+def test_tables_are_bounded(written: Written) -> None:
+    for number in range(MAX_TABLES + 1):
+        written.write(table(f"sink-{number}-baton-298217d24c46e59cb93e5262", "intra-node", HOST, CMA))
+    assert written.route("sink-0-baton-298217d24c46e59cb93e5262") == Route()
+    assert written.route(f"sink-{MAX_TABLES}-baton-298217d24c46e59cb93e5262").way is Way.SHARED_MEMORY
+
+
+def test_everything_else_is_passed_on(written: Written, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    for level in ("ERROR", "WARN ", "INFO "):
+        written.write(f"{STAMP[:-2]}         sock.c:331  UCX  {level} connect failed\n")
+    written.write("something\n")
+    written.write(table(AGENT, "intra-node", HOST, CMA))
+    written.log.drain()
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [
+        ("ERROR", "UCX: sock.c:331  UCX  ERROR connect failed"),
+        ("WARNING", "UCX: sock.c:331  UCX  WARN  connect failed"),
+        ("INFO", "UCX: sock.c:331  UCX  INFO  connect failed"),
+        ("WARNING", "UCX: something"),
+    ]
+
+
+def test_a_log_that_goes_elsewhere_tells_nothing() -> None:
+    told = UcxLog(None, lambda: pytest.fail("there is nothing to flush"))
+    told.drain()
+    assert not told.heard
+    assert told.route(AGENT, MIB, "cpu") == Route()
+
+
+@pytest.mark.parametrize("variable", [None, "UCX_LOG_FILE", "UCX_PROTO_INFO"])
+def test_an_operator_who_wants_the_log_gets_it(variable: str | None) -> None:
+    """In a process of its own, for UCX may be loaded in this one."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    script = "from kv_transfer.ucx_log import ucx_log; print(ucx_log().heard)"
+    asked = kept | ({} if variable is None else {variable: "y"})
+    told = subprocess.run([sys.executable, "-c", script], env=asked, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == str(variable is None)
