@@ -112,18 +112,26 @@ class ModelRunner:
         self._graphs = graphs
 
     def warm_up(self) -> None:
-        """Compile every kernel before anybody waits for it, by steps of each kind over the first blocks."""
-        num_tokens = min(2 * self.layout.block_size, self._cache.num_blocks * self.layout.block_size)
-        table = list(range(self.layout.blocks_for(num_tokens)))
-        for params in (
+        """Compile every kernel before anybody waits for it, by steps of each kind over the first blocks: a prompt, one
+        token, both together; without a sample, as in the middle of a prompt, and with each way of sampling."""
+        num_tokens = min(2, self._cache.num_blocks) * self.layout.block_size
+        tokens, table = (0,) * num_tokens, list(range(self.layout.blocks_for(num_tokens)))
+        ways: list[SamplingParams | None] = [
+            None,
             SamplingParams(max_tokens=1, temperature=0.0),
             SamplingParams(max_tokens=1, temperature=1.0),
             SamplingParams(max_tokens=1, temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, logprobs=1),
-        ):
-            sample = Sample(params=params, choice=0, position=num_tokens, token_ids=(), prompt_len=num_tokens)
-            tokens = [0] * num_tokens
-            self.step([Slice(token_ids=tokens, start=0, block_table=table, samples=(sample,))])
-            self.step([Slice(token_ids=[0], start=num_tokens - 1, block_table=table, samples=(sample,))])
+            SamplingParams(max_tokens=1, repetition_penalty=1.1, frequency_penalty=0.1, logit_bias=((0, 1.0),)),
+        ]
+        for params in ways:
+            samples: tuple[Sample, ...] = ()
+            if params is not None:
+                sample = Sample(params=params, choice=0, position=num_tokens, token_ids=tokens, prompt_len=num_tokens)
+                samples = (sample,)
+            prompt = Slice(token_ids=tokens, start=0, block_table=table, samples=samples)
+            last = Slice(token_ids=(0,), start=num_tokens - 1, block_table=table, samples=samples)
+            for slices in ([prompt], [last], [last, prompt]):
+                self.step(slices)
         self._cache.clear(torch.tensor(table, device=self._cache.device))
 
     @property
