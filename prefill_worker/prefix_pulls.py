@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages import MAX_PREFIX_BLOCKS
@@ -23,11 +23,9 @@ _FIRST_GUESS_BYTES_PER_S = 1e9
 _OBSERVATION_WEIGHT = 0.2
 _MAX_RATIO = 4.0
 """Most that one observation counts as, relative to the estimate: the first read from a worker opens connections."""
+_MIN_PATIENCE_S = 1.0
 When = Literal["cost", "always", "never"]
 """Whether to pull what another worker holds: if that is cheaper than computing it, always, never."""
-_MIN_PATIENCE_S: Final = {"cost": 1.0, "always": 5.0}
-"""Least seconds after which a pull that has not ended is given up, and the prompt computed. A worker that is to pull
-always waits longer: there, computing is the last resort, not the cheaper way."""
 MAX_PULLS = 64
 """Prefixes pulled at once; beyond, prompts are computed."""
 
@@ -91,7 +89,7 @@ class PrefixPulls:
             return None
         key = RequestKey(new_request_id(), 1)
         pull = Pull(key, hint.source, request.block_hashes[:end])
-        prefix = PrefixPull(pull, request, now, now + max(_MIN_PATIENCE_S[self._when], 2 * compute_s))
+        prefix = PrefixPull(pull, request, now, now + max(_MIN_PATIENCE_S, 2 * compute_s))
         self._pulls[key] = prefix
         return prefix
 

@@ -141,8 +141,12 @@ async def lengthen(route: Route) -> None:
 
 
 async def test_an_answer_streams_in_more_than_one_paint(open_page: Callable[..., Any]) -> None:
+    """Over a connection on which it takes seconds: a busy machine may paint once in a while."""
     async with open_page() as seen:
         page = seen.page
+        network = await page.context.new_cdp_session(page)
+        slow = {"offline": False, "latency": 0, "downloadThroughput": 20_000, "uploadThroughput": -1}
+        await network.send("Network.emulateNetworkConditions", slow)
         await page.route("**/v1/chat/completions", lengthen)
         await page.evaluate(LOOK_EACH_FRAME)
         await page.get_by_label("Message").fill(MIRA)
