@@ -176,7 +176,7 @@ class ModelRunner:
             return Submitted(slices, None, self._cache, scores)
         # Several choices may be sampled from one row; otherwise there is nothing to copy.
         logits_NV = logits_RV if len(samples) == logits_RV.shape[0] else logits_RV[batch.sample_rows_N]
-        choice = choose(logits_NV, samples, self.config.eos_token_ids, self._backend)
+        choice = choose(logits_NV, samples, self.config.eos_token_ids, self._backend, batch.last_tokens)
         self._chosen_N = choice.tokens_N
         return Submitted(slices, choice, self._cache, scores)
 
