@@ -284,10 +284,10 @@ class DecodeScheduler:
         return chunks
 
     def may_run_ahead(self, step: Step) -> bool:
-        """Whether the next step may be scheduled while `step`, the last one, runs: what it chooses is not needed, and
-        nothing but decode tokens is on its way."""
+        """Whether the next step may be scheduled while `step`, the last one, runs: what it chooses is not needed, as it
+        is for masks, and nothing but decode tokens is on its way."""
         plain = not (step.chunks or step.copies or step.swap_outs or step.swap_ins)
-        return plain and not self.trials and not any(each.sequence.sampling.looks_back for each in step.decodes)
+        return plain and not self.trials and not any(each.sequence.sampling.grammar for each in step.decodes)
 
     def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""

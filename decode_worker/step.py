@@ -73,4 +73,5 @@ def _next_token(generation: Generation, position: int) -> Sample:
         token_ids=sequence.token_ids,
         prompt_len=sequence.prompt_len,
         allowed=None if sequence.grammar_state is None else sequence.grammar_state.allowed,
+        counts=sequence.counts,
     )

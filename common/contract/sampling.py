@@ -89,11 +89,6 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
-    def looks_back(self) -> bool:
-        """Whether each token must be known before the next one is chosen."""
-        return self.penalised or self.grammar is not None
-
-    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0

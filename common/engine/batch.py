@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from common.contract.errors import BatonError, Cause
 from common.contract.messages import TokenLogprobs, TokenScores
 from common.contract.sampling import SamplingParams
+from common.engine.token_counts import TokenCounts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,13 +22,17 @@ class Sample:
     params: SamplingParams
     choice: int
     position: int
-    """Of the token to be sampled, in the whole sequence; equals `len(token_ids)`."""
+    """Of the token to be sampled, in the whole sequence; equals `len(token_ids)`, or one more in a slice that `follows`
+    a sample."""
     token_ids: Sequence[int]
-    """Every token before it: prompt and output. Read only where the parameters look back."""
+    """Every token before it that is known: prompt and output. Read only where the parameters have penalties. It may get
+    longer once the step is planned."""
     prompt_len: int
     """Leading tokens of `token_ids` that are the prompt."""
     allowed: bytes | None = None
     """Where the parameters have a grammar: a bit for each token that may come here (`GrammarState.allowed`)."""
+    counts: TokenCounts | None = None
+    """What earlier steps have counted of `token_ids`, for penalties; without it they are counted anew."""
 
 
 @dataclass(slots=True, kw_only=True)

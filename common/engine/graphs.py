@@ -66,6 +66,8 @@ class DecodeGraphs:
         self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int64, device=cache.device)
         self._chosen = torch.zeros(max_num_seqs, dtype=torch.int64, device=cache.device)
         """The first tokens that the step before has chosen."""
+        self._num_rows = 0
+        """Sequences of the last batch."""
         self._query_start = torch.arange(max_num_seqs + 1, device=cache.device)
 
     @torch.inference_mode()
@@ -99,8 +101,19 @@ class DecodeGraphs:
         if not (fits and known) or rows.num_tokens != num or rows.arrays["logit_rows_R"].size != num:
             return None
         size = next(size for size in self._sizes if size >= num)
+        self._num_rows = num
         self._fill(rows, chosen_N)
         return self._replay(size)[:num]
+
+    def last_tokens(self) -> torch.Tensor:
+        """The token before each row of the last `logits`, `[N]`."""
+        return self._token_ids(self._num_rows)
+
+    def _token_ids(self, size: int) -> torch.Tensor:
+        """Tokens of the first places; those that the step before has chosen are looked up."""
+        sources = self._inputs[_SOURCES, :size]
+        token_ids = self._inputs[_INPUTS.index("token_ids_T"), :size]
+        return torch.where(sources == _NOBODY, token_ids, self._chosen[sources.clamp_min(0)])
 
     def _replay(self, size: int) -> torch.Tensor:
         self._graphs[size].replay()
@@ -130,8 +143,8 @@ class DecodeGraphs:
     def _places(self, size: int) -> RaggedBatch:
         """The batch of all places of a graph. The host cuts the work by lengths: for it every sequence is as long as
         any can be."""
-        token_ids, positions, slot_blocks, slot_offsets, seq_lens, sources, _ = self._inputs[:, :size]
-        token_ids = torch.where(sources == _NOBODY, token_ids, self._chosen[sources.clamp_min(0)])
+        _, positions, slot_blocks, slot_offsets, seq_lens, _, _ = self._inputs[:, :size]
+        token_ids = self._token_ids(size)
         return RaggedBatch(
             token_ids_T=token_ids,
             positions_T=positions,

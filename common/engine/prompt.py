@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from common.contract.messages import MAX_TOLD_TOKENS, Decode, Prefill, PromptLogprobs, Tokens
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, Scored, Slice
 from common.engine.sequence import finish_reason
+from common.engine.token_counts import token_counts
 
 
 def prompt_slice(
@@ -17,6 +18,7 @@ def prompt_slice(
     if there is a grammar. Tokens that follow these are scored if the request asks for it."""
     samples: tuple[Sample, ...] = ()
     if end == len(work.token_ids):
+        counts = token_counts(work.sampling, work.token_ids, work.prompt_len)
         samples = tuple(
             Sample(
                 params=work.sampling,
@@ -25,6 +27,7 @@ def prompt_slice(
                 token_ids=work.token_ids,
                 prompt_len=work.prompt_len,
                 allowed=allowed,
+                counts=counts,
             )
             for choice in work.choices
         )

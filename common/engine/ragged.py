@@ -58,6 +58,10 @@ class RaggedBatch:
         device = chosen_N.device
         self.token_ids_T[to_device(places, torch.int64, device)] = chosen_N[to_device(sources, torch.int64, device)]
 
+    def last_tokens(self) -> torch.Tensor:
+        """The token before each row of logits, `[R]`."""
+        return self.token_ids_T[self.logit_rows_R]
+
     @classmethod
     def of(cls, slices: Sequence[Slice], block_size: int, device: torch.device) -> RaggedBatch:
         """Lay `slices` (at least one) out as tensors."""

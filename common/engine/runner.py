@@ -175,18 +175,25 @@ class ModelRunner:
         rows = Rows.of(slices, self.layout.block_size)
         samples: list[Sample] = [each for one in slices for each in one.samples]
         scores = None
-        logits_RV = None if self._graphs is None else self._graphs.logits(rows, self._chosen_N)
+        logits_RV = None
+        if self._graphs is not None:
+            logits_RV = self._graphs.logits(rows, self._chosen_N)
+            last_tokens_R = self._graphs.last_tokens
         if logits_RV is None:
             batch = rows.on(self._cache.device)
             batch.follow(rows.follows, self._chosen_N)
+            last_tokens_R = batch.last_tokens
             hidden = self._decoder.hidden(batch, self._cache, self._backend)
             logits_RV = self._decoder.logits(hidden, batch.logit_rows_R, self._backend)
             scores = self._score(slices, hidden)
         if not samples:
             return Submitted(slices, None, self._cache, scores)
+        rows_N: slice | torch.Tensor = slice(None)
         if len(samples) != logits_RV.shape[0]:  # several choices are sampled from one row
-            logits_RV = logits_RV[to_device(rows.sample_rows_N, torch.int64, logits_RV.device)]
-        choice = choose(logits_RV, samples, self.config.eos_token_ids, self._backend)
+            rows_N = to_device(rows.sample_rows_N, torch.int64, logits_RV.device)
+        choice = choose(
+            logits_RV[rows_N], samples, self.config.eos_token_ids, self._backend, lambda: last_tokens_R()[rows_N]
+        )
         self._chosen_N = choice.tokens_N
         return Submitted(slices, choice, self._cache, scores)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import isfinite
 
 import numpy as np
@@ -20,6 +19,7 @@ from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
 from common.engine.host_copy import HostCopy, to_device
 from common.engine.logprobs import log_softmax_of
+from common.engine.penalties import LastTokens, penalised
 
 _HIDDEN = float("-inf")
 
@@ -76,14 +76,16 @@ def choose(
     samples: Sequence[Sample],
     eos_token_ids: Collection[int],
     backend: Backend,
+    last_tokens: LastTokens | None = None,
 ) -> Choice:
     """Choose a token for each sample from its row of `logits_NV`, which is left as it was, without waiting for it.
 
     In order: repetition, presence and frequency penalties; biases; what the grammars allow; no ending token before
     `min_tokens`; log probabilities; then the most likely token, or temperature, top-k, top-p, min-p and the inverse of
-    the cumulative distribution at the random number of (seed, choice, position).
+    the cumulative distribution at the random number of (seed, choice, position). `last_tokens` gives each row's token
+    before the one to come; without it these are the last ones of `token_ids`.
     """
-    logits_NV = _penalised(logits_NV.float().contiguous(), samples)
+    logits_NV = penalised(logits_NV.float().contiguous(), samples, last_tokens)
     logits_NV = _biased(logits_NV, samples)
     logits_NV = _within_grammars(logits_NV, samples)
     logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
@@ -95,36 +97,6 @@ def choose(
         rows = to_device(random, torch.int64, logits_NV.device)
         tokens_N[rows] = backend.draw(logits_NV[rows], best_N[rows], [samples[row] for row in random])
     return Choice(samples, tokens_N, best_N, _report(logits_NV, tokens_N, samples))
-
-
-def _penalised(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """Repetition penalty (prompt and output), then presence and frequency penalties (output).
-
-    Only the cells of tokens that occur are touched: C cells, one for each (row, distinct token).
-    """
-    rows = [row for row, each in enumerate(samples) if each.params.penalised]
-    if not rows:
-        return logits_NV
-    lengths = np.array([len(samples[row].token_ids) for row in rows])
-    token_ids = np.fromiter(chain.from_iterable(samples[row].token_ids for row in rows), np.int64, int(lengths.sum()))
-    row_of_token = np.repeat(np.array(rows), lengths)
-    starts = np.cumsum(lengths) - lengths
-    prompt_lens = np.array([samples[row].prompt_len for row in rows])
-    is_output = np.arange(len(token_ids)) - np.repeat(starts + prompt_lens, lengths) >= 0
-
-    cells, cell_of_token = np.unique(row_of_token * logits_NV.shape[1] + token_ids, return_inverse=True)
-    device = logits_NV.device
-    num_output_C = to_device(np.bincount(cell_of_token, weights=is_output), torch.float32, device)
-    params = (each.params for each in samples)
-    penalties_N3 = np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params])
-    repetition_C, presence_C, frequency_C = to_device(
-        penalties_N3[cells // logits_NV.shape[1]].T, torch.float32, device
-    )
-    index_C = to_device(cells, torch.int64, device)
-    x_C = logits_NV.take(index_C)
-    x_C = torch.where(x_C > 0, x_C / repetition_C, x_C * repetition_C)
-    x_C -= presence_C * (num_output_C > 0) + frequency_C * num_output_C
-    return logits_NV.clone().put_(index_C, x_C)
 
 
 def _biased(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from common.contract.ids import RequestKey
 from common.contract.messages import FinishReason
 from common.contract.sampling import SamplingParams
 from common.engine.grammar import GrammarState
+from common.engine.token_counts import token_counts
 
 
 class Sequence:
@@ -19,7 +20,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_table", "choice", "grammar_state", "key", "num_computed", "prompt_len", "sampling", "token_ids",
+        "block_table", "choice", "counts", "grammar_state", "key", "num_computed", "prompt_len", "sampling",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -41,6 +43,8 @@ class Sequence:
         self.sampling = sampling
         self.num_computed = num_computed
         self.block_table = array("q", block_table)
+        self.counts = token_counts(sampling, token_ids, prompt_len)
+        """For penalties: follows `token_ids`, wherever the sequence's blocks are."""
         self.grammar_state = None if sampling.grammar is None else GrammarState()
 
     @property

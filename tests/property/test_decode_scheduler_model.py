@@ -312,7 +312,7 @@ class Traffic:
             if each.follows is not None:
                 assert before is not None
                 assert before.decodes[each.follows] is g, "follows the token of another"
-                assert not g.sequence.sampling.looks_back, "it needs a token that nobody knows"
+                assert g.sequence.sampling.grammar is None, "it needs a token that nobody knows"
                 tokens.append(self.token(g.request, g.sequence.choice, len(tokens)))
             assert (each.start, each.samples[0].position) == (len(tokens) - 1, len(tokens))
             assert len(tokens) - g.sequence.prompt_len < g.sequence.sampling.max_tokens, "goes on beyond its end"

@@ -22,6 +22,7 @@ from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.costs import Costs
 from common.engine.engine import Engine, device_of
 from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
+from common.engine.token_counts import token_counts
 from common.runtime.checkpoint import weights_hash
 from common.runtime.config import DecodeSettings, WorkerSettings
 
@@ -159,9 +160,14 @@ def decode(runner: ModelRunner, tokens: list[int], table: list[int], num: int) -
     return outcomes
 
 
-def test_a_step_may_follow_one_whose_tokens_nobody_knows_yet(runner: ModelRunner) -> None:
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.6, "presence_penalty": 0.4, "frequency_penalty": 0.7}
+
+
+@pytest.mark.parametrize("penalties", [{}, PENALTIES], ids=["without penalties", "with penalties"])
+def test_a_step_may_follow_one_whose_tokens_nobody_knows_yet(runner: ModelRunner, penalties: dict[str, Any]) -> None:
     """Two sequences, one of which leaves, and a third one that comes: in other places each time."""
-    greedy, drawn = SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, temperature=1.5, seed=4)
+    greedy = SamplingParams(max_tokens=9, **penalties)
+    drawn = SamplingParams(max_tokens=9, temperature=1.5, seed=4, **penalties)
     prompts = {name: PROMPT[:size] for name, size in (("a", 5), ("b", 9), ("c", 3))}
     tables = {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9, 10, 11]}
     plan = ["ab", "ba", "bac", "cb", "bc"]
@@ -181,7 +187,12 @@ def test_a_step_may_follow_one_whose_tokens_nobody_knows_yet(runner: ModelRunner
                     block_table=tables[name],
                     samples=(
                         Sample(
-                            params=params, choice=0, position=num_tokens, token_ids=(), prompt_len=len(prompts[name])
+                            params=params,
+                            choice=0,
+                            position=num_tokens,
+                            token_ids=tokens[name],
+                            prompt_len=len(prompts[name]),
+                            counts=counts[name],
                         ),
                     ),
                     follows=follows,
@@ -193,6 +204,7 @@ def test_a_step_may_follow_one_whose_tokens_nobody_knows_yet(runner: ModelRunner
     for ahead in (False, True):
         runner.cache.blocks.zero_()
         tokens = {name: list(prompt) for name, prompt in prompts.items()}
+        counts = {name: token_counts(greedy, tokens[name], len(prompt)) for name, prompt in prompts.items()}
         waiting: list[tuple[str, Any]] = []
         for step in range(len(plan)):
             waiting.append((plan[step], runner.submit(slices(step, tokens, known=not ahead))))

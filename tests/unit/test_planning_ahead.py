@@ -114,7 +114,7 @@ def test_who_ends_with_the_step_before_does_not_give_way() -> None:
     assert ending.sequence.num_output == 2
 
 
-def test_no_step_is_planned_while_a_suspect_or_a_penalty_needs_to_know() -> None:
+def test_no_step_is_planned_while_a_suspect_or_a_grammar_needs_to_know() -> None:
     bench = Ahead(num_blocks=16, memory_reserve=EAGER)
     bench.run(request("plain", 5))
     begun = bench.begin(None)
@@ -130,9 +130,24 @@ def test_no_step_is_planned_while_a_suspect_or_a_penalty_needs_to_know() -> None
     begun = bench.begin(None)
     assert bench.scheduler.may_run_ahead(begun[1])
     bench.end(begun)
-    [penalised] = bench.enter(request("penalised", 5))
-    penalised.sequence.sampling = replace(penalised.sequence.sampling, presence_penalty=1.0)
+    [within_grammar] = bench.enter(request("within a grammar", 5))
+    within_grammar.sequence.sampling = replace(within_grammar.sequence.sampling, grammar="start: /a*/")
     assert not bench.scheduler.may_run_ahead(bench.begin(None)[1])
+
+
+def test_penalties_do_not_need_to_know() -> None:
+    """The device has the token that the host does not know yet."""
+    bench = Ahead(num_blocks=16, memory_reserve=EAGER)
+    penalised = request("penalised", 5)
+    sampling = replace(penalised.work.sampling, presence_penalty=1.0, repetition_penalty=1.2)
+    penalised.work = replace(penalised.work, sampling=sampling)
+    [generation] = bench.enter(penalised)
+    first = bench.begin(None)
+    assert bench.scheduler.may_run_ahead(first[1])
+    second = bench.begin(first[1])
+    [ahead] = second[1].slices(first[1])
+    assert (ahead.follows, ahead.samples[0].position) == (0, generation.sequence.num_tokens + 1)
+    assert ahead.samples[0].counts is generation.sequence.counts is not None
 
 
 def test_an_abort_before_the_engine_has_the_step_that_was_planned_harms_nobody() -> None:

@@ -1,0 +1,72 @@
+"""Penalties on tokens that have occurred: repetition (prompt and output), then presence and frequency (output).
+
+The host counts every token but the last of each row, which a step that runs ahead does not know: the device has it.
+Shapes: N rows, W of them with penalties, V vocabulary, C cells, one for each (row with penalties, distinct token).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from common.engine.batch import Sample
+from common.engine.host_copy import to_device
+from common.engine.token_counts import TokenCounts
+
+LastTokens = Callable[[], torch.Tensor]
+"""The last token of each row, `[N]` on the device."""
+
+
+def penalised(
+    logits_NV: torch.Tensor, samples: Sequence[Sample], last_tokens: LastTokens | None = None
+) -> torch.Tensor:
+    """`logits_NV`, float32, less the penalties of their rows; what is given is left as it was.
+
+    Without `last_tokens` the host knows them all. The distinct tokens go to the device, and no others are touched.
+    """
+    rows = [row for row, each in enumerate(samples) if each.params.penalised]
+    if not rows:
+        return logits_NV
+    counts = [_counted(samples[row]) for row in rows]
+    in_output = [samples[row].position > samples[row].prompt_len for row in rows]
+    num_cells = [len(each.tokens) for each in counts]
+    device, total = logits_NV.device, sum(num_cells)
+    parts = [*(each.tokens for each in counts), *(each.nums for each in counts)]
+    parts += [array("i", each) for each in (num_cells, rows, in_output)]
+    flat = to_device(np.frombuffer(bytearray().join(parts), np.int32), torch.int32, device).long()
+    tokens_C, nums_C, num_cells_W, rows_W, in_output_W = torch.split(flat, [total, total, *[len(rows)] * 3])
+    params = [samples[row].params for row in rows]
+    penalties_W3 = to_device(
+        [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in params],
+        torch.float32,
+        device,
+    )
+    if last_tokens is None:
+        last_W = to_device([samples[row].token_ids[samples[row].position - 1] for row in rows], torch.int64, device)
+    else:
+        last_W = last_tokens()[rows_W]
+    of_W = torch.arange(len(rows), device=device)
+    of_C = of_W.repeat_interleave(num_cells_W, output_size=total)
+    nums_C = nums_C + (tokens_C == last_W[of_C]) * in_output_W[of_C]
+
+    # The last tokens first, as if they were new to their rows; cells of those that are not come over them.
+    penalised_NV = logits_NV.clone()
+    for of, tokens, nums in ((of_W, last_W, in_output_W), (of_C, tokens_C, nums_C)):
+        index = rows_W[of] * logits_NV.shape[1] + tokens
+        repetition, presence, frequency = penalties_W3[of].unbind(1)
+        x = logits_NV.take(index)
+        x = torch.where(x > 0, x / repetition, x * repetition)
+        num_output = nums.float()
+        x -= presence * (num_output > 0) + frequency * num_output
+        penalised_NV.put_(index, x)
+    return penalised_NV
+
+
+def _counted(sample: Sample) -> TokenCounts:
+    """All tokens but the last."""
+    counts = sample.counts or TokenCounts(sample.token_ids, sample.prompt_len, sample.params)
+    counts.count(sample.position - 1)
+    return counts

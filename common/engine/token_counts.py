@@ -1,0 +1,48 @@
+"""How often each token has occurred in a sequence whose parameters have penalties, kept from step to step. No torch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from common.contract.sampling import SamplingParams
+
+
+class TokenCounts:
+    """The distinct tokens that concern the penalties of one sequence, and their occurrences in the output.
+
+    Only the engine's thread counts. The sequence may grow meanwhile; what it has got does not change.
+    """
+
+    __slots__ = ("_num_counted", "_places", "_prompt_len", "_start", "_token_ids", "nums", "tokens")
+
+    def __init__(self, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self._token_ids = token_ids
+        self._prompt_len = prompt_len
+        self._start = 0 if sampling.repetition_penalty != 1.0 else prompt_len
+        """The other penalties do not concern the prompt."""
+        self._num_counted = 0
+        self._places: dict[int, int] = {}
+        """Token → where it is in `tokens`."""
+        self.tokens = array("i")
+        """Each token once, in the order of first occurrence."""
+        self.nums = array("i")
+        """Occurrences of each of them in the output."""
+
+    def count(self, end: int) -> None:
+        """Count tokens `[0, end)` of the sequence; those that have been counted already cost nothing."""
+        start, self._num_counted = self._num_counted, end
+        assert start <= end, f"{start} tokens are counted, {end} are asked for"
+        places = self._places
+        for token in dict.fromkeys(self._token_ids[max(start, self._start) : end]):
+            if token not in places:
+                places[token] = len(places)
+                self.tokens.append(token)
+                self.nums.append(0)
+        for token in self._token_ids[max(start, self._prompt_len) : end]:
+            self.nums[places[token]] += 1
+
+
+def token_counts(sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> TokenCounts | None:
+    """Nothing counted yet; None where there are no penalties."""
+    return TokenCounts(token_ids, prompt_len, sampling) if sampling.penalised else None
