@@ -124,17 +124,17 @@ def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(
         torch.testing.assert_close(runner.cache.blocks, written, rtol=1e-4, atol=1e-4)
 
 
-def follow_step_by_step(runner: ModelRunner) -> list[list[tuple[Sampled, ...]]]:
+def follow_step_by_step(runner: ModelRunner, params: SamplingParams) -> list[list[tuple[Sampled, ...]]]:
     """Three prompts in one step, then steps that are planned before the tokens are known; sequences leave, and change
-    places."""
+    places. What the host knows of the tokens are the prompts."""
     prompts = [list(range(10, 30)), list(range(40, 71)), [5]]
-    params = SamplingParams(max_tokens=9, temperature=0.0)
     submitted, before = [], [0, 1, 2]
     for step, order in enumerate(([0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1])):
         slices = []
         for row in order:
             position = len(prompts[row]) + step
-            sample = Sample(params=params, choice=0, position=position, token_ids=(), prompt_len=len(prompts[row]))
+            known = prompts[row]
+            sample = Sample(params=params, choice=0, position=position, token_ids=known, prompt_len=len(known))
             slices.append(
                 Slice(
                     token_ids=[0] if step else prompts[row],
@@ -149,14 +149,16 @@ def follow_step_by_step(runner: ModelRunner) -> list[list[tuple[Sampled, ...]]]:
     return [each.outcomes() for each in submitted]
 
 
+@pytest.mark.parametrize("repetition_penalty", [1.0, 3.0])
 def test_tokens_that_follow_the_step_before_are_looked_up_in_the_graph(
-    device: torch.device, checkpoint: Callable[[str], Path]
+    device: torch.device, checkpoint: Callable[[str], Path], repetition_penalty: float
 ) -> None:
     folder = checkpoint("llama")
-    expected = follow_step_by_step(runner_of(folder, device, TritonBackend(device)))
+    params = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=repetition_penalty)
+    expected = follow_step_by_step(runner_of(folder, device, TritonBackend(device)), params)
     runner = runner_of(folder, device, TritonBackend(device))
     runner._graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=4, max_blocks=4)
-    assert follow_step_by_step(runner) == expected
+    assert follow_step_by_step(runner, params) == expected
     assert runner._graphs.replayed == 2
     assert len({str(each) for each in expected}) == 4
 
