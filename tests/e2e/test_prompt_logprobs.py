@@ -171,7 +171,7 @@ async def test_another_worker_goes_on_where_the_client_is(checkpoint: Callable[[
                 prefill[second][1].release()
         assert lost, "nothing was lost"
         assert (len(told), len(output)) == (LENGTH - 1, 3)
-        # The decode worker may tell of the lost source before the gateway knows, and the next attempt begins there again.
+        # The decode worker may tell of it before the gateway knows, and then the next attempt begins there once more.
         assert 1 <= dispatcher.recovery.failovers.total() <= 2
         again = replace(asked, prompt_logprobs=None)
         assert [t async for d in dispatcher.generate(again) if isinstance(d, Delta) for t in d.token_ids] == output
