@@ -50,6 +50,16 @@ def versus(run: Run) -> str:
     return table(head, rows) + (f"\nFailed requests: {note}.\n" if note else "")
 
 
+def against(run: Run) -> str:
+    """Show decode steps and decode attention of a tree beside those of another one."""
+    rows = []
+    for kind, each in ((kind, each) for kind, cases in run["figures"].items() for each in cases):
+        ours, theirs = each["ms"]
+        ratio = of_rounds(each["ratio"], "{:.2f}")
+        rows.append([kind, ", ".join(map(str, each["case"])), f"{ours:.1f} / {theirs:.1f}", ratio])
+    return table(["what", "case", "least ms, after / before", "ratio"], rows)
+
+
 def decode_floor(run: Run) -> str:
     """Decode steps compared with the least time for reading and computing."""
     rows = [
@@ -508,6 +518,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "versus-0.5b-bfloat16-sharegpt": versus,
     "decode-floor-0.5b-1": decode_floor,
     "decode-floor-15m-1": decode_floor,
+    "against": against,
     "step-overhead": step_overhead,
     "steady": steady,
     "bench-agreement": agreement,
