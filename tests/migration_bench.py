@@ -44,6 +44,7 @@ from common.runtime.config import DecodeSettings
 from decode_worker.request import Generation
 from decode_worker.worker import DecodeWorker
 from kv_transfer import intake
+from kv_transfer.bandwidths import Bandwidths
 from kv_transfer.transport import ReadId
 
 BLOCK_SIZE = 4
@@ -214,6 +215,8 @@ class Reads:
         self.sources: set[Incarnation] = set()
         self.serving = False
         self.num_blocks_read = 0
+        self.num_registrations = 0
+        self.bandwidths = Bandwidths("cpu")
 
     def set_serving(self, serving: bool) -> None:
         """Whether others read here."""
