@@ -31,6 +31,7 @@ from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
+from common.runtime.config import DEFAULTS_BY_DEVICE
 from gateway.routing.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
@@ -157,7 +158,9 @@ class Bench:
         gateway = await asyncio.to_thread(Worker, "gateway", options)
         async with aiohttp.ClientSession() as session:
             streams = [asyncio.create_task(self._ask(session, gateway.http)) for _ in range(4)]
-            while await self._held(session) < 4 * (200 // 16):  # until a decode worker holds every prompt
+            while await self._held(session) < 4 * (
+                200 // DEFAULTS_BY_DEVICE["cpu"]["block_size"]
+            ):  # until a decode worker holds every prompt
                 await asyncio.sleep(0.01)
             gateway.signal(signal.SIGKILL)
             began = time.perf_counter()
