@@ -23,7 +23,6 @@ _FIRST_GUESS_BYTES_PER_S = 1e9
 _OBSERVATION_WEIGHT = 0.2
 _MAX_RATIO = 4.0
 """Most that one observation counts as, relative to the estimate: the first read from a worker opens connections."""
-_MIN_PATIENCE_S = 1.0
 When = Literal["cost", "always", "never"]
 """Whether to pull what another worker holds: if that is cheaper than computing it, always, never."""
 MAX_PULLS = 64
@@ -44,10 +43,16 @@ class PrefixPull:
 
 
 class PrefixPulls:
-    """The pulls under way, by their own request ids."""
+    """The pulls under way, by their own request ids.
 
-    def __init__(self, me: Incarnation, block_size: int, block_bytes: int, costs: Costs, when: When) -> None:
+    A prompt waits for its pull for `patience_s` seconds, or twice what computing would take if that is longer.
+    """
+
+    def __init__(
+        self, me: Incarnation, block_size: int, block_bytes: int, costs: Costs, when: When, patience_s: float
+    ) -> None:
         self._me = me
+        self._patience_s = patience_s
         self._block_size = block_size
         self._when = when
         self._costs = costs
@@ -89,7 +94,7 @@ class PrefixPulls:
             return None
         key = RequestKey(new_request_id(), 1)
         pull = Pull(key, hint.source, request.block_hashes[:end])
-        prefix = PrefixPull(pull, request, now, now + max(_MIN_PATIENCE_S, 2 * compute_s))
+        prefix = PrefixPull(pull, request, now, now + max(self._patience_s, 2 * compute_s))
         self._pulls[key] = prefix
         return prefix
 

@@ -143,7 +143,14 @@ class PrefillWorker:
             unattached_ttl_s=settings.unattached_ttl_s,
             checksum=region.crc32 if settings.checksums else None,
         )
-        self._prefix_pulls = PrefixPulls(me, self._block_size, layout.block_bytes, engine.costs, settings.pull_prefixes)
+        self._prefix_pulls = PrefixPulls(
+            me,
+            self._block_size,
+            layout.block_bytes,
+            engine.costs,
+            settings.pull_prefixes,
+            settings.pull_patience_s,
+        )
         self._feed = CacheFeed(self._pool, server.send)
         self._trial_feed = TrialFeed(self._scheduler.trials, self._gateway_of, server.send)
         self._masks = Masks(engine.runner.grammars)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -102,6 +103,16 @@ class SourceProcess:
         """SIGCONT."""
         self._signal(signal.SIGCONT)
 
+    def hold(self) -> None:
+        """Stop every thread of Python's, but none of its libraries': connections stay alive, and nobody serves them."""
+        self._signal(signal.SIGUSR1)
+        assert self._ready.poll(END_BOUND_S)
+        assert self._ready.recv() == "held"
+
+    def let_go(self) -> None:
+        """End `hold`."""
+        self._signal(signal.SIGUSR2)
+
     def _signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
@@ -140,6 +151,14 @@ async def _serve(ready: Connection, kind: str, incarnation: Incarnation, shape: 
     mover = Mover(cache.region, lambda: make_transport(kind, cache.region, incarnation), unexpected, unexpected)
     metadata = await mover.start()
     mover.set_serving(True)
+    libc = ctypes.PyDLL(None)  # its functions run with the interpreter's lock held
+
+    def hold(*_: object) -> None:
+        ready.send("held")
+        libc.pause()
+
+    signal.signal(signal.SIGUSR1, hold)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
     ready.send((metadata, cache.region.crc32(range(cache.region.num_blocks))))
     await asyncio.to_thread(ready.poll, None)
     await mover.close()

@@ -210,6 +210,9 @@ class PrefillSettings(WorkerSettings):
     pull_prefixes: Literal["cost", "always", "never"] = Field(
         "cost", description="whether to pull a prompt's beginning that another worker holds; cost: if that is cheaper"
     )
+    pull_patience_s: float = Field(
+        1.0, gt=0, le=60, description="least seconds after which a pull that has not ended is given up"
+    )
     unattached_ttl_s: float = Field(30.0, gt=0, description="seconds an offer waits for a decode worker to attach")
 
 

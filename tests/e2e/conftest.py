@@ -14,7 +14,8 @@ from playwright.async_api import Browser
 from stack import BLOCK_BYTES, MODEL, Process, Workers
 
 NUM_SMALL_BLOCKS = 40
-_PULLING = ("--chunk-size", "64", "--pull-prefixes", "always")
+_PULLING = ("--chunk-size", "64", "--pull-prefixes", "always", "--pull-patience-s", "4")
+"""A pull on a busy machine may take longer than its second."""
 _WIRES: dict[str, Any] = {
     "zmq": {"options": ("--transport", "zmq", "--checksums")},
     "nixl-tcp": {"options": ("--checksums",), "env": {"UCX_TLS": "tcp"}},
