@@ -3,16 +3,66 @@
 A block is contiguous in the cache and here, so each is moved by one plain copy, straight from one to the other. Indexed
 copies of many blocks at once were measured to be no quicker for small blocks and seven times slower for large ones:
 they gather into a buffer first.
+
+A GPU copies on a stream of its own, beside the step that is computed meanwhile. A step waits for the copies before it
+if it writes a block that is read, or uses one that is written; otherwise they are waited for at its end. So nothing is
+being swapped any more when the outcomes of a step are known.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from common.contract.kv_layout import KVLayout
+from common.engine.batch import Slice
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""(to, from)."""
+
+
+class Lane(Protocol):
+    """Where copies are made."""
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Begin these, after whatever the device has been asked before."""
+
+    def join(self) -> None:
+        """Let whatever the device is asked next wait for them."""
+
+
+class Inline:
+    """In the order of everything else: what a CPU does."""
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """See `Lane.copy`."""
+        for to, source in copies:
+            to.copy_(source)
+
+    def join(self) -> None:
+        """See `Lane.join`."""
+
+
+class SideStream:
+    """A stream of a GPU beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """See `Lane.copy`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+
+    def join(self) -> None:
+        """See `Lane.join`."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class HostSwap:
@@ -21,29 +71,75 @@ class HostSwap:
     Block `i` of it is *host slot* `i`. Who may use a slot is decided by the caller.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, lane: Lane | None = None) -> None:
         """Allocate for a cache on `device`.
 
         On a CPU, memory that no sequence was ever swapped to costs nothing: it is not touched. For CUDA it is pinned,
-        hence resident.
+        hence resident. Copies are made on `lane`; by default on a stream beside the others where there are streams.
+        Raises `RuntimeError` without memory.
         """
         assert num_blocks >= 0, num_blocks
         self.num_blocks = num_blocks
+        self._block_size = layout.block_size
         shape = (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
-        self._slots = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=device.type == "cuda")
+        self._slots = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
+        on_gpu = device.type == "cuda"
+        if on_gpu and num_blocks:
+            pin(self._slots)
+        self._lane = lane or (SideStream(device) if on_gpu else Inline())
+        self._read: set[int] = set()
+        """Blocks that are being copied to the host."""
+        self._written: set[int] = set()
+        """Blocks that are being copied from the host."""
 
     def swap_out(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of `cache` to slots: pairs (block, host slot), before whatever the device is asked next."""
-        _copy(cache.blocks, self._slots, pairs)
+        """Copy blocks of `cache` to slots: pairs (block, host slot), after whatever the device was asked before."""
+        self._copy(cache.blocks, self._slots, pairs)
+        self._read.update(block for block, _ in pairs)
 
     def swap_in(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slots to blocks of `cache`: pairs (host slot, block), before whatever the device is asked next."""
-        _copy(self._slots, cache.blocks, pairs)
+        """Copy slots to blocks of `cache`: pairs (host slot, block), after whatever the device was asked before."""
+        self._copy(self._slots, cache.blocks, pairs)
+        self._written.update(block for _, block in pairs)
+
+    def _copy(self, source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        assert len({dst for _, dst in pairs}) == len(pairs), f"two blocks to one place: {pairs}"
+        for src, dst in pairs:
+            assert 0 <= src < len(source), f"nothing is at {src}, there are {len(source)}"
+            assert 0 <= dst < len(destination), f"no room at {dst}, there are {len(destination)}"
+        if pairs:
+            self._lane.copy([(destination[dst], source[src]) for src, dst in pairs])
+
+    def clashes_with(self, slices: Sequence[Slice]) -> bool:
+        """Whether a step of `slices` may not run beside what is being swapped."""
+        if not self._read and not self._written:
+            return False
+        size = self._block_size
+        for each in slices:
+            end_block = -(-(each.start + len(each.token_ids)) // size)
+            if not self._read.isdisjoint(each.block_table[each.start // size : end_block]):
+                return True
+            if not self._written.isdisjoint(each.block_table[:end_block]):
+                return True
+        return False
+
+    def join(self) -> None:
+        """Let whatever the device is asked next come after what was swapped."""
+        if self._read or self._written:
+            self._lane.join()
+            self._read.clear()
+            self._written.clear()
 
 
-def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    assert len({dst for _, dst in pairs}) == len(pairs), f"two blocks to one place: {pairs}"
-    for src, dst in pairs:
-        assert 0 <= src < len(source), f"nothing is at {src}, there are {len(source)}"
-        assert 0 <= dst < len(destination), f"no room at {dst}, there are {len(destination)}"
-        destination[dst].copy_(source[src], non_blocking=True)
+def pin(tensor: torch.Tensor) -> None:
+    """Make memory of the host known to CUDA, which then reads and writes it beside what it computes, until the tensor
+    is gone. What torch itself pins it rounds up to a power of two. Raises `RuntimeError` if that is refused."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    storage = tensor.untyped_storage()
+    torch.cuda.check_error(cudart.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
+    weakref.finalize(tensor, _unpin, cudart, storage)
+
+
+def _unpin(cudart: object, storage: torch.UntypedStorage) -> None:
+    """The storage outlives the tensor by this call."""
+    cudart.cudaHostUnregister(storage.data_ptr())  # type: ignore[attr-defined]

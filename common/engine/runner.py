@@ -171,7 +171,10 @@ class ModelRunner:
         Does not wait for a GPU. The slices may follow samples of the step that was submitted before.
         """
         if not slices:
+            self._swap.join()
             return Submitted(slices, None, self._cache)
+        if self._swap.clashes_with(slices):
+            self._swap.join()
         rows = Rows.of(slices, self.layout.block_size)
         samples: list[Sample] = [each for one in slices for each in one.samples]
         scores = None
@@ -186,6 +189,7 @@ class ModelRunner:
             hidden = self._decoder.hidden(batch, self._cache, self._backend)
             logits_RV = self._decoder.logits(hidden, batch.logit_rows_R, self._backend)
             scores = self._score(slices, hidden)
+        self._swap.join()  # before the outcomes are copied: who knows them knows that the swaps are over
         if not samples:
             return Submitted(slices, None, self._cache, scores)
         rows_N: slice | torch.Tensor = slice(None)
@@ -209,6 +213,7 @@ class ModelRunner:
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copy the KV of block `src` to block `dst`."""
+        self._swap.join()
         self._cache.copy_block(src, dst)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:

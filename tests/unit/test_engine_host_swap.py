@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from common.contract.kv_layout import DTYPE_BYTES, KVLayout
-from common.engine.host_swap import HostSwap
+from common.engine.batch import Slice
+from common.engine.host_swap import HostSwap, pin
 from common.engine.kv_cache import KVCache
 
 CPU = torch.device("cpu")
@@ -36,10 +37,12 @@ def test_a_block_comes_back_bit_for_bit_elsewhere(dtype: str, device: str) -> No
     scribble(cache)
     was = {block: bits(cache, block) for block in range(9)}
     swap.swap_out(cache, [(7, 3), (0, 1), (4, 0)])
+    swap.join()
     assert {block: bits(cache, block) for block in range(9)} == was, "swapping out changed the cache"
     scribble(cache)
     others = {block: bits(cache, block) for block in (0, 3, 4, 5, 7, 8)}
     swap.swap_in(cache, [(0, 1), (3, 6), (1, 2)])
+    swap.join()
     assert (bits(cache, 1), bits(cache, 6), bits(cache, 2)) == (was[4], was[7], was[0])
     assert {block: bits(cache, block) for block in others} == others, "another block was written"
 
@@ -90,6 +93,76 @@ def test_two_blocks_do_not_go_to_one_place() -> None:
         swap.swap_out(cache, [(0, 2), (1, 2)])
     with pytest.raises(AssertionError, match="two blocks to one place"):
         swap.swap_in(cache, [(0, 2), (1, 2)])
+
+
+def piece(start: int, num_tokens: int, *table: int) -> Slice:
+    return Slice(token_ids=[0] * num_tokens, start=start, block_table=table)
+
+
+def test_a_step_waits_if_it_writes_what_goes_out_or_uses_what_comes_in() -> None:
+    """Blocks have 8 slots."""
+    cache, swap = KVCache(LAYOUT, 9, CPU), HostSwap(LAYOUT, 4, CPU)
+    assert not swap.clashes_with([piece(0, 8, 3)])
+    swap.swap_out(cache, [(3, 0), (4, 1)])
+    assert swap.clashes_with([piece(0, 8, 3)])
+    assert swap.clashes_with([piece(0, 8, 1), piece(7, 2, 1, 4)])
+    assert swap.clashes_with([piece(15, 1, 1, 4)])
+    assert not swap.clashes_with([piece(16, 1, 3, 4, 5)]), "it reads them, as the copy does"
+    assert not swap.clashes_with([piece(8, 8, 1, 2, 3, 4)]), "it does not come so far"
+    swap.swap_in(cache, [(0, 6)])
+    assert swap.clashes_with([piece(16, 1, 3, 6, 5)])
+    assert not swap.clashes_with([piece(0, 8, 5, 6)])
+    swap.join()
+    assert not swap.clashes_with([piece(0, 8, 3), piece(16, 1, 3, 6, 5)])
+
+
+class Cudart:
+    """What is known of memory of the host."""
+
+    def __init__(self, code: int = 0) -> None:
+        self._code = code
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        self.registered[address] = num_bytes
+        return self._code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
+def test_memory_is_pinned_as_it_is_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    slots = torch.empty(3, 1000, dtype=torch.uint8)
+    pin(slots)
+    assert cudart.registered == {slots.data_ptr(): 3000}
+    one = slots[1]
+    del slots
+    assert list(cudart.registered.values()) == [3000], "a part of it can still be written"
+    del one
+    assert cudart.registered == {}
+
+
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(code: int) -> None:
+        raise RuntimeError(f"CUDA error {code}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(code=2))
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        pin(torch.empty(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_slots_are_pinned() -> None:
+    swap = HostSwap(LAYOUT, 4, torch.device("cuda"))
+    assert swap._slots.is_pinned()
+    assert swap._slots.untyped_storage().nbytes() == 4 * LAYOUT.block_bytes
 
 
 def test_room_that_is_not_used_costs_no_memory() -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ from checkpoints import make_checkpoint
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import SamplingParams
+from common.engine import native
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.costs import Costs
 from common.engine.engine import Engine, device_of
+from common.engine.host_swap import Copy, HostSwap
+from common.engine.native.backend import NativeBackend
 from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
 from common.engine.token_counts import token_counts
 from common.runtime.checkpoint import weights_hash
@@ -40,6 +43,56 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runner(folder: Path) -> ModelRunner:
     return load_runner(folder, kv_cache_bytes=2**16, block_size=BLOCK_SIZE, dtype="float32", swap_bytes=2**14)
+
+
+class LateLane:
+    """Makes each copy at the last moment that is left to it: as slow as a stream beside the others can be."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.copies: list[Copy] = []
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        self.copies += copies
+
+    def join(self) -> None:
+        self.log.append("swapped")
+        for to, source in self.copies:
+            to.copy_(source)
+        self.copies.clear()
+
+
+class Late(ModelRunner):
+    """A runner whose swaps are late; `log` has them, and what is computed, in their order."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        log: list[str] = []
+
+        class Logged(NativeBackend):
+            def __init__(self, kernels: native.Kernels) -> None:
+                super().__init__(kernels)
+
+                def best(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                    log.append("sampled")
+                    return kernels.best(logits_RV)
+
+                self.best = best
+
+            def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
+                log.append("computed")
+                return super().embed(token_ids_T, table_VE)
+
+        kernels = native.kernels()
+        assert kernels is not None
+        self.lane, self.log = LateLane(log), log
+        swap = HostSwap(runner.layout, runner.num_host_blocks, runner.cache.device, self.lane)
+        super().__init__(runner._decoder, runner.cache, swap, Logged(kernels))
+
+
+@pytest.fixture(params=["at once", "late"])
+def swapping(runner: ModelRunner, request: pytest.FixtureRequest) -> ModelRunner:
+    """Swaps made at once, as a CPU does, and as late as a stream of their own may make them."""
+    return runner if request.param == "at once" else Late(runner)
 
 
 @pytest.fixture
@@ -224,8 +277,9 @@ def hear(submitted: tuple[str, Any], tokens: dict[str, list[int]]) -> None:
         tokens[name].append(outcome.token_id)
 
 
-def test_a_sequence_that_was_swapped_goes_on_as_if_it_never_was(runner: ModelRunner) -> None:
+def test_a_sequence_that_was_swapped_goes_on_as_if_it_never_was(swapping: ModelRunner) -> None:
     """Preempted in the middle of a block, and again later; meanwhile others use its blocks and its slots."""
+    runner = swapping
     runner.step([Slice(token_ids=PROMPT[:-1], start=0, block_table=[0, 1, 2])])
     undisturbed = decode(runner, list(PROMPT), [0, 1, 2, 3, 4], 9)
     runner.cache.blocks.fill_(math.nan)
@@ -247,6 +301,27 @@ def test_a_sequence_that_was_swapped_goes_on_as_if_it_never_was(runner: ModelRun
     runner.swap_in([(2, 0), (3, 11), (7, 15), (0, 14)])
     outcomes += decode(runner, tokens, [0, 11, 15, 14, 3], 3)
     assert outcomes == undisturbed
+
+
+def test_swaps_are_made_beside_a_step_that_does_not_need_them(runner: ModelRunner) -> None:
+    late = Late(runner)
+    runner.cache.blocks[2] = 1.0
+    prompt = Slice(token_ids=PROMPT, start=0, block_table=[3, 1, 4], samples=(ask(PROMPT, 0, GREEDY),))
+    late.swap_out([(2, 0)])
+    late.swap_in([(0, 7)])
+    late.step([prompt])
+    assert late.log == ["computed", "swapped", "sampled"], "it is over when the outcomes are known"
+    assert bool((runner.cache.blocks[7] == 1.0).all())
+    late.log.clear()
+    late.swap_out([(4, 0)])
+    late.step([prompt])
+    late.swap_in([(0, 5)])
+    late.step([])
+    late.step([prompt])
+    late.swap_in([(0, 6)])
+    late.copy_block(6, 8)
+    assert late.log == ["swapped", "computed", "sampled", "swapped", "computed", "sampled", "swapped"]
+    assert bool((runner.cache.blocks[8] == runner.cache.blocks[5]).all())
 
 
 async def test_a_step_copies_then_swaps_out_then_in_then_computes(engine: Engine) -> None:
