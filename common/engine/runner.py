@@ -34,6 +34,7 @@ from common.engine.model_config import ModelConfig
 from common.engine.native.backend import NativeBackend
 from common.engine.ragged import Rows
 from common.engine.sampler import Choice, choose
+from common.engine.warm_up import decode_batches
 from common.engine.weights import Progress, load_weights, resolve_dtype
 
 _log = logging.getLogger(__name__)
@@ -132,7 +133,19 @@ class ModelRunner:
             last = Slice(token_ids=(0,), start=num_tokens - 1, block_table=table, samples=samples)
             for slices in ([prompt], [last], [last, prompt]):
                 self.step(slices)
+        self._warm_up_decode_attention()
         self._cache.clear(torch.tensor(table, device=self._cache.device))
+
+    @torch.inference_mode()
+    def _warm_up_decode_attention(self) -> None:
+        """For every number of sequences and every length that the cache can hold, once for each window."""
+        config, cache = self.config, self._cache
+        one_of_each = {window: config.windows.index(window) for window in config.windows}
+        sizes = (cache.num_blocks, self.layout.block_size, config.max_sequence_tokens)
+        for batch in decode_batches(*sizes, cache.device):
+            q_THD = cache.blocks.new_zeros(batch.num_tokens, config.num_heads, config.head_dim)
+            for window, layer in one_of_each.items():
+                self._backend.attend(q_THD, cache.layer(layer), batch, window, config.head_dim**-0.5)
 
     @property
     def config(self) -> ModelConfig:

@@ -1,0 +1,54 @@
+"""Batches by which a GPU compiles attention of decode tokens before a request waits for it.
+
+How the kernel is cut, and so compiled, may depend on the number of decode tokens and on the lengths of their sequences:
+the tuning table of a GPU has entries by both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from common.engine.ragged import RaggedBatch
+
+MOST_ROWS = 512
+"""Decode tokens of the largest batch; larger ones are cut like it."""
+_SHORTEST = 16
+"""Length of the shortest sequences, in tokens; shorter ones are cut like them."""
+
+
+def decode_batches(num_blocks: int, block_size: int, longest: int, device: torch.device) -> Iterator[RaggedBatch]:
+    """Decode tokens of every number and length that a cache of `num_blocks` can hold, by steps of at most a half.
+
+    So many and so long they are for the host, which decides how the work is cut; on the device each is the first token
+    of its sequence, in block 0.
+    """
+    longest = min(longest, num_blocks * block_size)
+    lengths = sorted({size for size in _steps_up(longest) if size >= min(_SHORTEST, longest)})
+    tables = torch.zeros(1, -(-longest // block_size), dtype=torch.int64, device=device)
+    for num in _steps_up(min(MOST_ROWS, num_blocks)):
+        zeros, ones = (torch.full((num,), value, dtype=torch.int64, device=device) for value in (0, 1))
+        rows = torch.arange(num + 1, device=device)
+        for length in lengths:
+            yield RaggedBatch(
+                token_ids_T=zeros,
+                positions_T=zeros,
+                slot_blocks_T=zeros,
+                slot_offsets_T=zeros,
+                begun_blocks=zeros[:0],
+                query_start_B1=rows,
+                seq_lens_B=ones,
+                block_tables_BM=tables.expand(num, -1),
+                logit_rows_R=rows[:num],
+                block_size=block_size,
+                num_tokens=num,
+                query_lens=(1,) * num,
+                seq_lens=(length,) * num,
+            )
+
+
+def _steps_up(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16 and so on, and `most`."""
+    sizes = {base * 2**power for base in (2, 3) for power in range(most.bit_length())}
+    return sorted({1, most} | {size for size in sizes if size < most})

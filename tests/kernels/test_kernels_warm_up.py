@@ -1,0 +1,183 @@
+"""No kernel is compiled while a worker serves: whatever a step can ask for has been asked for by the warm-up."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE
+from triton.runtime.interpreter import InterpretedFunction
+
+from common.contract.sampling import SamplingParams
+from common.engine.attention import ReferenceAttention
+from common.engine.backend import Backend
+from common.engine.batch import Sample, Slice
+from common.engine.host_swap import HostSwap
+from common.engine.kernels.backend import TritonBackend
+from common.engine.kernels.tiles import INTERPRETED
+from common.engine.kernels.tuning import Tuning
+from common.engine.kv_cache import KVCache
+from common.engine.model import Decoder
+from common.engine.model_config import ModelConfig
+from common.engine.runner import ModelRunner
+from common.engine.warm_up import decode_batches
+from common.engine.weights import load_weights
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 64
+CPU = torch.device("cpu")
+WRITTEN = ("best_ptr", "out_ptr", "q_ptr", "token_ptr")
+"""Arguments by which kernels give what others read."""
+
+
+def tuned(num_rows: int, max_seq_len: int, **tiling: float) -> list[dict[str, Any]]:
+    """Entries of a tuning table, for the models of these tests in bfloat16."""
+    shape = {"group": 2, "num_rows": num_rows, "max_seq_len": max_seq_len, "block_size": BLOCK_SIZE}
+    entry = {"kernel": "decode", "itemsize": 2, "shape": shape, "tiling": tiling}
+    return [entry | {"head_dim": head_dim} for head_dim in (16, 32)]
+
+
+TABLE = {
+    "tuned": [
+        *tuned(2, 128, tile=16, num_warps=2, num_stages=2, least_tiles=1),
+        *tuned(2, 512, tile=32, num_warps=4, num_stages=2),
+        *tuned(2, 1024, tile=64, num_warps=4, num_stages=3, least_tiles=1),
+        *tuned(16, 512, tile=64, num_warps=8, num_stages=2, least_tiles=4),
+        *tuned(64, 256, tile=16, num_warps=4, num_stages=2, programs_per_processor=4.0),
+    ]
+}
+
+
+class Recorder:
+    """What Triton would have compiled: the sets of what it specialises for, by kernel. Nothing is run: kernels
+    give zeros."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compiled: set[tuple[Any, ...]] = set()
+        recorder = self
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            named = dict(zip(kernel.arg_names, args, strict=False)) | options
+            recorder.compiled.add(key(kernel, named))
+            for name in WRITTEN:
+                if name in named:
+                    named[name].zero_()
+
+        monkeypatch.setattr(InterpretedFunction, "run", run)
+
+
+def key(kernel: Any, named: dict[str, Any]) -> tuple[Any, ...]:
+    """What a launch is specialised for: constants, options, and of each argument its type and what is assumed of it."""
+    parameters = inspect.signature(kernel.fn).parameters
+    exempt = kernel.kwargs.get("do_not_specialize") or ()
+    parts = []
+    for name, value in sorted(named.items()):
+        if name not in parameters or "constexpr" in str(parameters[name].annotation):
+            parts.append((name, value))
+        elif isinstance(value, torch.Tensor):
+            parts.append((name, value.dtype, value.data_ptr() % 16 == 0))
+        elif isinstance(value, int):
+            assumed = None if name in exempt else "1" if value == 1 else value % 16 == 0
+            parts.append((name, "int", abs(value) >= 2**31, assumed))
+        else:
+            parts.append((name, type(value)))
+    return (kernel.fn.__name__, *parts)
+
+
+def runner_of(folder: Path, backend: Backend) -> ModelRunner:
+    """In bfloat16, of which tiles are small; sequences may fill the cache."""
+    config = ModelConfig.from_folder(folder)
+    layout = config.layout(BLOCK_SIZE, "bfloat16")
+    weights = load_weights(config, folder, "bfloat16", CPU)
+    return ModelRunner(Decoder(config, weights), KVCache(layout, NUM_BLOCKS, CPU), HostSwap(layout, 0, CPU), backend)
+
+
+def any_params(draw: random.Random) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=9,
+        temperature=draw.choice((0.0, 1.0)),
+        top_k=draw.choice((0, 7)),
+        top_p=draw.choice((1.0, 0.9)),
+        min_p=draw.choice((0.0, 0.1)),
+        repetition_penalty=draw.choice((1.0, 1.2)),
+        presence_penalty=draw.choice((0.0, 0.3)),
+        logit_bias=draw.choice(((), ((3, 1.0), (9, -1.0)))),
+        min_tokens=draw.choice((0, 5)),
+        logprobs=draw.choice((None, 0, 3)),
+    )
+
+
+def any_slice(draw: random.Random, *, decodes: bool, longest: int) -> Slice:
+    """One token, or a chunk; at any place of a sequence; with some samples, or none."""
+    num_tokens = 1 if decodes else draw.randint(1, min(40, longest))
+    start = draw.randint(0, longest - num_tokens)
+    end = start + num_tokens
+    samples = tuple(
+        Sample(params=any_params(draw), choice=choice, position=end, token_ids=(5,) * end, prompt_len=end // 2)
+        for choice in range(draw.choice((0, 1, 1, 2)))
+    )
+    token_ids = [draw.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+    return Slice(token_ids=token_ids, start=start, block_table=list(range(-(-end // BLOCK_SIZE))), samples=samples)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="records what the interpreter is asked to run")
+@pytest.mark.parametrize("gpu", ["default", "tuned"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_no_step_meets_a_kernel_that_was_not_warmed_up(
+    checkpoint: Callable[[str], Path], family: str, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = TritonBackend(CPU)
+    backend._tuning, backend._num_processors = Tuning(gpu, 0, TABLE), 132
+    runner = runner_of(checkpoint(family), backend)
+    recorder = Recorder(monkeypatch)
+    runner.warm_up()
+    warmed = set(recorder.compiled)
+    recorder.compiled.clear()
+    draw = random.Random(3)
+    for _ in range(50):
+        longest = draw.choice((20, 200, 500, NUM_BLOCKS * BLOCK_SIZE))
+        num, decodes = draw.choice((1, 1, 2, 3, 5, 12, 40)), draw.random() < 0.6
+        runner.step([any_slice(draw, decodes=decodes, longest=longest) for _ in range(num)])
+    new = recorder.compiled - warmed
+    assert not new, sorted(map(str, new))
+    met = {name for name, *_ in recorder.compiled}
+    assert met >= {
+        "_decode",
+        "_prefill",
+        "_add_norm",
+        "_rotate_and_write",
+        "_silu_mul",
+        "_best",
+        "_climb",
+        "_limit",
+        "_pick",
+    }
+    assert len({each for each in recorder.compiled if each[0] == "_decode"}) >= (3 if gpu == "tuned" else 1)
+
+
+def test_the_cache_is_empty_after_the_warm_up(checkpoint: Callable[[str], Path]) -> None:
+    runner = runner_of(checkpoint("mistral"), ReferenceAttention())
+    written: list[bool] = []
+    clear = runner.cache.clear
+
+    def watch(blocks: torch.Tensor) -> None:
+        written.append(bool(runner.cache.blocks.any()))
+        clear(blocks)
+
+    runner.cache.clear = watch  # type: ignore[method-assign]
+    runner.warm_up()
+    assert any(written)
+    assert not runner.cache.blocks.any()
+
+
+def test_batches_of_decode_tokens_reach_from_one_to_all_that_fit() -> None:
+    batches = list(decode_batches(20, 4, 70, CPU))
+    assert {len(each.seq_lens) for each in batches} == {1, 2, 3, 4, 6, 8, 12, 16, 20}
+    assert {max(each.seq_lens) for each in batches} == {16, 24, 32, 48, 64, 70}
+    assert {max(each.seq_lens) for each in decode_batches(2, 4, 70, CPU)} == {8}
+    for each in batches:
+        assert each.num_tokens == len(each.query_lens) == len(each.seq_lens) == len(each.seq_lens_B)
