@@ -110,6 +110,8 @@ class Engine:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
         if device == "cuda":
             log.warning("the kernels have not been tested on a GPU")
+            # Sums of many products stay float32, whatever the product's rows are cut into.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         num_threads = settings.num_threads or os.cpu_count() or 1
         if device == "cpu":
             torch.set_num_threads(num_threads)

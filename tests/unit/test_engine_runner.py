@@ -411,6 +411,28 @@ async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
         await load(DecodeSettings(model=str(folder)).on("cpu"), folder, 0)
 
 
+async def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def stop(*_: object) -> None:
+        seen.append(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
+        raise OperatorError("there is no GPU")
+
+    monkeypatch.setattr(Engine, "_load_runner", stop)
+    products = torch.backends.cuda.matmul
+    was = products.allow_bf16_reduced_precision_reduction
+    products.allow_bf16_reduced_precision_reduction = True
+    try:
+        for device in ("cpu", "cuda"):
+            with pytest.raises(OperatorError, match="there is no GPU"):
+                await load(DecodeSettings(model=str(folder)).on(device), folder, 0)
+    finally:
+        products.allow_bf16_reduced_precision_reduction = was
+    assert seen == [True, False]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 async def test_a_checkpoint_that_is_replaced_between_loading_and_hashing_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
