@@ -19,7 +19,7 @@ from needs import needs
 from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, Process, Workers, answer, avoided, generation, prompt, until
 
 from chaos.client import Outcome, ask
-from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, theatre
+from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, begun_anew_if_collapsed, theatre
 from common.contract.errors import Cause
 from common.contract.messages import Role
 from gateway.routing.dispatcher import Dispatcher
@@ -155,6 +155,7 @@ async def happening(
     """The fault, until the body is done; once gateways have noticed it, who waits at the gate goes on, if it can."""
     incarnation = registry.workers[victim.address].incarnation
     befalls = FAULTS[fault]()
+    stage.befallen = True
     befalls.begin(victim)
     try:
         if befalls.silences:
@@ -181,6 +182,7 @@ async def recovered(stage: Theatre, dispatcher: Dispatcher, registry: Registry) 
 
 
 @pytest.mark.parametrize(("fault", "state", "role"), cells())
+@begun_anew_if_collapsed
 async def test_the_stream_goes_on(stage: Theatre, references: References, fault: str, state: str, role: Role) -> None:
     stage.revive()
     async with stage.dispatcher(patience_s=20.0) as (dispatcher, registry):
@@ -243,6 +245,7 @@ def moving_cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("fault", "state", "who"), moving_cells())
+@begun_anew_if_collapsed
 async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
     stage: Theatre, references: References, fault: str, state: str, who: str
 ) -> None:
@@ -309,6 +312,7 @@ DEADLINES = {
 
 
 @pytest.mark.parametrize("state", [pytest.param(state, marks=pytest.mark.chaos) for state in STATES])
+@begun_anew_if_collapsed
 async def test_the_end_of_its_time_names_the_state(stage: Theatre, state: str) -> None:
     stage.revive()
     async with stage.dispatcher() as (dispatcher, registry):
@@ -358,6 +362,7 @@ def gateway_cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("fault", "state"), gateway_cells())
+@begun_anew_if_collapsed
 async def test_a_gateway_is_gone_and_another_one_does_not_notice(stage: Theatre, fault: str, state: str) -> None:
     """What it had is free; the request of the other one, at the same gate, goes on. A frozen one wakes, and goes on."""
     stage.revive()
@@ -374,6 +379,7 @@ async def test_a_gateway_is_gone_and_another_one_does_not_notice(stage: Theatre,
             neighbour = asker(dispatcher)(PROMPT)
             await until(lambda: d1.state()["requests"] + d1.state()["unacknowledged"] > len(tasks), "it never came")
         assert not at_most_one_each()
+        stage.befallen = True
         with gateway.frozen() if fault == "freeze" else nullcontext(gateway.kill()):
             await until(at_most_one_each, "what the gateway had open is open still")
             holder.open(gate)

@@ -10,9 +10,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,8 @@ class Theatre:
         self.folder = folder
         self.transport = transport
         self.actors = list(actors)
+        self.befallen = False
+        """Whether the fault of the test that runs has begun."""
         self.p1, self.p2, self.d1, self.d2 = self.actors
         for one, other in ((self.p1, self.d1), (self.p2, self.d2)):
             one.partner, other.partner = other, one
@@ -159,6 +162,10 @@ class Theatre:
             actor.ready()
         assert not unexpected, unexpected  # told once: the tests that follow have all their workers
 
+    def collapsed(self) -> bool:
+        """True if UCX has ended a worker and no fault has begun: what befell the worker before shows only now."""
+        return not self.befallen and self.transport != "zmq" and any(actor.aborted_by_ucx() for actor in self.actors)
+
     def unexpected_deaths(self) -> list[tuple[str, int, list[str]]]:
         """(address, exit code, end of the log) of each worker that has died of neither a test nor UCX."""
         found = []
@@ -187,6 +194,27 @@ class Theatre:
                     if last_try:
                         raise
             yield dispatcher, registry
+
+
+MAX_COLLAPSES = 2
+"""Times that a test begins anew."""
+
+
+def begun_anew_if_collapsed(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Run a test, which first revives the stage, again if the stage has collapsed before the test's fault."""
+
+    @wraps(test)
+    async def run(stage: Theatre, **given: Any) -> None:
+        for _ in range(MAX_COLLAPSES):
+            stage.befallen = False
+            try:
+                return await test(stage=stage, **given)
+            except Exception:
+                if not stage.collapsed():
+                    raise
+        return await test(stage=stage, **given)
+
+    return run
 
 
 @contextmanager

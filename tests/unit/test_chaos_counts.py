@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from chaos.theatre import says_that_ucx_aborts
+from chaos.theatre import Theatre, begun_anew_if_collapsed, says_that_ucx_aborts
 
 from benchmarks.chaos import aborts, counted
 
@@ -52,3 +54,48 @@ def test_aborts_are_counted_by_transport() -> None:
 )
 def test_an_abort_by_ucx_is_told_by_what_ucx_prints(line: str, aborts_there: bool) -> None:
     assert says_that_ucx_aborts(line) is aborts_there
+
+
+class PlayedStage:
+    """A stage on which UCX has aborted a worker, and a test that fails, before its fault or after."""
+
+    def __init__(self, num_collapses: int, befallen: bool, transport: str = "nixl") -> None:
+        self.transport = transport
+        self.befallen = False
+        self.num_tries = 0
+        self.actors = [self]
+        self._num_collapses = num_collapses
+        self._befalls = befallen
+
+    collapsed = Theatre.collapsed
+
+    def aborted_by_ucx(self) -> bool:
+        return self.num_tries <= self._num_collapses
+
+    async def test(self, stage: Any, answer: str) -> None:
+        assert stage is self
+        assert answer == "right"
+        self.num_tries += 1
+        self.befallen = self._befalls
+        assert self.num_tries > self._num_collapses, "it fails"
+
+
+@pytest.mark.parametrize("num_collapses", [0, 1, 2])
+async def test_a_stage_that_collapsed_before_the_fault_is_put_up_again(num_collapses: int) -> None:
+    stage = PlayedStage(num_collapses, befallen=False)
+    await begun_anew_if_collapsed(stage.test)(stage, answer="right")  # type: ignore[arg-type]
+    assert stage.num_tries == num_collapses + 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_tries"),
+    [
+        pytest.param(PlayedStage(3, befallen=False), 3, id="thrice"),
+        pytest.param(PlayedStage(1, befallen=True), 1, id="after the fault"),
+        pytest.param(PlayedStage(1, befallen=False, transport="zmq"), 1, id="no UCX"),
+    ],
+)
+async def test_every_other_failure_is_one(stage: PlayedStage, num_tries: int) -> None:
+    with pytest.raises(AssertionError, match="it fails"):
+        await begun_anew_if_collapsed(stage.test)(stage, answer="right")  # type: ignore[arg-type]
+    assert stage.num_tries == num_tries
