@@ -17,7 +17,7 @@ from typing import Protocol
 
 from benchmarks.baselines import BatchAtATime
 from common.contract.block_hashes import BlockChain
-from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, FinishReason, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
@@ -199,6 +199,7 @@ class Driver:
             token_ids=arrival.prompt,
             prompt_len=len(arrival.prompt),
             choices=(0,),
+            handles=(Handle(number),),
             sampling=SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0),
             budget_s=1e6,
             tier=arrival.tier,

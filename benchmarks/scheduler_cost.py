@@ -18,7 +18,7 @@ import time
 
 from benchmarks.record import record
 from common.contract.block_hashes import BlockChain
-from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
@@ -67,6 +67,7 @@ class Load:
             token_ids=(number, *PROMPT),
             prompt_len=len(PROMPT) + 1,
             choices=(0,),
+            handles=(Handle(number),),
             sampling=SamplingParams(max_tokens=8 * MEAN_OUTPUT),
             budget_s=1.0,
             tenant=f"t{number % 100}",

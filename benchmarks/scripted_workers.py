@@ -1,9 +1,9 @@
 """Workers without engines, for measurements of the gateway: a real control channel, and answers at fixed intervals.
 
 A prefill worker answers each Prefill at once with its first token. A decode worker keeps its sequences in a batch and
-sends a token of each sequence in each step, as `decode_worker.worker` does: one Tokens message for each sequence, all
-of a step in one turn of the event loop. It records the time of each step, so that the time of a token from worker to
-client can be measured.
+sends a token of each sequence in each step, as `decode_worker.worker` does: one StepTokens message for all of them,
+and Tokens for each sequence that begins or ends. It records the time of each step, so that the time of a token from
+worker to client can be measured.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from common.contract.messages import (
 )
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Pulse, monotonic
+from decode_worker.step_tokens import StepReport
 
 MAX_STEPS_AT_ONCE = 64
 """Most overdue steps that a late worker takes in one turn."""
@@ -78,6 +79,7 @@ class ScriptedWorker:
     step_times: list[float] = field(default_factory=list)
     num_sent: int = 0
     """Tokens sent by steps."""
+    _report: StepReport = field(default_factory=StepReport)
 
     def bind(self) -> str:
         """Bind to a free port; return the control address."""
@@ -171,8 +173,13 @@ class ScriptedWorker:
         self.step_times.append(monotonic())
         self.num_sent += len(self.batch)
         for sequence in list(self.batch.values()):
-            start, end = sequence.num_sent, max(2, sequence.num_sent + 1)
-            tokens = self._tokens(sequence.work, start, end)
+            work, start, end = sequence.work, sequence.num_sent, max(2, sequence.num_sent + 1)
+            if start and not self.script.last_step:
+                position = len(work.token_ids) + start
+                self._report.add(sequence.gateway, work.handles[0], position, self.script.token(start))
+                sequence.num_sent = end
+                continue
+            tokens = self._tokens(work, start, end)
             if start == 0:
                 sequence.first_step = len(self.step_times) - 1
             sequence.num_sent = end
@@ -182,6 +189,7 @@ class ScriptedWorker:
             self.server.send(sequence.gateway, tokens)
             if tokens.finish_reason is not None:
                 self.server.send(sequence.gateway, Finished(request=tokens.request, attempt=tokens.attempt))
+        self._report.send_all(self.server.send)
 
 
 class ScriptedPool:

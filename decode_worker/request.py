@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.contract.block_hashes import BlockChain
-from common.contract.ids import Incarnation, RequestKey
+from common.contract.ids import Handle, Incarnation, RequestKey
 from common.contract.messages import (
     MAX_TOLD_TOKENS,
     Decode,
@@ -48,6 +48,8 @@ class Generation:
     """When it was let in, as a number: the newest is preempted first, and comes back last."""
     rank: float
     """Its place in the distribution of output lengths, in [0, 1)."""
+    handle: Handle
+    """The choice's name in `StepTokens`."""
     began: float = 0.0
     """Monotonic seconds at which it had its blocks, and its first token."""
     num_named: int = 0

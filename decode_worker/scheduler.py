@@ -560,6 +560,7 @@ class DecodeScheduler:
                 request.chain if len(first_tokens) == 1 else request.chain.fork(),
                 request.order + index,
                 rank_of(request.order + index),
+                work.handles[index],
                 num_named=full if table else 0,
                 first_position=len(work.token_ids),
                 began=now,

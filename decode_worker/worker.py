@@ -76,6 +76,7 @@ from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
+from decode_worker.step_tokens import StepReport
 from decode_worker.times import prompt_times_of, timings_of
 from kv_transfer.intake import Intake
 from kv_transfer.lender import Lender
@@ -162,6 +163,7 @@ class DecodeWorker:
         self._feed = CacheFeed(self._pool, server.send)
         self._trial_feed = TrialFeed(self._scheduler.trials, self._gateway_of, server.send)
         self._masks = Masks(engine.runner.grammars)
+        self._report = StepReport()
         self._draining = False
         self._fence = AttemptFence(clock)
         self._requests: dict[RequestId, DecodeRequest] = {}
@@ -566,6 +568,7 @@ class DecodeWorker:
             told = id(chunk) not in scored or self._tell_prompt(chunk, scored[id(chunk)])
             if told and chunk.last:
                 self._computed(chunk.prompt, sampled[id(chunk)])
+        self._report.send_all(self._server.send)
         if step.chunks and not step.decodes:
             num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
             self._engine.costs.observe_prefill(num_tokens, self._engine.last_step_s)
@@ -639,12 +642,19 @@ class DecodeWorker:
         self._ask_mask(generation)
 
     def _send_tokens(self, generation: Generation) -> None:
-        gateway = generation.request.gateway
+        """Send the tokens that the gateway has not been sent: with the step's others if there is one, and nothing else
+        to be told with it."""
+        gateway, sequence = generation.request.gateway, generation.sequence
         if not generation.num_sent or generation.finish_reason is not None:
             generation.timings = timings_of(generation, self._clock())
             self._server.send(gateway, generation.timings)
-        self._server.send(gateway, generation.tokens(generation.num_sent))
-        generation.num_sent = generation.sequence.num_tokens
+            self._server.send(gateway, generation.tokens(generation.num_sent))
+        elif sequence.sampling.logprobs is not None:
+            self._server.send(gateway, generation.tokens(generation.num_sent))
+        else:
+            assert generation.num_sent == sequence.num_tokens - 1, sequence
+            self._report.add(gateway, generation.handle, generation.num_sent, sequence.token_ids[-1])
+        generation.num_sent = sequence.num_tokens
 
     def _finish_if_ended(self, request: DecodeRequest) -> None:
         if not request.finished:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from step_tokens import handles
+
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, FinishReason, Source, Tokens
@@ -49,12 +51,14 @@ def request(
 ) -> DecodeRequest:
     """Of `text`, or so many tokens of its own; the last `num_output` of them the client has got already."""
     token_ids = tuple(tokens(name, text) if isinstance(text, int) else text)
+    choices = tuple(choices) or tuple(range(num_choices))
     work = Decode(
         request=RequestId(name),
         attempt=1,
         token_ids=token_ids,
         prompt_len=len(token_ids) - num_output,
-        choices=tuple(choices) or tuple(range(num_choices)),
+        choices=choices,
+        handles=handles(len(choices)),
         sampling=SamplingParams(max_tokens=max_tokens),
         budget_s=1.0,
         tier=tier,

@@ -27,6 +27,7 @@ from common.contract.messages import (
     PrefixHint,
     RequestMessage,
     Role,
+    StepTokens,
     Tokens,
     Trial,
     Welcome,
@@ -173,8 +174,13 @@ class Bench:
         reason: FinishReason | None = None,
         choice: int = 0,
     ) -> None:
-        """Output tokens, from `position` of the output."""
+        """Output tokens, from `position` of the output: as columns where a decode worker may say it so."""
         (prompt_len,) = {work.prompt_len for work in self.work[key].values()}
+        work = self.work[key].get(address)
+        if isinstance(work, Decode) and len(ids) == 1 and reason is None and choice in work.choices:
+            handle = work.handles[work.choices.index(choice)]
+            self.say(address, StepTokens(handles=(handle,), positions=(prompt_len + position,), token_ids=ids))
+            return
         self.say(
             address,
             Tokens(

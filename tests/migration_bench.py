@@ -15,6 +15,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from played_source import FINGERPRINT
+from step_tokens import Reader, handles
 
 from common.contract.codec import decode, encode
 from common.contract.errors import Cause, TransferError
@@ -353,6 +354,7 @@ class Site:
         self.alive = True
         self.engine = Engine(num_blocks, num_host_blocks)
         self.to_gateway: deque[Message] = deque()
+        self.reader = Reader()
         self.from_gateway: deque[Message] = deque()
         self.sessions: set[Incarnation] = set()
         """Sinks that it takes for connected."""
@@ -396,7 +398,7 @@ class Site:
     def send(self, peer: Incarnation, message: Message) -> None:
         """As the control server does."""
         if peer == GATEWAY:
-            self.to_gateway.append(message)
+            self.to_gateway += self.reader.read(message)
         elif peer in self.sessions and (link := self.world.sites[peer].links.links.get(self.address)) is not None:
             link.to_sink.append(message)
 
@@ -664,6 +666,7 @@ class Gateway:
             token_ids=tuple(first.token_ids),
             prompt_len=len(leg.ask.prompt),
             choices=tuple(leg.choices),
+            handles=handles(len(leg.choices)),
             sampling=leg.ask.sampling,
             budget_s=BUDGET_S,
             source=None if leg.moving is None else leg.moving.site.source,
@@ -671,6 +674,7 @@ class Gateway:
             moving=leg.moving is not None,
         )
         leg.site.from_gateway.append(work)
+        leg.site.reader.sent(work)
         return leg
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import zmq.asyncio
 from checkpoints import VOCAB_SIZE
+from step_tokens import Reader
 
 from common.contract.ids import new_incarnation
 from common.contract.messages import Hello, Message, Role, Welcome
@@ -307,6 +308,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.heard: list[Message] = []
+        self.reader = Reader()
         self.changed = asyncio.Condition()
 
     def hello(self, link: ControlClient) -> Hello:
@@ -316,7 +318,7 @@ class Gateway:
         self.on_message(link, welcome)
 
     def on_message(self, link: ControlClient, message: Message) -> None:
-        self.heard.append(message)
+        self.heard += self.reader.read(message)
         asyncio.ensure_future(self._notify())  # noqa: RUF006 (done before the test goes on: `until` waits for it)
 
     async def _notify(self) -> None:
@@ -337,6 +339,13 @@ async def gateway_of(address: str) -> AsyncIterator[tuple[Gateway, ControlClient
     context = zmq.asyncio.Context()
     gateway = Gateway()
     link = ControlClient(context, address, new_incarnation(), gateway, monotonic, Pulse(timeout_s=30))  # type: ignore[arg-type]
+    send = link.send
+
+    def noted(message: Message) -> None:
+        gateway.reader.sent(message)
+        send(message)
+
+    link.send = noted  # type: ignore[method-assign]
     running = asyncio.create_task(link.run())
     try:
         await gateway.until(Welcome)

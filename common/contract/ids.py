@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from typing import Annotated, NamedTuple, NewType
 
@@ -22,6 +23,10 @@ LeaseId = NewType("LeaseId", str)
 """One pin on offered blocks."""
 
 
+Handle = NewType("Handle", int)
+"""One choice of one attempt, as its gateway names it to the decode worker; never reused in the gateway's life."""
+
+
 class RequestKey(NamedTuple):
     """A request and the number of the gateway's attempt at it. A newer attempt fences every older one."""
 
@@ -32,6 +37,14 @@ class RequestKey(NamedTuple):
 def new_request_id() -> RequestId:
     """Draw a request id."""
     return RequestId(secrets.token_hex(16))
+
+
+_handles = itertools.count(1)
+
+
+def new_handle() -> Handle:
+    """Take the next handle of this process."""
+    return Handle(next(_handles))
 
 
 def new_incarnation() -> Incarnation:

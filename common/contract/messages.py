@@ -3,7 +3,8 @@
 docs/protocol.md says who sends which message to whom; in short, for one request:
 
     gateway → P   Prefill            P → gateway   Timings, Tokens (the first), Finished | Failed | Cancelled
-    gateway → D   Decode             D → gateway   Timings, Tokens …, Finished | Failed | Cancelled
+    gateway → D   Decode             D → gateway   Timings, Tokens, StepTokens …, Tokens (the last),
+                                                   Finished | Failed | Cancelled
                     the worker that computes the prompt → gateway   PromptLogprobs …, if asked, before any Tokens
     D → P         Attach, Settle, Detach
     P → D         BlocksReady …, PrefillDone, Settled | OfferWithdrawn
@@ -29,9 +30,9 @@ from pydantic import ConfigDict, Field
 
 from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES, BlockHash
 from common.contract.errors import Cause
-from common.contract.ids import ATTEMPT, HANDLE, Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.ids import ATTEMPT, HANDLE, Handle, Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint
-from common.contract.packed import packed_names, packed_numbers, packed_reals
+from common.contract.packed import packed_longs, packed_names, packed_numbers, packed_reals
 from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, NumLogprobs, SamplingParams
 from common.contract.tiers import Tier
 
@@ -41,6 +42,8 @@ MAX_TOKENS = 2**20
 """Most tokens of one sequence."""
 MAX_TOLD_TOKENS = 2**11
 """Most tokens in one message: each token may carry log probabilities."""
+MAX_STEP_TOKENS = 2**16
+"""Most sequences in one `StepTokens`."""
 LEAST_LOGPROB = -9999.0
 """The log probability that is reported for a token that cannot occur."""
 MAX_PREFIX_BLOCKS = 2**16
@@ -326,9 +329,13 @@ class Decode(_Work):
     """The key under which the source offers the blocks; None without a source."""
     moving: Flag = False
     """True for a migration: the source is a decode worker that stops generating the one choice and hands it over."""
+    handles: Annotated[tuple[Handle, ...], packed_longs(1, MAX_CHOICES)]
+    """Names of the choices, in their order, in `StepTokens`; the gateway uses none of them again."""
 
     def __post_init__(self) -> None:
         _Work.__post_init__(self)
+        if len(self.handles) != len(self.choices):
+            raise ValueError(f"{len(self.handles)} handles for {len(self.choices)} choices")
         if (self.source is None) != (self.offered is None):
             raise ValueError("source and offered go together")
         if self.moving and (self.source is None or len(self.choices) != 1):
@@ -385,6 +392,24 @@ class Tokens(RequestMessage):
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise ValueError(f"{len(self.logprobs)} log probabilities for {len(self.token_ids)} tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTokens(Message):
+    """The tokens of one step, one for each sequence, as columns: sequences of one gateway that go on, and of whose
+    tokens nothing else is to be told. All other tokens travel as `Tokens`."""
+
+    handles: Annotated[tuple[Handle, ...], packed_longs(1, MAX_STEP_TOKENS)]
+    """The choice of each token, by the handle in its `Decode`."""
+    positions: Annotated[tuple[int, ...], packed_numbers(1, MAX_STEP_TOKENS)]
+    """The position of each token in its whole sequence."""
+    token_ids: Annotated[tuple[int, ...], packed_numbers(1, MAX_STEP_TOKENS)]
+
+    def __post_init__(self) -> None:
+        if not len(self.handles) == len(self.positions) == len(self.token_ids):
+            raise ValueError(
+                f"{len(self.handles)} handles, {len(self.positions)} positions, {len(self.token_ids)} tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -682,6 +707,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Timings,
     PromptLogprobs,
     Tokens,
+    StepTokens,
     Finished,
     Failed,
     Trial,

@@ -14,6 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 
 _NUMBER = struct.Struct("<I")
 _REAL_BYTES = 4
+_LONG_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class Packed:
 def packed_numbers(least: int, most: int) -> Packed:
     """A field of `least` to `most` numbers below 2^32, little-endian."""
     return Packed(_pack_numbers, _unpack_numbers, least * _NUMBER.size, most * _NUMBER.size)
+
+
+def packed_longs(least: int, most: int) -> Packed:
+    """A field of `least` to `most` numbers below 2^64, little-endian."""
+    return Packed(_pack_longs, _unpack_longs, least * _LONG_BYTES, most * _LONG_BYTES)
 
 
 def packed_reals(least: int, most: int) -> Packed:
@@ -59,6 +65,16 @@ def _unpack_numbers(data: bytes) -> tuple[int, ...]:
     if len(data) % _NUMBER.size:
         raise ValueError(f"{len(data)} bytes are not numbers of {_NUMBER.size} bytes each")
     return struct.unpack(f"<{len(data) // _NUMBER.size}I", data)
+
+
+def _pack_longs(numbers: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def _unpack_longs(data: bytes) -> tuple[int, ...]:
+    if len(data) % _LONG_BYTES:
+        raise ValueError(f"{len(data)} bytes are not numbers of {_LONG_BYTES} bytes each")
+    return struct.unpack(f"<{len(data) // _LONG_BYTES}Q", data)
 
 
 def _pack_reals(numbers: tuple[float, ...]) -> bytes:

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq.asyncio
@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from common.contract.block_hashes import BlockChain, BlockHash
 from common.contract.errors import Cause, FingerprintMismatchError
-from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import (
     MAX_OPEN_REQUESTS,
@@ -36,6 +36,7 @@ from common.contract.messages import (
     RequestMessage,
     Resume,
     Role,
+    StepTokens,
     Timings,
     Tokens,
     Trial,
@@ -53,10 +54,11 @@ from gateway.routing.placement import Placement, Rebind, Route
 from gateway.routing.recovery_metrics import RecoveryMetrics
 from gateway.routing.router import Cached, Expected, Handoff, Local, LocalPrefill, Router, Routing
 from gateway.routing.waiting import Waiting
-from gateway.serving.attempt import Attempt, Deliver, DeliverPrompt, Part, Place, Send
+from gateway.serving.attempt import Attempt, Choice, Deliver, DeliverPrompt, Part, Place, Send
 from gateway.serving.flow import Action, Done, Fail, Flow, Left, Want
 from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness, Refusal
 from gateway.serving.suspicion import Crash
+from gateway.serving.waterfall import Leg
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Given, Registry, WorkerView
@@ -70,6 +72,16 @@ _MOST_A_TURN = 8
 """Choices placed in one turn of the event loop, those that leave a draining worker included. Placing a prompt of 8,000
 tokens takes 0.3 ms."""
 _DEGRADED = "degraded: no prefill worker is usable, and decode workers compute the prompts"
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A choice that a decode worker generates, as its handle leads to it."""
+
+    client: _Client
+    attempt: Attempt
+    choice: Choice
+    leg: Leg
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +159,8 @@ class Dispatcher(Collector):
         self._open_clients: dict[_Client, None] = {}
         self._clients: dict[RequestId, _Client] = {}
         """Request id as workers know it → client. A request may have several ids."""
+        self._rows: dict[Handle, _Row] = {}
+        """Handle → choice, of the decode workers' parts that are not over."""
         self._waiting: Waiting[_Client] = Waiting()
         """Choices that wait for workers."""
         self._impatient: dict[Want, asyncio.TimerHandle] = {}
@@ -264,8 +278,8 @@ class Dispatcher(Collector):
             while True:
                 match await client.mailbox.get():
                     case Delta() as delta:
-                        more = generation.num_choices == 1 and len(client.mailbox) > 0
-                        yield replace(delta, more=True) if more else delta
+                        delta.more = generation.num_choices == 1 and len(client.mailbox) > 0
+                        yield delta
                     case PromptDelta() as delta_of_prompt:
                         yield delta_of_prompt
                     case Done():
@@ -446,6 +460,8 @@ class Dispatcher(Collector):
                 case Left(part):
                     had = client.given.pop(part, None)
                     self._registry.left(part.place.address, part.place.incarnation, had, self._clock())
+                    for handle in part.handles:
+                        self._rows.pop(handle, None)
                 case Done() | Fail():
                     client.mailbox.put(action)
 
@@ -645,8 +661,14 @@ class Dispatcher(Collector):
             want.key, choices, now, decode=at, prefill=source_at, takes_over=want.offer is not None
         )
         self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix, now=now))
+        self._add_rows(client, flow.attempts[-1])
         fields = client.about("routed", want.key, prefill=source_at, decode=at, why=flow.generation.waterfall.route)
         log.info("request %s: %s", want.key.request, flow.story[-1], extra=fields)
+
+    def _add_rows(self, client: _Client, attempt: Attempt) -> None:
+        waterfall = client.flow.generation.waterfall
+        for handle, choice in zip(attempt.decode.handles, attempt.choices.values(), strict=True):
+            self._rows[handle] = _Row(client, attempt, choice, waterfall.leg(attempt.key, choice.index))
 
     def _note_degradation(self) -> None:
         degraded = Role.PREFILL in self._registry.missing()
@@ -671,8 +693,9 @@ class Dispatcher(Collector):
         now = self._clock()
         budget_s = max(0.001, client.deadline - now)
         self._do(client, client.flow.move(leaver.attempt, choice, refuge.place, budget_s, now=now))
-        moving = client.flow.attempts[-1].key
-        generation.waterfall.began(moving, [choice.index], now, decode=refuge.address, moving=True)
+        moving = client.flow.attempts[-1]
+        generation.waterfall.began(moving.key, [choice.index], now, decode=refuge.address, moving=True)
+        self._add_rows(client, moving)
         for request in client.flow.requests:
             self._clients[request] = client
 
@@ -721,12 +744,39 @@ class Dispatcher(Collector):
             if self._placement.may_leave(link.address):
                 self._leaving.begin(link.address, self._open_clients)
             self._look_again()
+        elif isinstance(message, StepTokens):
+            self._on_step(link.address, message)
         elif isinstance(message, RequestMessage):
             self._on_request(link.address, message)
         elif isinstance(message, Trial):
             self._trials[link.address] = message
         elif isinstance(message, CacheEvents) and link.worker is not None:
             self._index.apply(Place(link.address, link.worker), message)
+
+    def _on_step(self, address: str, message: StepTokens) -> None:
+        """Give each sequence its token: most need nothing else, the others are handled as if told by `Tokens`."""
+        now = self._clock()
+        for handle, position, token_id in zip(message.handles, message.positions, message.token_ids, strict=True):
+            row = self._rows.get(handle)
+            if row is None or row.attempt.decode.place.address != address:
+                self.num_stale_messages += 1
+                continue
+            client, choice = row.client, row.choice
+            if choice.index not in client.failed_at and row.attempt.take(choice, position, token_id):
+                row.leg.last_at = client.delivered_at[choice.index] = now
+                client.mailbox.put(Delta(choice.index, (token_id,)))
+                continue
+            key = row.attempt.key
+            self._on_request(
+                address,
+                Tokens(
+                    request=key.request,
+                    attempt=key.attempt,
+                    choice=choice.index,
+                    position=position,
+                    token_ids=(token_id,),
+                ),
+            )
 
     def _on_request(self, address: str, message: RequestMessage) -> None:
         client = self._clients.get(message.request)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestKey
+from common.contract.ids import Handle, Incarnation, RequestKey, new_handle
 from common.contract.messages import (
     Abort,
     Ack,
@@ -68,6 +68,8 @@ class Part:
     key: RequestKey
     num_tokens: int
     """Tokens of the part's prompt, whichever worker computes it."""
+    handles: tuple[Handle, ...] = ()
+    """A decode worker's part: the names of its choices in `StepTokens`, in their order."""
     over: bool = False
     """Whether the worker has nothing more to do for it."""
 
@@ -190,7 +192,7 @@ class Attempt:
             self.token_ids = self.token_ids[: offer.num_tokens]
         num_tokens = len(self.token_ids)
         self.prefill = offer or (None if prefill is None else Part(Role.PREFILL, prefill, key, num_tokens))
-        self.decode = Part(Role.DECODE, decode, key, num_tokens)
+        self.decode = Part(Role.DECODE, decode, key, num_tokens, tuple(new_handle() for _ in choices))
         self.parts = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
         """The prefill worker's part, if there is one, and the decode worker's."""
         self.moving = moving
@@ -236,9 +238,14 @@ class Attempt:
         }
         report = None if self.report.complete else generation.prompt_logprobs
         source = self.moving or self.prefill
-        if source is None:
-            return [Send(self.decode, Decode(**work, source=None, prompt_logprobs=report))]
-        decode = Decode(**work, source=source.place.source, offered=source.key, moving=self.moving is not None)
+        decode = Decode(
+            **work,
+            handles=self.decode.handles,
+            source=None if source is None else source.place.source,
+            offered=None if source is None else source.key,
+            moving=self.moving is not None,
+            prompt_logprobs=report if source is None else None,
+        )
         if self.prefill is None or self.prefill.key != self.key:
             return [Send(self.decode, decode)]
         prefill = Prefill(**work, prefix=prefix, prompt_logprobs=report)
@@ -262,6 +269,19 @@ class Attempt:
                     return [self._fault(part, "stopped a choice that it does not have")]
                 self.cut.add(index)
         return []
+
+    def take(self, choice: Choice, position: int, token_id: int) -> bool:
+        """Take one token of a choice from the decode worker, if nothing else follows from it: the choice goes on, has
+        all earlier tokens, and nothing has failed since the last one. Otherwise do nothing, and return False: the token
+        is to be handled as `Tokens`."""
+        if position != len(choice.token_ids) or choice.ended or self._asked or not self.decode_has_spoken:
+            return False
+        if choice.num_failures or choice.num_bugs or choice.avoid or choice.suspicion is not Suspicion.NONE:
+            return False
+        if not self.report.complete:
+            return False
+        choice.token_ids.append(token_id)
+        return True
 
     def on_resync(self, part: Part, *, known: bool) -> list[Action]:
         """Handle the loss of messages to or from a worker. `known`: whether it still knows its part."""

@@ -60,15 +60,16 @@ class Generation:
     """Account of the generation's time, filled by the dispatcher."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Delta:
-    """New tokens of one choice; the deltas of a choice follow each other in order and without gaps."""
+    """New tokens of one choice; the deltas of a choice follow each other in order and without gaps. Nobody changes one
+    that a generator has yielded; it is not frozen since that would double the time to make it."""
 
     choice: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
     """One entry for each token if the sampling asked for them, else None."""
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
     """Set on the choice's last delta."""
     more: bool = False
     """Whether the next delta of this choice is available already, so that its reader will not wait for it."""

@@ -187,6 +187,11 @@ class Waterfall:
                 leg.prompt = timings.prompt or leg.prompt
                 leg.coming = timings.decode or leg.coming
 
+    def leg(self, key: RequestKey, choice: int) -> Leg:
+        """The leg of an attempt that has begun at a choice. To mark the arrival of a token that is neither the first
+        nor reported about, set its `last_at`."""
+        return self._legs[choice][key]
+
     def tokens(self, key: RequestKey, choice: int, role: Role, now: float) -> None:
         """Mark the arrival of new tokens of a choice from the attempt's worker of this role."""
         leg = self._legs.get(choice, {}).get(key)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from stack import gateway_of
+from step_tokens import handles
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey, new_incarnation, new_request_id
@@ -120,7 +121,9 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
 def decode_from(request: dict[str, Any], address: str, incarnation: str) -> Decode:
     """For the offer that a Prefill of the same key makes there."""
     key = RequestKey(request["request"], request["attempt"])
-    return Decode(**request, source=Source(address=address, incarnation=Incarnation(incarnation)), offered=key)
+    return Decode(
+        **request, handles=handles(), source=Source(address=address, incarnation=Incarnation(incarnation)), offered=key
+    )
 
 
 def work(length: int, max_tokens: int) -> dict[str, Any]:
@@ -183,7 +186,7 @@ async def test_an_engine_that_hangs_in_a_prompt_shows(checkpoint: Callable[[str]
         gateway, link = await stack.enter_async_context(gateway_of(address))
         assert (await gateway.until(Heartbeat)).running == 0
         held.hold()
-        link.send(Decode(**work(40, 5), source=None))
+        link.send(Decode(**work(40, 5), handles=handles(), source=None))
         assert await asyncio.to_thread(held.in_step.wait, 20)
         assert (await gateway.until(Heartbeat, 2)).running == 1
         held.release()
@@ -331,12 +334,12 @@ async def test_suspects_have_steps_of_their_own_and_their_gateways_know(checkpoi
         def heard(index: int, kind: type[Message]) -> list[Any]:
             return [message for message in links[index][0].heard if isinstance(message, kind)]
 
-        links[0][1].send(Decode(**works[0]))
+        links[0][1].send(Decode(**works[0], handles=handles()))
         await links[0][0].until(Tokens, 3)
         held.hold()
         assert await asyncio.to_thread(held.in_step.wait, 20)
         for index in (1, 2):  # one after the other: they come by sessions of their own, which may overtake one another
-            links[index][1].send(Decode(**works[index]))
+            links[index][1].send(Decode(**works[index], handles=handles()))
             await eventually(lambda index=index: decode.ready()[1]["requests"] == index + 1)  # type: ignore[misc]
         num_before = sum(len(tokens.token_ids) for tokens in heard(0, Tokens))
         held.hold(after=1)  # the step of the first one; the first suspect's is held

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from sockets import descendants, listeners
 from stack import Process, gateway_of, until
+from step_tokens import handles
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey, new_incarnation, new_request_id
@@ -181,7 +182,7 @@ async def test_a_decode_worker_connects_only_to_its_peers_networks(workers: dict
         async with gateway_of(worker.fact("control")) as (gateway, link):
             for number, address in enumerate(named, 1):
                 decode = work(source=Source(address=address, incarnation=STRANGER))
-                link.send(Decode(**decode, offered=RequestKey(decode["request"], 1)))
+                link.send(Decode(**decode, handles=handles(), offered=RequestKey(decode["request"], 1)))
                 failed = await gateway.until(Failed)
                 assert (failed.request, failed.cause) == (decode["request"], Cause.TRANSFER)
                 assert "--peer-networks (127.0.0.2/32)" in failed.message
@@ -189,7 +190,7 @@ async def test_a_decode_worker_connects_only_to_its_peers_networks(workers: dict
                 line = f"refused to connect to {address} (127.0.0.1)"
                 await until(lambda line=line: any(line in each for each in worker.log), "the log says nothing")
             decode = work(source=Source(address=peer.address, incarnation=STRANGER))
-            link.send(Decode(**decode, offered=RequestKey(decode["request"], 1)))
+            link.send(Decode(**decode, handles=handles(), offered=RequestKey(decode["request"], 1)))
             await until(peer.called, "it does not connect to where it may")
             assert not stranger.called()
             await gateway.until(Failed)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from played_source import FINGERPRINT, PlayedSource
 from stack import BLOCK_BYTES, BLOCK_SIZE, Process, Workers, answer, avoided, gateway_of, generation, prompt, until
+from step_tokens import handles
 from transport_source import SourceProcess
 
 from common.contract.block_hashes import block_hashes
@@ -350,7 +351,11 @@ async def test_a_holder_that_fails_in_the_middle_of_a_read_costs_time_but_no_req
         hint = PrefixHint(source=Source(address=holder.address, incarnation=holder.incarnation), num_tokens=192)
         p_link.send(Prefill(**work, prefix=hint))
         key = RequestKey(work["request"], work["attempt"])
-        d_link.send(Decode(**work, source=Source(address=p_link.address, incarnation=p_link.worker), offered=key))
+        d_link.send(
+            Decode(
+                **work, handles=handles(), source=Source(address=p_link.address, incarnation=p_link.worker), offered=key
+            )
+        )
         finished = asyncio.create_task(d_gateway.until(Finished))
         attach = await holder.lend()
         assert attach.block_hashes == tuple(block_hashes(ids, BLOCK_SIZE))

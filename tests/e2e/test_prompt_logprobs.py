@@ -14,6 +14,7 @@ import openai
 import pytest
 import torch
 from stack import MODEL, Process, Workers, gateway_of, prompt
+from step_tokens import handles
 from test_control_loop import decode_from, eventually, work, worker
 from transformers import AutoModelForCausalLM
 
@@ -51,7 +52,7 @@ async def test_each_chunk_is_told_before_the_next_one_is_computed(role: Role, ch
 
         def send(num: int | None) -> None:
             asked = work(LENGTH, 1) | {"prompt_logprobs": num}
-            link.send(Prefill(**asked) if role is Role.PREFILL else Decode(**asked, source=None))
+            link.send(Prefill(**asked) if role is Role.PREFILL else Decode(**asked, handles=handles(), source=None))
 
         held.hold(after=2)
         send(2)
@@ -91,7 +92,7 @@ async def test_who_is_aborted_in_mid_prompt_tells_no_more_and_holds_nothing(
         gateway, link = await stack.enter_async_context(gateway_of(at))
         asked = work(LENGTH, 5) | {"prompt_logprobs": 0}
         held.hold(after=1)
-        link.send(Prefill(**asked) if role is Role.PREFILL else Decode(**asked, source=None))
+        link.send(Prefill(**asked) if role is Role.PREFILL else Decode(**asked, handles=handles(), source=None))
         assert await asyncio.to_thread(held.in_step.wait, 20)
         await eventually(lambda: len(positions(gateway.heard)) == CHUNK)
         link.send(Abort(request=asked["request"], attempt=1))
@@ -113,7 +114,7 @@ async def test_what_is_not_a_number_fails_the_request_and_holds_nothing(
         gateway, link = await stack.enter_async_context(gateway_of(at))
         for length in (LENGTH, CHUNK // 2):  # in mid prompt, and with the last chunk
             asked = work(length, 5) | {"prompt_logprobs": 0}
-            link.send(Prefill(**asked) if role is Role.PREFILL else Decode(**asked, source=None))
+            link.send(Prefill(**asked) if role is Role.PREFILL else Decode(**asked, handles=handles(), source=None))
             failed = await gateway.until(Failed)
             assert (failed.cause, failed.message) == (Cause.INTERNAL, "not numbers")
             await eventually(lambda: tested.ready()[1]["blocks_limbo"] == tested.ready()[1]["blocks_used"] == 0)

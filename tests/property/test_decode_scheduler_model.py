@@ -16,6 +16,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from step_tokens import handles
 
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
@@ -155,6 +156,7 @@ class Traffic:
         shared = self.pick([0, 3, 4, 8])
         local = self.pick([False, True])
         family = self.pick([1000, 2000])
+        choices = tuple(range(self.pick([1, 1, 2, 3] if num_output == 0 else [1])))
         work = Decode(
             request=RequestId(f"r{self.num_requests}"),
             attempt=1,
@@ -163,7 +165,8 @@ class Traffic:
                 for position in range(num_tokens)
             ),
             prompt_len=num_tokens - num_output,
-            choices=tuple(range(self.pick([1, 1, 2, 3] if num_output == 0 else [1]))),
+            choices=choices,
+            handles=handles(len(choices)),
             sampling=SamplingParams(
                 max_tokens=num_output + self.pick(range(1, 10)),
                 presence_penalty=self.pick([0.0] * 5 + [1.0]),

@@ -40,6 +40,7 @@ from common.contract.messages import (
     Prefill,
     Resend,
     Role,
+    StepTokens,
     Suspicion,
     Tokens,
     Trial,
@@ -219,6 +220,13 @@ class Process:
     def tell(self, job: Job, choice: int, position: int) -> None:
         """Tokens of a choice, from `position` up to where it is."""
         stop = job.generated[choice]
+        last = stop == job.ask.end(choice)
+        if isinstance(job.work, Decode) and not last and stop == position + 1:
+            handle = job.work.handles[job.work.choices.index(choice)]
+            token_ids = job.ask.tokens(choice, position, stop)
+            self.say(StepTokens(handles=(handle,), positions=(position,), token_ids=token_ids))
+            job.sent[choice] = stop
+            return
         self.say(
             Tokens(
                 request=job.work.request,

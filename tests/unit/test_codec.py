@@ -15,12 +15,13 @@ from common.contract import codec
 from common.contract.block_hashes import HASH_BYTES, BlockHash, block_hashes
 from common.contract.codec import MAX_MESSAGES_PER_FRAME, decode, encode
 from common.contract.errors import Cause, ProtocolError
-from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.ids import Handle, Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
     MAX_CACHE_EVENTS,
     MAX_OPEN_REQUESTS,
     MAX_PREFIX_BLOCKS,
+    MAX_STEP_TOKENS,
     MAX_TOKENS,
     MAX_TOLD_TOKENS,
     MESSAGES,
@@ -41,11 +42,13 @@ from common.contract.messages import (
     Role,
     Settle,
     Source,
+    StepTokens,
     TokenLogprobs,
     Tokens,
     Welcome,
 )
 from common.contract.sampling import (
+    MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -69,6 +72,11 @@ def u32(*numbers: int) -> bytes:
     return struct.pack(f"<{len(numbers)}I", *numbers)
 
 
+def u64(*numbers: int) -> bytes:
+    """Long numbers as they travel."""
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
 WORK: dict[str, Any] = {
     "request": "r1",
     "attempt": 1,
@@ -78,7 +86,9 @@ WORK: dict[str, Any] = {
     "sampling": {"max_tokens": 4},
     "budget_s": 30.0,
 }
+DECODE: dict[str, Any] = {**WORK, "handles": u64(1)}
 TOKENS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": 0, "position": 3, "token_ids": u32(9)}
+STEP: dict[str, Any] = {"handles": u64(8, 2**64 - 1), "positions": u32(3, 7), "token_ids": u32(5, 6)}
 SCORES: dict[str, Any] = {
     "logprobs": struct.pack("<2f", -0.5, -1.5),
     "ranks": u32(1, 9),
@@ -140,6 +150,7 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
             token_ids=(1, 2, 3),
             prompt_len=2,
             choices=(0, 3),
+            handles=(Handle(5), Handle(2**64 - 1)),
             sampling=SamplingParams(max_tokens=7, temperature=0.5, stop_token_ids=(4,), logprobs=2),
             budget_s=1.5,
             tier=Tier.BATCH,
@@ -180,6 +191,12 @@ def test_a_frame_may_be_empty_and_a_view() -> None:
     assert decode(memoryview(encode(ME, []))) == (ME, [])
 
 
+def test_the_tokens_of_a_step_travel_in_columns() -> None:
+    step = StepTokens(handles=(Handle(8), Handle(2**64 - 1)), positions=(3, 7), token_ids=(5, 6))
+    assert received("StepTokens", STEP) == step
+    assert decode(encode(ME, [step])) == (ME, [step])
+
+
 def test_log_probabilities_of_a_prompt_travel_in_columns() -> None:
     message = received("PromptLogprobs", SCORED)
     assert (message.position, len(message.scores), message.scores.num_alternatives) == (1, 2, 2)
@@ -190,7 +207,7 @@ def test_log_probabilities_of_a_prompt_travel_in_columns() -> None:
     assert message.scores.part(0, 1).ranks == (1,)
     assert message.scores.part(0, 9) == message.scores
     assert received("Prefill", {**WORK, "prompt_logprobs": 20}).prompt_logprobs == 20
-    assert received("Decode", {**WORK, "source": None, "prompt_logprobs": 0}).prompt_logprobs == 0
+    assert received("Decode", {**DECODE, "source": None, "prompt_logprobs": 0}).prompt_logprobs == 0
     assert received("Prefill", WORK).prompt_logprobs is None
 
 
@@ -201,7 +218,7 @@ def test_absent_fields_take_their_defaults() -> None:
 
 def test_work_is_of_the_middle_tier_and_of_nobody_in_particular() -> None:
     """What a gateway leaves out."""
-    for work in (received("Prefill", WORK), received("Decode", {**WORK, "source": None})):
+    for work in (received("Prefill", WORK), received("Decode", {**DECODE, "source": None})):
         assert (work.tier, work.tenant, work.cache_salt) == (Tier.STANDARD, "", "")
     assert received("Prefill", WORK).prefix is None
 
@@ -209,7 +226,7 @@ def test_work_is_of_the_middle_tier_and_of_nobody_in_particular() -> None:
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
 @pytest.mark.parametrize("tier", Tier)
 def test_tier_tenant_and_salt_arrive_with_the_work(kind: str, tier: Tier) -> None:
-    source = {} if kind == "Prefill" else OFFERED
+    source = {} if kind == "Prefill" else {**OFFERED, "handles": u64(1)}
     labels = {"tier": tier.value, "tenant": "t" * 256, "cache_salt": "s" * 256}
     work = received(kind, {**WORK, **source, **labels})
     assert (work.tier, work.tenant, work.cache_salt) == (tier, "t" * 256, "s" * 256)
@@ -217,14 +234,14 @@ def test_tier_tenant_and_salt_arrive_with_the_work(kind: str, tier: Tier) -> Non
 
 
 def test_a_decode_names_its_source_or_computes_its_prompt() -> None:
-    assert received("Decode", {**WORK, "source": None}).source is None
+    assert received("Decode", {**DECODE, "source": None}).source is None
     source = Source(address="h:1", incarnation=Incarnation("i"))
-    work = received("Decode", {**WORK, **OFFERED})
+    work = received("Decode", {**DECODE, **OFFERED})
     assert (work.source, work.offered, work.moving) == (source, RequestKey(REQUEST, 1), False)
 
 
 def test_a_decode_may_be_of_a_running_choice() -> None:
-    work = received("Decode", {**WORK, **OFFERED, "choices": [3], "moving": True})
+    work = received("Decode", {**DECODE, **OFFERED, "choices": [3], "moving": True})
     assert (work.choices, work.moving) == ((3,), True)
 
 
@@ -385,23 +402,34 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
         pytest.param("Prefill", {**WORK, "tier": "royal"}, "tier", id="an unknown tier"),
         pytest.param("Prefill", {**WORK, "tier": "BATCH"}, "tier", id="a tier in another case"),
         pytest.param("Prefill", {**WORK, "tier": 2}, "tier", id="a number for a tier"),
-        pytest.param("Decode", {**WORK, "source": None, "tier": None}, "tier", id="no tier"),
+        pytest.param("Decode", {**DECODE, "source": None, "tier": None}, "tier", id="no tier"),
         pytest.param("Prefill", {**WORK, "tenant": "t" * 257}, "tenant", id="a tenant with a long name"),
         pytest.param("Prefill", {**WORK, "tenant": b"t"}, "tenant", id="a tenant of bytes"),
-        pytest.param("Decode", {**WORK, "source": None, "tenant": None}, "tenant", id="no tenant"),
+        pytest.param("Decode", {**DECODE, "source": None, "tenant": None}, "tenant", id="no tenant"),
         pytest.param("Prefill", {**WORK, "cache_salt": "s" * 257}, "cache_salt", id="a long salt"),
         pytest.param("Prefill", {**WORK, "cache_salt": b"s"}, "cache_salt", id="a salt of bytes"),
-        pytest.param("Decode", {**WORK, "source": None, "cache_salt": 5}, "cache_salt", id="a number for a salt"),
-        pytest.param("Decode", WORK, "source", id="a decode that does not say whether there is a source"),
-        pytest.param("Decode", {**WORK, "source": {}}, "source", id="an empty source"),
-        pytest.param("Decode", {**WORK, "source": SOURCE}, "offered", id="a source without an offer"),
-        pytest.param("Decode", {**WORK, "source": None, "offered": ["r1", 1]}, "offered", id="an offer of nobody"),
-        pytest.param("Decode", {**WORK, **OFFERED, "offered": ["r1", 0]}, "offered", id="an offer of attempt zero"),
-        pytest.param("Decode", {**WORK, **OFFERED, "moving": 1}, "moving", id="a number for a flag"),
-        pytest.param("Decode", {**WORK, "source": None, "moving": True}, "source", id="moving from nowhere"),
+        pytest.param("Decode", {**DECODE, "source": None, "cache_salt": 5}, "cache_salt", id="a number for a salt"),
+        pytest.param("Decode", DECODE, "source", id="a decode that does not say whether there is a source"),
+        pytest.param("Decode", {**DECODE, "source": {}}, "source", id="an empty source"),
+        pytest.param("Decode", {**DECODE, "source": SOURCE}, "offered", id="a source without an offer"),
+        pytest.param("Decode", {**DECODE, "source": None, "offered": ["r1", 1]}, "offered", id="an offer of nobody"),
+        pytest.param("Decode", {**DECODE, **OFFERED, "offered": ["r1", 0]}, "offered", id="an offer of attempt zero"),
+        pytest.param("Decode", {**DECODE, **OFFERED, "moving": 1}, "moving", id="a number for a flag"),
+        pytest.param("Decode", {**DECODE, "source": None, "moving": True}, "source", id="moving from nowhere"),
         pytest.param(
-            "Decode", {**WORK, **OFFERED, "choices": [0, 1], "moving": True}, "one choice", id="two choices that move"
+            "Decode",
+            {**DECODE, **OFFERED, "choices": [0, 1], "handles": u64(1, 2), "moving": True},
+            "one choice",
+            id="two choices that move",
         ),
+        pytest.param("Decode", {**WORK, "source": None}, "handles", id="a choice without a handle"),
+        pytest.param("Decode", {**DECODE, "source": None, "handles": u64(1, 2)}, "2 handles", id="a handle of nobody"),
+        pytest.param("Decode", {**DECODE, "source": None, "handles": u64(1)[1:]}, "handles", id="most of a handle"),
+        pytest.param("StepTokens", {**STEP, "positions": u32(3)}, "1 positions", id="a token at no position"),
+        pytest.param("StepTokens", {**STEP, "token_ids": u32(1, 2, 3)}, "3 tokens", id="a token of nobody"),
+        pytest.param("StepTokens", {**STEP, "handles": u64(8)}, "1 handles", id="a token without a handle"),
+        pytest.param("StepTokens", {**STEP, "handles": u64(8, 9)[:12]}, "handles", id="a handle and a half"),
+        pytest.param("StepTokens", dict.fromkeys(STEP, b""), "handles", id="a step of nobody"),
         pytest.param("Attach", {"request": "r1", "attempt": 1}, "offered", id="an attach for no Prefill"),
         pytest.param("Attach", {"request": "r1", "attempt": 1, "offered": 0}, "offered", id="Prefill zero"),
         pytest.param("AttachSequence", {**ATTACH_SEQUENCE, "sequence": ["r1"]}, "sequence", id="half a sequence"),
@@ -410,7 +438,7 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
         pytest.param("Cut", {"request": "r1", "attempt": 1, "choice": 0}, "position", id="a cut nowhere"),
         pytest.param("Moved", {"request": "r1", "attempt": 1}, "choice", id="nothing that has moved"),
         pytest.param("Drain", {"x": 1}, "x", id="an extra field in a drain"),
-        pytest.param("Decode", {**WORK, "source": None, "prefix": None}, "prefix", id="a hint for a decode worker"),
+        pytest.param("Decode", {**DECODE, "source": None, "prefix": None}, "prefix", id="a hint for a decode worker"),
         pytest.param("Prefill", {**WORK, "source": None}, "source", id="a source for a prefill worker"),
         pytest.param("Prefill", {**WORK, "prefix": {"num_tokens": 16}}, "source", id="a prefix that nobody has"),
         pytest.param("Prefill", {**WORK, "prefix": {"source": SOURCE}}, "num_tokens", id="a prefix of unknown length"),
@@ -444,7 +472,7 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
             id="a prompt of which a part is pulled",
         ),
         pytest.param(
-            "Decode", {**WORK, **OFFERED, "prompt_logprobs": 0}, "prompt_logprobs", id="a prompt that is pulled"
+            "Decode", {**DECODE, **OFFERED, "prompt_logprobs": 0}, "prompt_logprobs", id="a prompt that is pulled"
         ),
         pytest.param("PromptLogprobs", {**SCORED, "position": 0}, "position", id="the first token's"),
         pytest.param(
@@ -486,7 +514,7 @@ def test_an_oversized_frame_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPa
         pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": "x" * 32}, "block_hashes", id="name of text"),
         pytest.param("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": 7}, "block_hashes", id="a number for a name"),
         pytest.param("AttachPrefix", {**ATTACH_PREFIX, "lease": "l1"}, "lease", id="a lease before it is given"),
-        pytest.param("Decode", {**WORK, "source": {"address": "", "incarnation": "i"}}, "address", id="no address"),
+        pytest.param("Decode", {**DECODE, "source": {"address": "", "incarnation": "i"}}, "address", id="no address"),
         pytest.param("Tokens", {**TOKENS, "finish_reason": "bored"}, "finish_reason", id="an unknown reason"),
         pytest.param("Tokens", {**TOKENS, "logprobs": [{"logprob": float("-inf"), "top": []}]}, "logprob", id="-inf"),
         pytest.param("Tokens", {**TOKENS, "logprobs": [{"logprob": 0.0, "top": [[1]]}]}, "top", id="half a pair"),
@@ -544,7 +572,7 @@ REQUEST_MESSAGES: dict[str, dict[str, Any]] = {
     cls.__name__: {"request": "r1", "attempt": 1} for cls in MESSAGES if issubclass(cls, RequestMessage)
 } | {
     "Prefill": WORK,
-    "Decode": {**WORK, **OFFERED},
+    "Decode": {**DECODE, **OFFERED},
     "Attach": {"request": "r1", "attempt": 1, "offered": 1},
     "AttachPrefix": ATTACH_PREFIX,
     "AttachSequence": ATTACH_SEQUENCE,
@@ -575,8 +603,8 @@ def test_lease_ids_and_incarnations_are_bounded_text(handle: object) -> None:
     for kind, fields in (("Settle", SETTLE), ("BlocksReady", OFFER), ("PrefillDone", DONE)):
         assert "lease" in refused(kind, {**fields, "lease": handle})
     source = {**SOURCE, "incarnation": handle}
-    assert "incarnation" in refused("Decode", {**WORK, **OFFERED, "source": source})
-    assert "incarnation" in refused("Prefill", {**WORK, "prefix": {"source": source, "num_tokens": 16}})
+    assert "incarnation" in refused("Decode", {**DECODE, **OFFERED, "source": source})
+    assert "incarnation" in refused("Prefill", {**DECODE, "prefix": {"source": source, "num_tokens": 16}})
 
 
 BAD_KEYS = {
@@ -594,7 +622,7 @@ BAD_KEYS = {
 @pytest.mark.parametrize("key", BAD_KEYS.values(), ids=BAD_KEYS.keys())
 def test_request_keys_are_validated_like_the_fields_of_a_message(key: list[object]) -> None:
     assert "open_requests" in refused("Hello", {**HELLO, "open_requests": [key]})
-    assert "offered" in refused("Decode", {**WORK, **OFFERED, "offered": key})
+    assert "offered" in refused("Decode", {**DECODE, **OFFERED, "offered": key})
     assert "sequence" in refused("AttachSequence", {**ATTACH_SEQUENCE, "sequence": key})
 
 
@@ -660,7 +688,12 @@ LARGEST: dict[str, dict[str, Any]] = {
     },
     "CacheEvents": {"begins": True, "stored": bytes(8 * MAX_CACHE_EVENTS), "removed": bytes(8 * MAX_CACHE_EVENTS)},
     "Prefill": LONG_WORK,
-    "Decode": {**LONG_WORK, **OFFERED},
+    "Decode": {**LONG_WORK, **OFFERED, "choices": list(range(MAX_CHOICES)), "handles": bytes(8 * MAX_CHOICES)},
+    "StepTokens": {
+        "handles": bytes(8 * MAX_STEP_TOKENS),
+        "positions": bytes(4 * MAX_STEP_TOKENS),
+        "token_ids": bytes(4 * MAX_STEP_TOKENS),
+    },
     "PromptLogprobs": {**SCORED, "scores": LONG_SCORES},
     "Tokens": LONG_TOKENS,
     "AttachPrefix": {**ATTACH_PREFIX, "block_hashes": bytes(HASH_BYTES * MAX_PREFIX_BLOCKS)},

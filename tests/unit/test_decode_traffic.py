@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from step_tokens import handles
 
 from benchmarks.driver import Arrival, Driver, Modelled, Story, Timing
 from common.contract.block_hashes import BlockChain
@@ -236,6 +237,7 @@ class Worker:
             token_ids=tuple(range(self.num_requests, self.num_requests + num_prompt)),
             prompt_len=num_prompt,
             choices=(0,),
+            handles=handles(),
             sampling=SamplingParams(max_tokens=max_tokens),
             budget_s=1.0,
             tenant=tenant,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from migration_bench import BUDGET_S, GATEWAY, Pause, Site, World
+from step_tokens import handles
 
 from common.contract.ids import RequestId
 from common.contract.messages import Abort, Decode, Failed, Finished
@@ -74,11 +75,13 @@ class Running:
             token_ids=(1, 2, 3),
             prompt_len=3,
             choices=(0,),
+            handles=handles(),
             sampling=sampling,
             budget_s=BUDGET_S,
             source=None,
             offered=None,
         )
+        self.site.reader.sent(work)
         self.site.worker.on_message(GATEWAY, work)
 
     def ended(self, kind: type[Finished | Failed]) -> list[str]:

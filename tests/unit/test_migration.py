@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from migration_bench import GATEWAY, Gateway, Leg, Site, World, chain
+from step_tokens import handles
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey
@@ -863,6 +864,7 @@ WORK = Decode(
     token_ids=(1, 2, 3),
     prompt_len=2,
     choices=(1,),
+    handles=handles(),
     sampling=SamplingParams(max_tokens=9),
     budget_s=1.0,
     source=None,

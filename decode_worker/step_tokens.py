@@ -1,0 +1,45 @@
+"""Tokens of a step that go to gateways as columns, one message to each gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.contract.ids import Handle, Incarnation
+from common.contract.messages import MAX_STEP_TOKENS, Message, StepTokens
+
+
+@dataclass(slots=True)
+class _Columns:
+    handles: list[Handle] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+
+class StepReport:
+    """Collects tokens until `send_all`."""
+
+    def __init__(self) -> None:
+        self._by_gateway: dict[Incarnation, _Columns] = {}
+
+    def add(self, gateway: Incarnation, handle: Handle, position: int, token_id: int) -> None:
+        """Add the token at `position` of the sequence that the gateway calls `handle`."""
+        columns = self._by_gateway.get(gateway)
+        if columns is None:
+            columns = self._by_gateway[gateway] = _Columns()
+        columns.handles.append(handle)
+        columns.positions.append(position)
+        columns.token_ids.append(token_id)
+
+    def send_all(self, send: Callable[[Incarnation, Message], None]) -> None:
+        """Send what was added, and begin anew."""
+        by_gateway, self._by_gateway = self._by_gateway, {}
+        for gateway, columns in by_gateway.items():
+            for start in range(0, len(columns.handles), MAX_STEP_TOKENS):
+                part = slice(start, start + MAX_STEP_TOKENS)
+                message = StepTokens(
+                    handles=tuple(columns.handles[part]),
+                    positions=tuple(columns.positions[part]),
+                    token_ids=tuple(columns.token_ids[part]),
+                )
+                send(gateway, message)
