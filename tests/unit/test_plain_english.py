@@ -16,6 +16,9 @@ COVERED = (
     "benchmarks/*.py",
     "benchmarks/load/*.py",
     "benchmarks/peers/**/*.py",
+    "prefill_worker/**/*.py",
+    "decode_worker/**/*.py",
+    "benchmarks/gpu/**/*.py",
 )
 """Globs of the files that are checked: the packages whose docstrings have been rewritten. Add a package once it is
 clean."""
