@@ -13,6 +13,7 @@ COVERED = (
     "common/contract/*.py",
     "common/runtime/**/*.py",
     "common/engine/**/*.py",
+    "kv_transfer/**/*.py",
     "gateway/**/*.py",
     "benchmarks/*.py",
     "benchmarks/load/*.py",
