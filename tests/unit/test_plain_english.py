@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 COVERED = (
     "common/contract/*.py",
     "common/runtime/**/*.py",
+    "common/engine/**/*.py",
+    "kv_transfer/**/*.py",
     "gateway/**/*.py",
     "benchmarks/*.py",
     "benchmarks/load/*.py",
