@@ -1,4 +1,4 @@
-"""Live migration: a running sequence goes from one decode worker to another by the pull protocol, in two stages.
+"""Live migration: a running sequence moves from one decode worker to another by the pull protocol, in two stages.
 
     sink                                             source (draining)
       │ AttachPrefix (names of all full blocks) ───────►│ goes on generating
@@ -10,16 +10,16 @@
       │◄────────────────────────── Settled(valid) ──────│ Moved to the gateway; the blocks are free
       │ the next step has the sequence                  │
 
-The first stage copies while the sequence runs, so what is left for the second, and with it the pause, does not grow
-with the sequence (Sun et al., "Llumnix: Dynamic Scheduling for Large Language Model Serving", OSDI 2024, section 4.2).
-It names blocks by what they hold, as any pull of a cached prefix does. Without a prefix cache, or if it fails, the
-second stage reads everything.
+The first stage copies while the sequence runs, so the amount left for the second stage, and with it the pause, does not
+grow with the sequence (Sun et al., "Llumnix: Dynamic Scheduling for Large Language Model Serving", OSDI 2024, section
+4.2). The first stage names blocks by their contents, as any pull of a cached prefix does. Without a prefix cache, or if
+the first stage fails, the second stage reads everything.
 
-The first stage may take so long that the sequence has run ahead of it: many move at once, or the sink's machine is
-busy. Then the source does not cut (`MAX_TAIL_BLOCKS`, `MAX_PUT_OFF`). The move fails, the gateway begins another one,
-and that reads ahead what is new only: the sink's prefix cache has the rest.
+The first stage may take so long that the sequence has run far ahead of it: many sequences move at once, or the sink's
+machine is busy. Then the source does not cut the sequence (`MAX_TAIL_BLOCKS`, `MAX_PUT_OFF`). The move fails, and the
+gateway begins another one. That move reads only the new blocks ahead: the sink's prefix cache has the others.
 
-The source never goes on with a sequence that it has cut; should the sink fail, the gateway begins another attempt.
+The source never continues a sequence that it has cut. If the sink fails, the gateway begins another attempt.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from kv_transfer.sink import Pull
 Send = Callable[[Incarnation, Message], None]
 
 MAX_TAIL_BLOCKS = 4
-"""Blocks' worth of tokens that a sequence may be ahead of what its sink has read, when it is cut."""
+"""Largest lead of a sequence over what its sink has read, in blocks' worth of tokens, at which it is cut."""
 MAX_PUT_OFF = 3
-"""Times that it is not cut for that; then the sink is too slow ever to come near."""
+"""Times that a sequence is not cut because of its lead. After that it is cut anyway: the sink is too slow to catch
+up."""
 
 
 class Departures:
-    """Sequences that others want to go on with. Each keeps its blocks until a sink has proved that it has them."""
+    """Sequences that other workers want to continue. Each keeps its blocks until a sink has proved that it has them."""
 
     def __init__(
         self,
@@ -65,11 +66,11 @@ class Departures:
         self._checksum = checksum
         self._block_size = block_size
         self._wanted: dict[Generation, AttachSequence] = {}
-        """Sequences that will be cut when their step has ended."""
+        """Sequences that are cut when the step in flight has ended."""
         self._cut: dict[RequestKey, Generation] = {}
-        """By the key of the sink's pull."""
+        """Sequences that were cut, by the key of the sink's pull."""
         self.num_moved = 0
-        """Sequences that others have gone on with."""
+        """Sequences that other workers have continued."""
 
     @property
     def awaited(self) -> bool:
@@ -77,12 +78,13 @@ class Departures:
         return bool(self._wanted)
 
     def attach(self, sink: Incarnation, message: AttachSequence, generation: Generation | None) -> None:
-        """A sink wants a sequence, or wants it again after lost messages; `generation` is it, if it is here."""
+        """A sink asks for a sequence, or asks again after messages were lost. `generation` is the sequence, or None if
+        it is not here."""
         if message.key in self._cut or message in self._wanted.values():
             self._lender.on_message(sink, message)
             return
         if self._lender.has_settled(message.key, sink):
-            return  # it has the sequence: its Settle follows
+            return  # the sink has the sequence; its Settle follows
         if (
             generation is None
             or generation.stage is not Stage.RUNNING
@@ -102,7 +104,8 @@ class Departures:
         self._wanted[generation] = message
 
     def _may_take(self, message: AttachSequence, generation: Generation) -> bool:
-        """Whether nobody else has the lease, or is to get it: there is one under each request."""
+        """Whether no other sink has the lease on this request, or is about to get it. There is one lease under each
+        request id."""
         others = [key for key in self._cut if key.request == message.request]
         others += [
             wanted.key
@@ -112,12 +115,12 @@ class Departures:
         return not others
 
     def _has_run_ahead(self, message: AttachSequence, generation: Generation) -> bool:
-        """Whether the sink had better read ahead once more, because too much is left for the second stage."""
+        """Whether the sink should read ahead once more, because too much is left for the second stage."""
         num_ahead = generation.sequence.num_tokens - message.position
         return num_ahead > MAX_TAIL_BLOCKS * self._block_size and generation.num_put_off < MAX_PUT_OFF
 
     def cut(self) -> None:
-        """No step is in flight: stop the sequences that are wanted, and offer them."""
+        """Stop the wanted sequences and offer their blocks. No step may be in flight."""
         wanted, self._wanted = self._wanted, {}
         for generation, message in wanted.items():
             if generation.stage is not Stage.RUNNING or not self._lender.awaits(message.key):
@@ -137,7 +140,7 @@ class Departures:
             self._lender.complete(message.request, [generation.tokens(message.position)])
 
     def unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> DecodeRequest | None:
-        """The lease on a sequence has ended, valid or not; the request, if that is still open here."""
+        """The lease on a sequence has ended. Returns its request if that is still open here."""
         self._pool.release(block_ids)
         generation = self._cut.pop(key, None)
         if generation is None:
@@ -149,7 +152,7 @@ class Departures:
         return generation.request
 
     def tell_again(self, generation: Generation) -> None:
-        """The gateway has lost messages: whether a sequence has stopped here may be among them."""
+        """Repeat to a gateway that lost messages that a sequence was cut, or has moved."""
         if generation.moved:
             self._tell_moved(generation)
         elif generation in self._cut.values():
@@ -167,7 +170,7 @@ class Departures:
         self._send(generation.request.gateway, moved)
 
     def forget(self, request: DecodeRequest) -> None:
-        """The request is over here: nobody can pull from it any more."""
+        """The request has ended here: withdraw the leases on its sequences."""
         for generation in request.generations:
             message = self._wanted.pop(generation, None)
             if message is not None:
@@ -183,11 +186,11 @@ class _Arrival:
     block_ids: list[int]
     num_held: int
     ahead: Pull | None = None
-    """The first stage, while it is under way."""
+    """The pull of the first stage while it is under way."""
 
 
 class Arrivals:
-    """Sequences on their way here. The blocks are reserved before anything is asked of the source."""
+    """Sequences that move to this worker. Blocks are reserved before the source is asked for anything."""
 
     def __init__(self, scheduler: DecodeScheduler, pool: BlockPool, intake: Intake, block_size: int) -> None:
         self._scheduler = scheduler
@@ -195,7 +198,7 @@ class Arrivals:
         self._intake = intake
         self._block_size = block_size
         self._arrivals: dict[DecodeRequest, _Arrival] = {}
-        """Until the second stage has the blocks."""
+        """Moves until the second stage owns the blocks."""
         self.num_tail_blocks = 0
         """Blocks that were read while their sequences stood still."""
 
@@ -203,7 +206,7 @@ class Arrivals:
         return request in self._arrivals
 
     def begin(self, reservation: Reservation) -> None:
-        """There is room: read ahead what the source has of the sequence now."""
+        """Room is reserved: read ahead the blocks that the source has of the sequence now."""
         request = reservation.request
         arrival = self._arrivals[request] = _Arrival(request, reservation.block_ids, reservation.num_held)
         names = request.chain.hashes[: len(request.work.token_ids) // self._block_size]
@@ -215,7 +218,7 @@ class Arrivals:
         self._intake.begin(arrival.ahead)
 
     def find(self, ahead: Pull) -> DecodeRequest | None:
-        """The request whose first stage this pull is."""
+        """The request whose first stage this pull is; None if there is none."""
         arrival = self._of(ahead)
         return None if arrival is None else arrival.request
 
@@ -231,18 +234,18 @@ class Arrivals:
         self._intake.reserve(ahead, blocks, arrival.num_held)
 
     def pulled_ahead(self, ahead: Pull, block_ids: Sequence[int]) -> None:
-        """The first stage is done, and valid."""
+        """The first stage has ended with valid blocks."""
         arrival = self._of(ahead)
         assert arrival is not None
         arrival.num_held = len(block_ids)
         arrival.request.ahead = ahead.times
-        self._pool.name(block_ids, arrival.request.chain.hashes[: len(block_ids)])  # should the second stage fail
+        self._pool.name(block_ids, arrival.request.chain.hashes[: len(block_ids)])  # in case the second stage fails
         self._pool.release(block_ids)
         self._attach(arrival)
 
     def gave_up_ahead(self, ahead: Pull) -> bool:
-        """The first stage has failed, or was abandoned; whether the second one can still be tried: not if somebody
-        may write to these blocks."""
+        """The first stage has failed or was abandoned. Returns whether the second stage can be tried: not if a read may
+        still write to these blocks."""
         arrival = self._of(ahead)
         if arrival is None:
             return True
@@ -253,7 +256,7 @@ class Arrivals:
         return True
 
     def want(self, request: DecodeRequest, num_blocks: int) -> None:
-        """The sequence is cut, and offered: read what is not here."""
+        """The sequence was cut and is offered: read the blocks that are not here."""
         arrival = self._arrivals[request]
         assert request.pull is not None
         blocks = arrival.block_ids
@@ -268,7 +271,7 @@ class Arrivals:
             self._intake.reserve(request.pull, blocks + self._pool.allocate(num_more), arrival.num_held)
 
     def forget(self, request: DecodeRequest) -> None:
-        """The request is over: what its second stage has not got is free."""
+        """The request has ended: release the blocks that the second stage has not taken over."""
         arrival = self._arrivals.pop(request, None)
         if arrival is not None:
             if arrival.ahead is not None:
@@ -286,7 +289,7 @@ class Arrivals:
 
 
 def pull_of(work: Decode) -> Pull:
-    """The second stage's pull, for a sequence of which `work.token_ids` are known."""
+    """The pull of the second stage, for a sequence whose tokens `work.token_ids` are known here."""
     assert work.source is not None
     assert work.offered is not None
     wanted = AttachSequence(
@@ -300,7 +303,8 @@ def pull_of(work: Decode) -> Pull:
 
 
 def goes_on(tokens: Sequence[Tokens], work: Decode) -> bool:
-    """Whether these are what a cut sequence has beyond `work.token_ids`: at least the one that was not computed yet."""
+    """Whether `tokens` are those that a cut sequence has beyond `work.token_ids`, with at least the one that has no KV
+    yet."""
     return len(tokens) == 1 and (
         (tokens[0].choice, tokens[0].position, tokens[0].finish_reason) == (work.choices[0], len(work.token_ids), None)
         and (tokens[0].logprobs is None) == (work.sampling.logprobs is None)

@@ -1,8 +1,8 @@
-"""How long answers are: lengths seen lately, by tier, and what they say of a sequence that is still going.
+"""Distribution of recent output lengths, by tier, and the length that it predicts for a running sequence.
 
 The estimate is that of "Past-Future Scheduler for LLM Serving under SLA Guarantees" (ASPLOS 2025), section 3: the
 length of a running sequence is drawn from the recent lengths that exceed what it has already produced. The draw is
-fixed for each sequence (its *rank*), so that a forecast does not change unless something happened.
+fixed for each sequence (its *rank*), so a forecast changes only on events.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections import deque
 from common.contract.tiers import Tier
 
 WINDOW = 512
-"""Lengths remembered for each tier."""
+"""Number of lengths remembered for each tier."""
 _ENOUGH = 32
-"""Lengths after which the guess that knows nothing has no weight any more."""
+"""Number of lengths from which the uniform prior has no weight any more."""
 
 
 class OutputProfile:
@@ -35,10 +35,11 @@ class OutputProfile:
         insort(ordered, num_output)
 
     def predict(self, tier: Tier, num_output: int, rank: float, max_output: int) -> int:
-        """Tokens of output at which a sequence that has produced `num_output` will end.
+        """Predicted total number of output tokens of a sequence that has produced `num_output`.
 
-        `rank`, in [0, 1), is its place among the lengths that are still possible. Without lengths every one up to
-        `max_output` counts as equally likely. The answer is above `num_output` unless `max_output` is not.
+        `rank`, in [0, 1), is the sequence's place among the lengths that are still possible. Without observed lengths,
+        each up to `max_output` counts as equally likely. The result is greater than `num_output`, unless `num_output`
+        has reached `max_output`.
         """
         if num_output >= max_output:
             return max_output
@@ -48,7 +49,7 @@ class OutputProfile:
             return min(blind, max_output)
         above = bisect_right(ordered, num_output)
         possible = len(ordered) - above
-        # Longer than anything lately: as long again as it already is.
+        # A sequence longer than all recent ones is expected to double its length.
         known = ordered[above + int(rank * possible)] if possible else 2 * num_output + 1
         weight = max(0.0, 1 - len(ordered) / _ENOUGH)
         return min(max_output, max(num_output + 1, round(weight * blind + (1 - weight) * known)))

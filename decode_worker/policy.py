@@ -1,4 +1,4 @@
-"""What the operator of a decode worker decides, as the scheduler takes it."""
+"""The operator's settings of a decode worker, in the form that the scheduler takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from common.contract.tiers import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What the operator has decided."""
+    """The operator's settings: counts in tokens, sequences or blocks, as named; times in seconds; `memory_reserve` a
+    fraction."""
 
     block_size: int
     max_num_seqs: int

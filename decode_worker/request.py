@@ -1,4 +1,4 @@
-"""A request in the decode worker: the way its KV gets here, then its choices."""
+"""A request in the decode worker: how its KV arrives, then its choices."""
 
 from __future__ import annotations
 
@@ -24,78 +24,79 @@ from kv_transfer.sink import Pull
 
 
 class Stage(StrEnum):
-    """Where a choice is."""
+    """The state of a choice."""
 
     READY = "ready"
     """Its blocks are here; it waits for a place in the batch."""
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Its blocks were taken away; their contents are in host memory, or will be computed again."""
+    """It has lost its blocks. Their contents are in host memory, or will be computed again."""
     RECOMPUTING = "recomputing"
-    """It has blocks again, and rides along in chunks until they are filled."""
+    """It has blocks again, which are being computed in chunks."""
     ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One choice: a sequence, what of it has been sent, and what the scheduler knows of it."""
+    """One choice: a sequence, what was sent of it, and the scheduler's data on it."""
 
     request: DecodeRequest
     sequence: Sequence
     chain: BlockChain
     """Names of the sequence's full blocks."""
     order: int
-    """When it was let in, as a number: the newest is preempted first, and comes back last."""
+    """Number by which sequences were admitted. The one with the highest number is preempted first, and comes back
+    last."""
     rank: float
-    """Its place in the distribution of output lengths, in [0, 1)."""
+    """The sequence's place in the distribution of output lengths, in [0, 1)."""
     handle: Handle
-    """The choice's name in `StepTokens`."""
+    """Name of the choice in `StepTokens`."""
     began: float = 0.0
-    """Monotonic seconds at which it had its blocks, and its first token."""
+    """Monotonic seconds at which it had its blocks and its first token."""
     num_named: int = 0
-    """Leading blocks whose names the pool has been told."""
+    """Leading blocks whose names were given to the pool."""
     num_sent: int = 0
-    """Tokens of the sequence that the gateway has been sent."""
+    """Tokens of the sequence that were sent to the gateway."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the generated tokens from `first_position` on, when the request asks."""
+    """Log probabilities of the generated tokens from `first_position` on, if the request asks for them."""
     first_position: int = 0
     """Position of the first token that this attempt generated."""
     finish_reason: FinishReason | None = None
     stage: Stage = Stage.READY
     due_step: int = 0
-    """The step before which a running sequence needs its next block."""
+    """Step before which a running sequence needs its next block."""
     end_step: int = 0
-    """The step at which it is expected to end."""
+    """Step at which it is expected to end."""
     host_slots: list[int] = field(default_factory=list)
-    """Slots of host memory that hold its leading blocks, from being swapped out to being swapped in."""
+    """Host memory slots of its leading blocks, from swap-out to swap-in."""
     joined_at: float | None = None
-    """When it first had a place in the batch, in monotonic seconds."""
+    """Monotonic seconds at which it first had a place in the batch."""
     paused_at: float | None = None
-    """Since when it has had none again."""
+    """Monotonic seconds since which it has no place again; None if it has one."""
     paused_s: float = 0.0
-    """What earlier such pauses have taken."""
+    """Total seconds of earlier pauses."""
     timings: Timings | None = None
-    """As last told to the gateway."""
+    """The timings last sent to the gateway."""
     preempted_at: float = 0.0
-    """When it last lost its blocks, in monotonic seconds."""
+    """Monotonic seconds at which it last lost its blocks."""
     num_passed: int = 0
-    """Requests of higher tiers that came in since, after it had waited beyond the ageing time."""
+    """Requests of higher tiers admitted since it has waited longer than the ageing time."""
     gave_way: bool = False
-    """Whether it has lost them to a higher tier: it does so only once."""
+    """Whether it has lost its blocks to a higher tier. It does so only once."""
     num_put_off: int = 0
-    """Times that it was not cut, since it had run ahead of what its sink had read."""
+    """Times that it was not cut because it had run too far ahead of what its sink had read."""
     moved: bool = False
-    """Whether another worker goes on with it."""
+    """Whether another worker continues it."""
     num_kept: int = 0
-    """Leading blocks that were found in the prefix cache when it came back: they are not swapped in."""
+    """Leading blocks that were found in the prefix cache when it came back. They are not swapped in."""
 
     @property
     def key(self) -> tuple[DecodeRequest, int]:
-        """The request and the choice."""
+        """(request, choice)."""
         return self.request, self.sequence.choice
 
     def joined(self, now: float) -> None:
-        """It has a place in the batch."""
+        """It has got a place in the batch."""
         if self.joined_at is None:
             self.joined_at = now
         elif self.paused_at is not None:
@@ -103,12 +104,12 @@ class Generation:
             self.paused_at = None
 
     def paused(self, now: float) -> None:
-        """It has lost its place, or its blocks, if it had them."""
+        """It has lost its place or its blocks. Does nothing if it had no place."""
         if self.joined_at is not None and self.paused_at is None:
             self.paused_at = now
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> None:
-        """The next token."""
+        """Append the next token."""
         assert self.finish_reason is None, self.sequence
         self.sequence.token_ids.append(token_id)
         if logprobs is not None:
@@ -116,7 +117,7 @@ class Generation:
         self.finish_reason = finish_reason
 
     def tokens(self, position: int) -> Tokens:
-        """The tokens from `position` on, as a message: at most `MAX_TOLD_TOKENS` of them."""
+        """A message with the tokens from `position` on, at most `MAX_TOLD_TOKENS` of them."""
         sequence = self.sequence
         position = min(max(position, self.first_position), sequence.num_tokens)
         end = min(position + MAX_TOLD_TOKENS, sequence.num_tokens)
@@ -140,35 +141,35 @@ class DecodeRequest:
     work: Decode
     gateway: Incarnation
     deadline: float
-    """Monotonic seconds at which its budget ends."""
+    """Monotonic seconds at which the request's budget ends."""
     arrived: float
     """Monotonic seconds."""
     chain: BlockChain
     """Names of the full blocks of `work.token_ids`."""
     pull: Pull | None = None
-    """None when the prompt is computed here."""
+    """The pull of the KV; None if the prompt is computed here."""
     ahead: PullTimes | None = None
-    """Of what was read of a sequence that moves before it stood still."""
+    """If a sequence moves here: times and bytes of the reads made before it was cut."""
     grammar_state: GrammarState | None = None
-    """Of what may come first, where the prompt is computed here and there is a grammar."""
+    """State of the grammar before the first token, if the prompt is computed here; None without a grammar."""
     prompt_times: PromptTimes | None = None
-    """What its first tokens have taken, here or at its source."""
+    """How long the first tokens took, here or at the source."""
     started_at: float | None = None
-    """When the first chunk of its prompt was planned here, in monotonic seconds."""
+    """Monotonic seconds at which the first chunk of the prompt was planned here."""
     num_cached: int = 0
-    """Leading tokens of a prompt that is computed here whose KV the prefix cache had."""
+    """If the prompt is computed here: leading tokens whose KV the prefix cache had."""
     begun_at: float | None = None
-    """When its KV was here, for good, and its choices began."""
+    """Monotonic seconds at which all KV was valid here and the choices began."""
     order: int = 0
-    """When it was let in, as a number."""
+    """Number by which requests were admitted."""
     gave_way: bool = False
-    """Whether it has lost its blocks to a higher tier before its choices began: it does so only once."""
+    """Whether it has lost its blocks to a higher tier before its choices began. It does so only once."""
     num_passed: int = 0
-    """Later requests that came in while this one did not fit."""
+    """Later requests that were admitted while this one did not fit."""
     sent_back: bool = False
-    """Whether it had to wait again, after it had been let in."""
+    """Whether it had to wait again after it had been admitted."""
     num_charged: int = 0
-    """Leading tokens whose computation its tenant has been charged for."""
+    """Leading tokens whose computation was charged to the tenant."""
     fork_blocks: list[int] = field(default_factory=list)
     """Blocks for the forks' copies of a partly filled last block, held from the reservation to the fork."""
     generations: list[Generation] = field(default_factory=list)
@@ -181,19 +182,20 @@ class DecodeRequest:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended, or moved away."""
+        """Whether every choice has ended or moved away."""
         return bool(self.generations) and all(g.finish_reason is not None or g.moved for g in self.generations)
 
     @property
     def num_new(self) -> int:
-        """Tokens beyond those that the request came with, of the choice that has got the fewest."""
+        """Smallest number of new tokens, beyond those that the request came with, among the choices that have not
+        finished."""
         going_on = [g.sequence.num_tokens for g in self.generations if g.finish_reason is None]
         return min(going_on, default=0) - len(self.work.token_ids)
 
 
 @dataclass(slots=True, eq=False)
 class LocalPrompt:
-    """Tokens whose KV this worker computes in chunks: a request's own, or those that a preempted choice has lost."""
+    """Tokens whose KV this worker computes in chunks: a request's prompt, or the tokens of a preempted choice."""
 
     request: DecodeRequest
     generation: Generation | None
@@ -202,7 +204,7 @@ class LocalPrompt:
     num_computed: int
     block_table: Seq[int]
     urgency: tuple[int, float, int]
-    """(tier's rank, deadline, order): what comes first."""
+    """(rank of the tier, deadline, order). The smallest comes first."""
 
     @property
     def num_uncomputed(self) -> int:
@@ -211,7 +213,7 @@ class LocalPrompt:
 
     @property
     def gave_way(self) -> bool:
-        """Whether it has lost its blocks to a higher tier before."""
+        """Whether it has already lost its blocks to a higher tier."""
         return (self.generation or self.request).gave_way
 
     @gave_way.setter

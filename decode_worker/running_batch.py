@@ -1,7 +1,7 @@
-"""Who decodes in the next step, and who needs a block before it.
+"""Decides which sequences decode in the next step, and finds those that need a block before it.
 
-Every running sequence advances by one token a step, so the step before which it needs its next block is known when it
-gets the last one: a calendar says whom a step concerns, and the others cost nothing.
+Every running sequence advances by one token a step. So, when a sequence gets a block, the step before which it needs
+another one is known. A calendar maps each step to the sequences that need a block before it; the others cost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Seniority = tuple[int, int]
 
 
 def seniority(generation: Generation) -> Seniority:
-    """(rank of the tier, order of arrival): the smallest is the last to be preempted and the first to come back."""
+    """(rank of the tier, order of admission). The smallest is preempted last and comes back first."""
     return generation.request.work.tier.rank, generation.order
 
 
@@ -33,9 +33,10 @@ class RunningBatch:
         self._running: dict[Generation, Seniority] = {}
         self._ready: LazyHeap[Generation] = LazyHeap()
         self._ready_since: dict[Generation, float] = {}
-        """The longest waiting first."""
+        """Ready sequences → monotonic seconds since when; the one that has waited longest comes first."""
         self._aged: set[Generation] = set()
-        """Running sequences that got their place because they had waited long: they do not step aside."""
+        """Running sequences that got their place because they had waited long. They do not give it up to higher
+        tiers."""
         self._newest: LazyHeap[Generation] = LazyHeap()
         """Running sequences, the newest of the lowest tier first."""
         self._due: defaultdict[int, dict[Generation, None]] = defaultdict(dict)
@@ -44,7 +45,7 @@ class RunningBatch:
         self._ahead: Collection[Generation] = ()
         """Sequences whose next token is computed by the step before this one."""
         self.step = 0
-        """The number of the step that is being prepared, or was last."""
+        """Number of the step that is being prepared, or was last."""
 
     @property
     def num_running(self) -> int:
@@ -53,12 +54,12 @@ class RunningBatch:
 
     @property
     def num_ready(self) -> int:
-        """Sequences that wait for a place in it."""
+        """Sequences that wait for a place in the batch."""
         return len(self._ready)
 
     @property
     def can_join(self) -> bool:
-        """Whether one of them would get a place with the next step."""
+        """Whether a ready sequence would get a place in the next step."""
         first = self._ready.first()
         return first is not None and (len(self._running) < self._max_num_seqs or self._junior_to(first) is not None)
 
@@ -75,20 +76,21 @@ class RunningBatch:
         return list(self._running)
 
     def ready(self) -> list[Generation]:
-        """Those that wait for a place."""
+        """Sequences that wait for a place."""
         return list(self._ready)
 
     def add(self, generation: Generation, now: float) -> None:
-        """Its blocks are here: it joins as soon as there is a place."""
+        """The sequence's blocks are here: it joins as soon as there is a place."""
         generation.stage = Stage.READY
         self._ready.add(generation, seniority(generation))
         self._ready_since[generation] = now
 
     def next_step(self, now: float, ahead: Collection[Generation] = ()) -> list[Generation]:
-        """Begin the next step: fill the batch; those that have joined. Those `ahead` have a token more than is known.
+        """Begin the next step and fill the batch; returns the sequences that have joined. Sequences in `ahead` have one
+        more token than is known yet.
 
-        Senior sequences first, and in place of those of lower tiers; but whoever has waited beyond the ageing time
-        comes before them, as long as no more than one place in `AGED_SHARE` is taken so.
+        Senior sequences join first, and take the places of sequences of lower tiers. A sequence that has waited beyond
+        the ageing time joins before them, as long as at most one place in `AGED_SHARE` was given so.
         """
         self.step += 1
         self._ahead = ahead
@@ -117,29 +119,30 @@ class RunningBatch:
         self.fed(generation)
 
     def left(self) -> list[Generation]:
-        """Those that `next_step` has sent back to wait, for sequences of a higher tier."""
+        """Sequences that `next_step` has sent back to wait, in favour of a higher tier."""
         aside, self._stepped_aside = self._stepped_aside, []
         return aside
 
     def due(self) -> list[Generation]:
-        """Running sequences that cannot take part in this step without another block, senior ones first."""
+        """Running sequences that need another block to take part in this step, senior ones first."""
         due = self._due.pop(self.step, {})
-        self.fed(*(each for each in due if not self._lacks(each)))  # it has not taken part in every step
+        self.fed(*(each for each in due if not self._lacks(each)))  # it has sat out a step, so it has a slot left
         return sorted((each for each in due if self._lacks(each)), key=self._running.__getitem__)
 
     def fed(self, *generations: Generation) -> None:
-        """They run from this step on, with the blocks that they have: enter the steps at which these do not suffice."""
+        """The sequences run from this step on with the blocks that they have: enter the steps before which they need
+        more."""
         for generation in generations:
             generation.due_step = due_step = self.step + max(0, self._num_slots_left(generation) + 1)
             self._due[due_step][generation] = None
 
     def sit_out(self, generation: Generation) -> None:
-        """It is due, and has not got its block: it does not take part in this step."""
+        """A sequence is due and has got no block: it does not take part in this step."""
         generation.due_step = self.step + 1
         self._due[self.step + 1][generation] = None
 
     def newest(self, ending: Collection[Generation] = ()) -> Generation | None:
-        """Of the running and the ready sequences, but those that are `ending`, the newest of the lowest tier."""
+        """The newest sequence of the lowest tier among the running and the ready ones, without those in `ending`."""
         running = next((each for each in self._newest.smallest(len(ending) + 1) if each not in ending), None)
         ready = self._newest_ready()
         if running is None or ready is None:
@@ -147,7 +150,7 @@ class RunningBatch:
         return max(running, ready, key=seniority)
 
     def discard(self, generation: Generation) -> None:
-        """It has ended, or lost its blocks; inert when it is not here."""
+        """A sequence has ended or lost its blocks. Does nothing if it is not here."""
         self._ready.discard(generation)
         self._ready_since.pop(generation, None)
         self._aged.discard(generation)
@@ -172,7 +175,7 @@ class RunningBatch:
         assert all(generation.stage is Stage.READY for generation in self._ready)
 
     def _num_slots_left(self, generation: Generation) -> int:
-        """Beyond its tokens; fewer than none if it lacks a block."""
+        """Free token slots beyond its tokens; negative if it lacks a block."""
         sequence = generation.sequence
         num_tokens = len(sequence.token_ids) + (generation in self._ahead)
         return len(sequence.block_table) * self._block_size - num_tokens
@@ -184,7 +187,7 @@ class RunningBatch:
         return max(self._ready, key=seniority, default=None)
 
     def _make_place(self, generation: Generation, now: float) -> bool:
-        """Send a running sequence of a lower tier back to wait, with its blocks."""
+        """Send a running sequence of a lower tier back to wait, with its blocks. Returns whether there was one."""
         newest = self._junior_to(generation)
         if newest is None:
             return False
@@ -195,6 +198,6 @@ class RunningBatch:
         return True
 
     def _junior_to(self, generation: Generation) -> Generation | None:
-        """The running sequence that would step aside for it."""
+        """The running sequence that would give its place to `generation`; None if there is none."""
         newest = next((g for g in self._newest.smallest(len(self._aged) + 1) if g not in self._aged), None)
         return None if newest is None or seniority(newest)[0] <= seniority(generation)[0] else newest

@@ -1,12 +1,14 @@
-"""Who is in the running batch, who may come in, and who has to give way: continuous batching under memory pressure.
+"""Continuous batching under memory pressure: decides which sequences run, which requests are admitted, and which
+sequences give up their blocks.
 
-Every step takes one token of every running sequence; sequences that end leave at once and settled ones join at the
-next step. What comes in is judged by a forecast of the blocks that all sequences will need, not by the worst case, so
-the cache is kept full; when the forecast was wrong, the newest sequence of the lowest tier gives its blocks up, by swap
-to host memory or by forgetting them, whichever costs less time, and comes back before anyone of its tier comes in. A
-reservation that nothing was read into yet is taken back likewise.
+Every step computes one token of every running sequence. Sequences that end leave at once; sequences whose KV is valid
+join at the next step. A request is admitted by a forecast of the blocks that all sequences will need, not by the worst
+case, so the cache is kept full. If the forecast was wrong, the newest sequence of the lowest tier gives up its blocks:
+they are swapped to host memory, or dropped and computed again, whichever costs less time. It comes back before another
+request of its tier is admitted. A reservation of which nothing was read yet is taken back in the same way.
 
-Pure state: requests, finished steps and a time in, decisions out. A step costs what changed, not what runs.
+Pure state: it takes requests, finished steps and a time, and returns decisions. A step's cost depends on what changed,
+not on how many sequences run.
 
 Life cycle of a request here:
 
@@ -39,21 +41,21 @@ from decode_worker.running_batch import RunningBatch, Seniority, seniority
 from decode_worker.step import Step
 
 _LOOK_AHEAD = 4
-"""Waiting requests that are tried when the first of them does not fit."""
+"""Waiting requests that are tried if the first of them does not fit."""
 _MAX_PASSED = 16
-"""Times that a waiting request that does not fit may see a later one come in; then nobody passes it. So it is with a
-preempted sequence that has waited beyond the ageing time, and requests of higher tiers."""
+"""Number of later requests that may be admitted before a waiting request that does not fit. After that, none may. The
+same holds for a preempted sequence that has waited beyond the ageing time, and requests of higher tiers."""
 _OUTPUT_CHARGE = 2.0
-"""Service of an output token, where a computed prompt token counts 1 (VTC, section 3)."""
+"""Service of an output token; a computed prompt token counts 1 (VTC, section 3)."""
 
 
 Holder = Generation | LocalPrompt | DecodeRequest
-"""Who has blocks that can be taken: a sequence, a prompt computed here, a request whose pull has read nothing."""
+"""A holder of blocks that can be taken: a sequence, a prompt computed here, a request whose pull has read nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for a pull: its blocks, of which the first `num_held` hold the right KV already."""
+    """Room for a pull: its blocks, of which the first `num_held` already hold the right KV."""
 
     request: DecodeRequest
     block_ids: list[int]
@@ -61,7 +63,7 @@ class Reservation:
 
 
 class DecodeScheduler:
-    """The policies of one decode worker."""
+    """Admits requests, plans steps and preempts, for one decode worker."""
 
     def __init__(self, pool: BlockPool, policy: Policy, costs: Costs) -> None:
         self._pool = pool
@@ -70,9 +72,9 @@ class DecodeScheduler:
         self._block_size = policy.block_size
         self._waiting: FairQueue[DecodeRequest] = FairQueue(ageing_s=policy.ageing_s)
         self._reserved: dict[DecodeRequest, list[int]] = {}
-        """Requests whose pull is not settled, and its blocks."""
+        """Requests whose pull has not settled → blocks of the pull."""
         self._newest_unread: LazyHeap[DecodeRequest] = LazyHeap()
-        """Those of them whose pull may still be without reads, the newest of the lowest tier first."""
+        """Requests of `_reserved` whose pull may not have read yet, the newest of the lowest tier first."""
         self._prompts: dict[DecodeRequest, LocalPrompt] = {}
         """Requests whose prompt is being computed here."""
         self._recomputing: dict[Generation, LocalPrompt] = {}
@@ -81,18 +83,18 @@ class DecodeScheduler:
         self.trials = Trials()
         self._preempted: LazyHeap[Generation] = LazyHeap()
         self._newest_prompts: LazyHeap[LocalPrompt] = LazyHeap()
-        """What is computed here, the newest of the lowest tier first."""
+        """Prompts and preempted sequences that are being computed here, the newest of the lowest tier first."""
         self._admission = Admission(pool, policy)
         self._num_orders = 0
         self._copies: list[tuple[int, int]] = []
         """Block copies, for forks, that the next step must make first."""
         self._awaited: set[Generation] = set()
-        """Of which it is not known yet what their grammars allow next: they are in no step."""
+        """Sequences whose next mask is not known yet. They are in no step."""
         self._arriving: set[Generation] = set()
         """Sequences whose blocks are being swapped in by the last step that was scheduled."""
         self._host_free = list(range(policy.num_host_blocks))
         self._pressure: tuple[int, int] | None = None
-        """(rank, blocks): what a request of that rank lacks, and lower tiers must give."""
+        """(rank, blocks): blocks that a request of this rank lacks, and that lower tiers must give up."""
         self._look_again = True
         self._free_when_refused = 0
         self.num_swapped = 0
@@ -102,9 +104,9 @@ class DecodeScheduler:
         self.num_revoked = 0
         """Reservations that were taken back before the first read."""
         self.num_prefix_queried = 0
-        """Tokens of prompts that were looked up in the prefix cache."""
+        """Prompt tokens that were looked up in the prefix cache."""
         self.num_prefix_hit = 0
-        """Tokens of prompts that were found there."""
+        """Prompt tokens that were found in the prefix cache."""
 
     # --- what others want to know --------------------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class DecodeScheduler:
 
     @property
     def num_idle(self) -> int:
-        """Of them, those that wait for what their grammars allow next."""
+        """Sequences in the batch that wait for their next mask."""
         return sum(generation in self._batch for generation in self._awaited)
 
     @property
@@ -125,12 +127,12 @@ class DecodeScheduler:
 
     @property
     def num_pulling(self) -> int:
-        """Requests with a reservation whose blocks are on their way."""
+        """Requests with a reservation whose pull has not settled."""
         return len(self._reserved)
 
     @property
     def num_computing(self) -> int:
-        """Prompts, and preempted sequences, that are being computed here."""
+        """Prompts and preempted sequences that are being computed here."""
         return len(self._chunks)
 
     @property
@@ -139,7 +141,7 @@ class DecodeScheduler:
         return len(self._preempted)
 
     def num_uncomputed_of(self, request: DecodeRequest) -> int:
-        """Tokens of the request's prompt still to be computed here; none if it is pulled."""
+        """Tokens of the request's prompt still to be computed here; 0 if it is pulled."""
         if request.pull is not None or request.generations:
             return 0
         prompt = self._prompts.get(request)
@@ -147,12 +149,13 @@ class DecodeScheduler:
 
     @property
     def num_places(self) -> int:
-        """Sequences like those that hold blocks now that could do so at once."""
+        """Estimated number of sequences like the present ones that would have room at once."""
         return self._admission.num_places(self._batch.step)
 
     @property
     def has_work(self) -> bool:
-        """Whether someone new would be in the next step, or it would take a reservation back for someone who waits."""
+        """Whether the next step would have something new to do: a sequence that joins, a prompt to compute, or a
+        reservation to take back for a waiting request."""
         return self._batch.can_join or len(self._chunks) > 0 or self._can_relieve
 
     @property
@@ -162,18 +165,19 @@ class DecodeScheduler:
 
     @property
     def num_expected(self) -> int:
-        """The most blocks in use from now on, as forecast."""
+        """Forecast of the most blocks in use from now on."""
         return self._admission.num_expected(self._batch.step)
 
     def blocks_needed(self, work: Decode) -> int:
-        """The most blocks that a choice of the request can ever hold: while it does, the others may be preempted."""
+        """Most blocks that one choice of the request can ever hold. While it does, the other choices may be
+        preempted."""
         remaining = work.sampling.max_tokens - (len(work.token_ids) - work.prompt_len)
-        # The last token is never computed, hence never stored.
+        # The KV of the last token is never computed, so it needs no slot.
         stored = min(len(work.token_ids) + remaining, self._policy.max_sequence_tokens) - 1
         return self._blocks_for(max(stored, len(work.token_ids)))
 
     def fits(self, work: Decode) -> bool:
-        """Whether the request could run if it were alone, be it one choice after another."""
+        """Whether the request could run if it were alone, if need be one choice after another."""
         return self.blocks_needed(work) <= self._pool.num_blocks
 
     def is_running(self, generation: Generation) -> bool:
@@ -193,7 +197,8 @@ class DecodeScheduler:
         self._look_again = True
 
     def reserve(self, now: float) -> list[Reservation]:
-        """Let in what fits: preempted sequences first, then waiting requests. Returns those that may pull."""
+        """Admit what fits: preempted sequences first, then waiting requests. Returns reservations of requests that may
+        pull."""
         unchanged = not self._look_again and self._pool.num_free <= self._free_when_refused
         if unchanged and not self._waited_long(self._next_preempted(), now):
             self._free_when_refused = self._pool.num_free
@@ -207,8 +212,8 @@ class DecodeScheduler:
         return granted
 
     def lend(self, block_hashes: Seq[BlockHash]) -> list[int]:
-        """The leading ones of these blocks that are cached, each with a reference for the borrower; none if running
-        sequences might lack what that takes from the free blocks."""
+        """The leading blocks of `block_hashes` that are cached, each with a reference for the borrower. Empty if
+        running sequences might then lack free blocks."""
         blocks = self._pool.match(block_hashes)
         headroom = self._batch.num_due_next + self._batch.num_ready
         if self._pool.num_unreferenced(blocks) + headroom > self._pool.num_free:
@@ -217,33 +222,33 @@ class DecodeScheduler:
         return blocks
 
     def settled(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
-        """The pulled blocks are valid: the request's choices go on after their first tokens."""
+        """The pulled blocks are valid: the request's choices continue after their first tokens."""
         del self._reserved[request]
         self._newest_unread.discard(request)
         self._begin(request, block_ids, first_tokens, now)
 
     def computed(self, request: DecodeRequest, first_tokens: Seq[Tokens], now: float) -> None:
-        """The last chunk of the request's prompt is done: its choices go on after their first tokens."""
+        """The last chunk of the request's prompt is done: its choices continue after their first tokens."""
         prompt = self._prompts.pop(request)
         self._newest_prompts.discard(prompt)
         self._begin(request, prompt.block_table, first_tokens, now)
 
     def mask_awaited(self, generation: Generation) -> None:
-        """Until it is known what the sequence's grammar allows next, it is in no step, and does not come back."""
+        """The sequence's next mask is not known yet: until it is, the sequence is in no step, and is not resumed."""
         self._awaited.add(generation)
 
     def mask_known(self, generation: Generation) -> None:
-        """It goes on; inert when it has ended."""
+        """The sequence's next mask is known. Does nothing if the sequence has ended."""
         self._awaited.discard(generation)
         self._look_again = True
 
     # --- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float, before: Step | None = None) -> Step:
-        """The next step. To be called after the pool's `step_started`: blocks that the step still reads, of copies and
-        of swapped sequences, are not used again before it has finished.
+        """The next step. Call it after the pool's `step_started`: blocks that this step still reads, for copies and
+        swaps, are not used again before it has finished.
 
-        `before` is the step that still runs, if one does, which `may_run_ahead` has allowed.
+        `before` is the step that still runs, or None. `may_run_ahead` must have allowed it.
         """
         step = Step(copies=self._copies)
         self._copies = []
@@ -284,8 +289,8 @@ class DecodeScheduler:
         return chunks
 
     def may_run_ahead(self, step: Step) -> bool:
-        """Whether the next step may be scheduled while `step`, the last one, runs: what it chooses is not needed, as it
-        is for masks, and nothing but decode tokens is on its way."""
+        """Whether the next step may be scheduled while `step`, the last one, runs: it consists of decodes only, and no
+        mask depends on the tokens that it samples."""
         plain = not (step.chunks or step.copies or step.swap_outs or step.swap_ins)
         return plain and not self.trials and not any(each.sequence.sampling.grammar for each in step.decodes)
 
@@ -294,7 +299,7 @@ class DecodeScheduler:
         live = self._chunks.step_done(chunks)
         for chunk in live:
             work = chunk.prompt.request.work
-            if chunk.prompt.generation is None:  # what a preemption costs is not the tenant's doing
+            if chunk.prompt.generation is None:  # a tenant does not pay for recomputation
                 request = chunk.prompt.request
                 self._waiting.charge(work.tier, work.tenant, max(0, chunk.end - max(chunk.start, request.num_charged)))
                 request.num_charged = max(chunk.end, request.num_charged)
@@ -303,19 +308,19 @@ class DecodeScheduler:
         return live
 
     def recomputed(self, generation: Generation, now: float) -> None:
-        """The last chunk of a preempted sequence is done: it goes on as before."""
+        """The last chunk of a preempted sequence is done: it continues as before."""
         prompt = self._recomputing.pop(generation)
         self._newest_prompts.discard(prompt)
         generation.sequence.num_computed = len(prompt.token_ids)
         self._batch.add(generation, now)
 
     def remove(self, generation: Generation, *, wanted: bool = False) -> None:
-        """A sequence has ended, or is given up, by its client if that is `wanted`: its blocks are free again."""
+        """A sequence has ended or is given up: release its blocks. `wanted`: its client asked for its end."""
         if generation.stage is Stage.ENDED:
             return
         if wanted or generation.finish_reason is not None:
             self._admission.ended(generation)
-        if generation in self._batch:  # its last step: what flows has flowed until that began
+        if generation in self._batch:  # charge its last step: the flow covers those before
             work = generation.request.work
             self._waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE)
         if generation.stage is Stage.PREEMPTED:
@@ -329,8 +334,8 @@ class DecodeScheduler:
         self._look_again = True
 
     def leave(self, generation: Generation) -> list[int]:
-        """A running sequence goes on elsewhere, and is over here: the blocks with its KV, whose references are the
-        caller's now. No step may be in flight."""
+        """A running sequence moves to another worker and ends here. Returns the blocks with its KV; the caller owns the
+        references. No step may be in flight."""
         assert generation.stage is Stage.RUNNING, generation.sequence
         sequence = generation.sequence
         blocks = list(sequence.block_table[: self._blocks_for(sequence.num_computed)])
@@ -342,14 +347,15 @@ class DecodeScheduler:
         return blocks
 
     def name_running(self) -> None:
-        """Let others find, by their names, the blocks that running sequences have filled."""
+        """Enter the full blocks of running sequences into the prefix cache."""
         for generation in self._batch.running():
             self._name(generation)
 
     def forget(self, request: DecodeRequest, *, wanted: bool = False) -> None:
-        """Give the request up, wherever it is; blocks that a pull holds are the pull's to release.
+        """Remove the request, whatever its state. The blocks of a pull are released by the pull's owner.
 
-        If its client wanted that (a stop string, say), its length so far is what is learnt from it.
+        `wanted`: its client asked for its end (a stop string, say). Then its present length is added to the observed
+        lengths.
         """
         self._waiting.discard(request)
         self.trials.discard(request.key)
@@ -394,7 +400,7 @@ class DecodeScheduler:
     # --- letting in ----------------------------------------------------------------------------------------------
 
     def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
-        """The next one that may come in, if there is one."""
+        """Admit or resume the next request or sequence that may; returns whether there was one."""
         back = self._next_preempted()
         waited_long = self._waited_long(back, now)
         if back is not None and waited_long and back.num_passed >= _MAX_PASSED:
@@ -410,14 +416,14 @@ class DecodeScheduler:
             refused.append(request)
             if request.num_passed >= _MAX_PASSED:
                 break
-        # What a higher tier waits for is not given to a lower one, unless that has waited long.
+        # Blocks that a request of a higher tier waits for go to a lower tier only if that has waited long.
         return back is not None and (waited_long or not refused) and self._resume(back, now)
 
     def _waited_long(self, preempted: Generation | None, now: float) -> bool:
         return preempted is not None and now - preempted.preempted_at > self._policy.ageing_s
 
     def _candidates(self, now: float, least_rank: int) -> Iterator[DecodeRequest]:
-        """Waiting requests of tiers above that rank, the first one and, should it not fit, some more."""
+        """Waiting requests of a rank below `least_rank`: the first one, and some more in case it does not fit."""
         first = self._waiting.first(now)
         yield from (request for request in first if request.work.tier.rank < least_rank)
         if len(self._waiting) < 2:
@@ -429,18 +435,18 @@ class DecodeScheduler:
     def _admit(self, request: DecodeRequest, now: float, granted: list[Reservation]) -> bool:
         work = request.work
         num_tokens, size = len(work.token_ids), self._block_size
-        # A prompt that is computed here needs the logits of its last token, hence computes that token, and every one
-        # where all are to be scored.
+        # A prompt that is computed here always computes its last token, for its logits; and every token if all are to
+        # be scored.
         usable = (num_tokens if request.pull is not None else num_tokens - 1) // size
         if work.prompt_logprobs is not None:
             usable = 0
         held = self._pool.match(request.chain.hashes[:usable])
-        # A fork without a block of its own begins preempted, where not even an empty pool has one for each.
+        # If even an empty pool has too few blocks for all forks, those without a block begin preempted.
         num_spare = self._pool.num_blocks - self._blocks_for(num_tokens)
         num_forks = min(len(work.choices) - 1, num_spare) if num_tokens % size else 0
         num_new = self._blocks_for(num_tokens) - len(held) + num_forks
         order = self._num_orders
-        # The first choice holds what is allocated now; each fork one block of its own, if the last one is shared.
+        # The first choice holds what is allocated now; each fork holds one block, if the prompt's last one is not full.
         private = [num_new - num_forks, *(int(index < num_forks) for index in range(len(work.choices) - 1))]
         newcomers = [
             (self._admission.steps_left(work, num_tokens + 1, rank_of(order + index)), num_private)
@@ -470,7 +476,8 @@ class DecodeScheduler:
         return True
 
     def _next_preempted(self) -> Generation | None:
-        """Who comes back first, of those whose mask is known: the next token may be sampled with the last chunk."""
+        """The preempted sequence that comes back first. Its mask must be known, because the last chunk may sample a
+        token."""
         first = self._preempted.smallest(1 + len(self._awaited))
         return next((generation for generation in first if generation not in self._awaited), None)
 
@@ -505,8 +512,8 @@ class DecodeScheduler:
         return True
 
     def _has_room(self, rank: int, num_new: int, held: Seq[int], newcomers: Seq[Newcomer]) -> bool:
-        """Whether `num_new` blocks, beside the cached ones `held`, can be given away now, and nobody will lack any
-        for it later. If lower tiers stand in the way, they are told to give."""
+        """Whether `num_new` blocks, beside the cached blocks `held`, can be given away now without any sequence lacking
+        blocks later. If lower tiers hold what is lacking, it is noted that they must give it up."""
         if not self._admission.has_places(rank, len(newcomers)):
             return False
         lacking = self._admission.num_lacking(
@@ -539,8 +546,8 @@ class DecodeScheduler:
         return prompt
 
     def _begin(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
-        """The KV of the request's tokens is here, for good: its choices begin, sharing the full blocks. One that has
-        moved here brings more tokens, of which only the last has no KV yet."""
+        """The KV of the request's tokens is here and valid: its choices begin, and share the full blocks. A sequence
+        that moved here has more tokens than the request; only the last of them has no KV yet."""
         work = request.work
         token_ids = [*work.token_ids, *first_tokens[0].token_ids[:-1]]
         num_tokens = len(token_ids)
@@ -580,7 +587,7 @@ class DecodeScheduler:
                 self.remove(generation)
 
     def _fork(self, request: DecodeRequest, block_ids: Seq[int], full: int) -> list[int]:
-        """The blocks of one more choice: the first `full` are shared, the last one is copied by the next step. None if
+        """Blocks of one more choice: the first `full` are shared, the last one is copied by the next step. Empty if
         there is no block for the copy."""
         rest = block_ids[full:]
         if len(request.fork_blocks) < len(rest):
@@ -593,7 +600,7 @@ class DecodeScheduler:
     # --- a step's parts ------------------------------------------------------------------------------------------
 
     def _join(self, now: float, ahead: Collection[Generation]) -> list[Generation]:
-        """Begin a step: fill the batch, and look again at those that live longer than was expected."""
+        """Begin a step: fill the batch, and give a new expected end to sequences that have outlived theirs."""
         joined = self._batch.next_step(now, ahead)
         for generation in joined:
             self._flow(generation, _OUTPUT_CHARGE)
@@ -607,20 +614,20 @@ class DecodeScheduler:
         return joined
 
     def _ends(self, generation: Generation) -> bool:
-        """Whether the next token is the last that it may have."""
+        """Whether the sequence's next token is certainly its last, by its length."""
         sequence = generation.sequence
         full = sequence.num_tokens + 1 >= self._policy.max_sequence_tokens
         return full or sequence.num_output + 1 >= sequence.sampling.max_tokens
 
     def _permitted(self, decodes: Seq[Generation], now: float) -> Callable[[Generation | LocalPrompt], bool] | None:
-        """Whom the step may have; None where there are no suspects. Who is left out stays as it is."""
+        """Predicate of what the step may compute; None if there are no suspects. What is left out stays as it is."""
         if not self.trials:
             return None
         chosen = self.trials.choose({each.request.key for each in (*decodes, *self._chunks)}, now)
         return lambda each: each.request.key in chosen
 
     def _swap_in(self, step: Step, joined: Seq[Generation]) -> None:
-        """Bring back what those that have joined left in host memory, unless they were preempted at once."""
+        """Swap in the blocks of sequences that have joined, except those that were preempted in the same step."""
         for generation in joined:
             if generation in self._batch and generation.host_slots:
                 kept, slots = generation.num_kept, generation.host_slots
@@ -630,8 +637,8 @@ class DecodeScheduler:
                 self._arriving.add(generation)
 
     def _grow(self, step: Step, now: float, ending: set[Generation], idle: set[Generation]) -> set[Generation]:
-        """Give each sequence that is due, and not `idle`, its next block; those for whom there is none sit this step
-        out, and newer ones of lower tiers lose theirs, so that there will be."""
+        """Give each sequence that is due, and not `idle`, its next block. Sequences for which there is no block sit
+        this step out; newer ones of lower tiers are preempted, so that there will be blocks."""
         due = self._batch.due()
         if idle:
             for generation in idle.intersection(due):
@@ -642,7 +649,7 @@ class DecodeScheduler:
         for generation, block in zip(fed, blocks, strict=True):
             generation.sequence.block_table.append(block)
         self._batch.fed(*fed)
-        # What steps in flight, this one among them, give back when they end, and those that end with the one before.
+        # Blocks that steps in flight, this one included, release, and those of sequences that end with the step before.
         num_freed = self._pool.num_limbo + sum(self._num_private(each.sequence.block_table) for each in ending)
         while num_freed < sum(generation in self._batch for generation in lacking):
             newest = self._newest(ending)
@@ -654,7 +661,7 @@ class DecodeScheduler:
         return sitting_out
 
     def _relieve(self, step: Step, now: float) -> None:
-        """Take from lower tiers what a waiting request of a higher one lacks; from nobody more than once."""
+        """Take from lower tiers the blocks that a waiting request of a higher tier lacks. No holder gives way twice."""
         if self._pressure is None:
             return
         (rank, lacking), self._pressure = self._pressure, None
@@ -670,7 +677,7 @@ class DecodeScheduler:
 
     @property
     def _can_relieve(self) -> bool:
-        """Whether somebody who waits lacks what reservations of lower tiers can give without a step."""
+        """Whether reservations of lower tiers can give, without a step, blocks that a waiting request lacks."""
         if self._pressure is None:
             return False
         rank, _ = self._pressure
@@ -678,15 +685,15 @@ class DecodeScheduler:
         return any(request.work.tier.rank > rank for request in unread)
 
     def _newest(self, ending: Collection[Generation]) -> Holder | None:
-        """The newest of the lowest tier, of all that hold blocks but those whose blocks are being read, and those whose
-        last token is on its way."""
+        """The newest holder of blocks of the lowest tier, without pulls that have begun to read and sequences in
+        `ending`."""
         while (unread := self._newest_unread.first()) is not None and not _unread(unread):
             self._newest_unread.discard(unread)
         newest = (self._batch.newest(ending), self._newest_prompts.first(), unread)
         return max((each for each in newest if each is not None), key=_seniority, default=None)
 
     def _preempt(self, victim: Holder, step: Step, now: float) -> int:
-        """Take its blocks; how many come back with this step's end."""
+        """Take the victim's blocks; returns how many are free when this step has ended."""
         if isinstance(victim, DecodeRequest):
             return self._revoke(victim, step)
         if isinstance(victim, LocalPrompt):
@@ -695,7 +702,7 @@ class DecodeScheduler:
             victim = victim.generation
         table = victim.sequence.block_table
         num_freed = self._num_private(table)
-        # Host memory that it holds already has not been swapped in yet; half of a recomputation is not worth keeping.
+        # If it still has host slots, they were not swapped in yet and stay valid. A half recomputed one is dropped.
         if victim.stage is not Stage.RECOMPUTING and not victim.host_slots:
             num_content = self._blocks_for(victim.sequence.num_computed)
             if self._swaps(victim, num_content):
@@ -719,7 +726,8 @@ class DecodeScheduler:
         self._look_again = True
 
     def _send_back(self, prompt: LocalPrompt) -> int:
-        """A request that is computed here, and has said nothing yet, waits again."""
+        """A request whose prompt is computed here, and that has no token yet, waits again. Returns the number of freed
+        blocks."""
         num_freed = self._num_private(prompt.block_table) + len(prompt.request.fork_blocks)
         self.forget(prompt.request)
         prompt.request.sent_back = True
@@ -729,7 +737,8 @@ class DecodeScheduler:
         return num_freed
 
     def _revoke(self, request: DecodeRequest, step: Step) -> int:
-        """A request whose pull has reserved blocks, and read nothing, waits again."""
+        """A request whose pull has reserved blocks, and read nothing, waits again. Returns the number of freed
+        blocks."""
         blocks = self._reserved[request]
         num_freed = self._num_private(blocks) + len(request.fork_blocks)
         self.forget(request)
@@ -741,19 +750,19 @@ class DecodeScheduler:
         return num_freed
 
     def _swaps(self, generation: Generation, num_content: int) -> bool:
-        """Whether a sequence goes to host memory, rather than being computed again."""
+        """Whether a sequence is swapped to host memory rather than computed again."""
         if self._policy.preempt_by == "recompute" or num_content > len(self._host_free) or num_content == 0:
             return False
         if self._policy.preempt_by == "swap":
             return True
-        # What others hold too will still be cached when it comes back.
+        # Blocks that others hold, too, will still be cached when it comes back.
         table = generation.sequence.block_table
         num_shared = len(table) - self._num_private(table)
         recompute_s = self._costs.recompute_s(generation.sequence.num_tokens - num_shared * self._block_size)
         return self._costs.swap_s(num_content) <= recompute_s
 
     def _take_blocks(self, generation: Generation) -> None:
-        """From a sequence that holds some, wherever it is. What it has filled stays known to the prefix cache."""
+        """Take the blocks of a sequence, whatever its state. Its full blocks stay in the prefix cache."""
         sequence = generation.sequence
         self._name(generation)
         if generation in self._batch:
@@ -769,16 +778,16 @@ class DecodeScheduler:
         self._admission.left(generation)
 
     def _unbook(self, request: DecodeRequest) -> None:
-        """A request that had room, and no choices yet, has it no more."""
+        """Release the fork blocks and the forecast entries of a request that had room and has no choices yet."""
         self._pool.release(request.fork_blocks)
         request.fork_blocks = []
         for choice in request.work.choices:
             self._admission.leave((request, choice))
 
     def _name(self, generation: Generation) -> None:
-        """Tell the pool the names of the blocks that have become full."""
+        """Enter the blocks that have become full into the prefix cache."""
         if generation.host_slots or generation in self._arriving:
-            return  # what is to be in its blocks may not be there yet
+            return  # its blocks may not have been swapped in yet
         sequence, chain = generation.sequence, generation.chain
         chain.extend(sequence.token_ids, sequence.num_computed)
         full = slice(generation.num_named, sequence.num_computed // self._block_size)
@@ -786,11 +795,12 @@ class DecodeScheduler:
         generation.num_named = max(full.start, full.stop)
 
     def _num_private(self, blocks: Seq[int]) -> int:
-        """How many of `blocks`, held by one sequence, nobody else holds."""
+        """Number of `blocks`, held by one sequence, that no other sequence holds."""
         return sum(self._pool.ref_count(block) == 1 for block in blocks)
 
     def _flow(self, generation: Generation, change: float) -> None:
-        """A tenant pays for places in the batch, also for steps that its masks miss: nobody else can have the place."""
+        """Change the service that the sequence's tenant receives per step. A tenant pays for places in the batch, also
+        for steps that a sequence misses because its mask is late: no other sequence can have the place."""
         work = generation.request.work
         self._waiting.flow(work.tier, work.tenant, change, self._batch.step)
 

@@ -12,33 +12,34 @@ from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 
 @dataclass(slots=True)
 class Step:
-    """What the engine does next: copies, then swaps, then the tokens of `decodes` and `chunks`."""
+    """The engine's next work: copies, then swaps, then the tokens of `decodes` and `chunks`."""
 
     decodes: list[Generation] = field(default_factory=list)
     chunks: list[Chunk[LocalPrompt]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """(block, block)."""
+    """(source block, target block)."""
     swap_outs: list[tuple[int, int]] = field(default_factory=list)
     """(block, slot of host memory)."""
     swap_ins: list[tuple[int, int]] = field(default_factory=list)
     """(slot of host memory, block)."""
     revoked: list[DecodeRequest] = field(default_factory=list)
-    """Requests that wait again: what was reserved for their pulls, and not read into yet, is taken back."""
+    """Requests that wait again: the blocks reserved for their pulls, of which none was read yet, are taken back."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the engine has nothing to do."""
         return not (self.decodes or self.chunks or self.copies or self.swap_outs or self.swap_ins)
 
     def slices(self, before: Step | None = None) -> list[Slice]:
-        """What the engine computes: the decodes, then the chunks. `before` is the step that still runs, if one does."""
+        """Input of the engine: the decodes, then the chunks. `before` is the step that still runs, or None."""
         samples = {} if before is None else {each: index for index, each in enumerate(before.decodes)}
         decodes = [_decode_slice(generation, samples.get(generation)) for generation in self.decodes]
         return decodes + [_chunk_slice(chunk) for chunk in self.chunks]
 
 
 def _decode_slice(generation: Generation, follows: int | None) -> Slice:
-    """The last token of a sequence, which may still be unknown, and the one to come."""
+    """A slice of a sequence's last token, from which the next one is sampled. `follows` is the index, in the step that
+    still runs, of the sample that becomes the last token; None if that token is known."""
     sequence = generation.sequence
     num_tokens = sequence.num_tokens + (follows is not None)
     return Slice(

@@ -1,4 +1,4 @@
-"""What a choice's time at this worker was spent on, from the marks that its request and its pull have got."""
+"""Computes how long each stage of a choice took at this worker, from the times noted at its request and its pull."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from decode_worker.request import DecodeRequest, Generation
 
 
 def timings_of(generation: Generation, now: float) -> Timings:
-    """To go before the choice's tokens that are sent `now`."""
+    """Timings of a choice. They are sent before the tokens that are sent at `now`."""
     request = generation.request
     decode = _decode_times(generation, now)
     return Timings(
@@ -20,7 +20,7 @@ def timings_of(generation: Generation, now: float) -> Timings:
 
 
 def prompt_times_of(request: DecodeRequest, now: float) -> PromptTimes:
-    """Of a prompt that was computed here, and whose first tokens are sent `now`."""
+    """Times of a prompt that was computed here and whose first tokens are sent at `now`."""
     assert request.started_at is not None, request.key
     queue_s = request.started_at - request.arrived
     prefill_s = now - request.started_at
@@ -28,7 +28,7 @@ def prompt_times_of(request: DecodeRequest, now: float) -> PromptTimes:
 
 
 def _decode_times(generation: Generation, now: float) -> DecodeTimes | None:
-    """None at a local first token: there is nothing behind it yet."""
+    """Times after the prompt; None if the choice has only its first token, computed here."""
     request = generation.request
     pull = None if request.pull is None else request.pull.times
     joined_at = generation.joined_at
@@ -41,7 +41,7 @@ def _decode_times(generation: Generation, now: float) -> DecodeTimes | None:
         if generation.paused_at is not None:
             preempted_s += now - generation.paused_at
         queue_s = joined_at - request.begun_at
-        decode_s = max(0.0, now - joined_at - preempted_s)  # a sum of pauses is rounded
+        decode_s = max(0.0, now - joined_at - preempted_s)  # the sum of pauses has rounding errors
     if pull is None:
         return DecodeTimes(
             wait_s=0.0,

@@ -1,17 +1,18 @@
-"""The decode worker: events from gateways, sources, the transport and the engine, turned into decisions.
+"""The decode worker: turns events from gateways, sources, the transport and the engine into decisions and messages.
 
 Life cycle of a request in the decode worker:
 
-    1. Decode arrives from a gateway; the worker attaches to the source's offer (`kv_transfer.intake`). Without a source
-       it computes the prompt itself, in chunks that ride with the decodes.
-    2. The offer opens; the request waits for room, which is reserved: blocks that are cached here are kept, the others
-       are read as the source announces them, while it computes the next chunk.
-    3. The last read has ended and the first tokens are known: the source is asked to settle.
-    4. Valid: the choices join the running batch at the next step. Anything else: nothing is decoded from the blocks.
-    5. Each step sends each choice's token; after the last one Finished, and the tokens are kept until Ack.
+    1. Decode arrives from a gateway. The worker attaches to the source's offer (`kv_transfer.intake`). Without a source
+       it computes the prompt itself, in chunks that share steps with decodes.
+    2. The offer opens. The request waits until room is reserved. Blocks that are cached here are kept. The others are
+       read when the source announces them, while the source computes the next chunk.
+    3. The last read has ended and the first tokens are known: the worker asks the source to settle.
+    4. If the source answers that the blocks are valid, the choices join the running batch at the next step. Otherwise
+       nothing is decoded from the blocks.
+    5. Each step sends each choice's token. After the last one Finished is sent; the tokens are kept until Ack.
 
-Under memory pressure a choice may lose its blocks in between and get them back: nobody outside notices. While the
-worker drains, other decode workers pull the running sequences from it (`decode_worker.migration`).
+Under memory pressure a choice may lose its blocks and get them back later; its client gets the same tokens. While the
+worker drains, other decode workers pull its running sequences (`decode_worker.migration`).
 """
 
 from __future__ import annotations
@@ -87,26 +88,26 @@ from kv_transfer.transport import Transport
 log = logging.getLogger(__name__)
 
 MAX_UNACKNOWLEDGED = 4096
-"""Finished requests whose tokens are kept for a gateway that may ask again."""
+"""Most finished requests whose tokens are kept until the gateway acknowledges them."""
 _SEQUENCE_WEIGHT = 0.1
-"""Of the newest sequence in what sequences lately took."""
+"""EWMA weight of the newest sequence's duration."""
 _TICK_S = 0.25
-"""Between two looks at deadlines and quarantine, while a request is open."""
+"""Seconds between two checks of deadlines and quarantine, while a request is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step that the engine has been handed."""
+    """A step that was handed to the engine."""
 
     number: int
-    """The pool's."""
+    """The block pool's number of the step."""
     step: Step
     submitted: asyncio.Future[Started]
-    """The engine's."""
+    """The engine's future of the step."""
 
 
 class DecodeWorker:
-    """The shell around scheduler, intake, lender and engine. Runs on the event loop's thread."""
+    """Connects scheduler, intake, lender and engine with the network. Runs on the event loop's thread."""
 
     def __init__(
         self,
@@ -177,16 +178,16 @@ class DecodeWorker:
         self._scored_tokens = 0
         self._recomputed_tokens = 0
         self._steps_ahead = 0
-        """Steps that were planned while another one ran."""
+        """Number of steps that were planned while another one ran."""
         self._sequence_s = 0.0
-        """What sequences have lately taken here, from their first token to their last."""
+        """EWMA of a sequence's duration here, in seconds from its first token to its last."""
         self._block_steps = 0
         """Blocks in use, summed over the steps."""
 
     # --- the loops -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the transport. Raises `TransferError` when it cannot work here."""
+        """Start the transport. Raises `TransferError` if it cannot work on this machine."""
         await self._intake.start()
 
     async def run(self) -> None:
@@ -219,7 +220,7 @@ class DecodeWorker:
                     await self._finish(before)
                     before = None
                 continue
-            slices = step.slices(step_before)  # before anything is awaited: an abort takes a sequence's blocks
+            slices = step.slices(step_before)  # before the first await: an abort takes a sequence's blocks
             await self._tell_whose_turn_it_is()
             self._steps_ahead += before is not None
             submitted = self._engine.submit(slices, step.copies, step.swap_outs, step.swap_ins)
@@ -235,7 +236,7 @@ class DecodeWorker:
         return self._runs_ahead and not self._departures.awaited and self._scheduler.may_run_ahead(step)
 
     async def _finish(self, in_flight: _InFlight) -> None:
-        """Wait for a step's outcomes, and do what follows from them."""
+        """Wait for a step's outcomes and process them."""
         outcomes = await self._engine.outcomes(in_flight.submitted)
         self._block_steps += self._pool.num_used
         self._pool.step_finished(in_flight.number)
@@ -245,7 +246,7 @@ class DecodeWorker:
         self._after_step(step, outcomes, self._engine.scores(in_flight.submitted) if asked else ())
 
     async def _rest(self) -> None:
-        """Nothing can be computed: wait for something, unless what had to be waited for is there now."""
+        """Nothing can be computed: wait for an event, unless admitting requests has just made work possible."""
         self._wake.clear()
         self._trial_feed.publish()
         self._departures.cut()
@@ -254,7 +255,8 @@ class DecodeWorker:
             await self._wake.wait()
 
     async def _tell_whose_turn_it_is(self) -> None:
-        """Before a step that may be this worker's last."""
+        """Tell gateways which suspects compute in the next step, and give the message time to leave: the step may crash
+        this worker."""
         if self._trial_feed.publish():
             await asyncio.sleep(NOTICE_S)
 
@@ -276,12 +278,12 @@ class DecodeWorker:
             self._fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {stage}")
         self._intake.tick(now)
         self._lender.expire(now)
-        self._reserve()  # whoever has waited long may have a right now that it had not before
+        self._reserve()  # a request may have aged since
 
     # --- events from gateways and sinks --------------------------------------------------------------------------
 
     def on_message(self, peer: Incarnation, message: Message) -> None:
-        """A message from a gateway, or from a worker that pulls from here."""
+        """Handle a message from a gateway, or from a worker that pulls from this one."""
         match message:
             case Decode():
                 self._on_decode(peer, message)
@@ -304,7 +306,7 @@ class DecodeWorker:
                 log.warning("%s is not for a decode worker; ignored", type(message).__name__)
 
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
-        """A session (re)opens: what the peer does not list is given up."""
+        """A session opens or reopens: end the requests that the peer does not list. Returns those that go on."""
         listed = set(hello.open_requests)
         for request in self._owned_by(peer):
             if request.key not in listed:
@@ -313,13 +315,13 @@ class DecodeWorker:
         return tuple(request.key for request in self._owned_by(peer))
 
     def on_open(self, peer: Incarnation, role: Role) -> None:
-        """A gateway is told what the prefix cache holds, and who is on trial."""
+        """Start to tell a gateway which blocks the prefix cache holds and which requests are on trial."""
         if role is Role.GATEWAY:
             self._feed.begin(peer)
             self._trial_feed.begin(peer)
 
     def on_peer_lost(self, peer: Incarnation) -> None:
-        """A gateway's requests, and what a sink has borrowed, end with it."""
+        """A peer is lost: end a gateway's requests, and the leases of a sink."""
         for request in self._owned_by(peer):
             self._forget(request, "its gateway is gone")
         self._lender.on_peer_lost(peer)
@@ -355,7 +357,7 @@ class DecodeWorker:
         now = self._clock()
         pull: Pull | None = None
         if work.moving:
-            # Its last token has no KV yet, there or here: it is what the sequence goes on from.
+            # The last token has no KV yet, at the source or here: the first step here computes it.
             work = replace(work, token_ids=work.token_ids[:-1])
             pull = pull_of(work)
         elif work.source is not None and work.offered is not None:
@@ -378,7 +380,8 @@ class DecodeWorker:
             self._fail(request, Cause.CAPACITY, "there is no room for the sequence at once; where it is, it can go on")
 
     def _on_first_mask(self, request: DecodeRequest, gave_up: GaveUp | None) -> None:
-        """What a prompt that is computed here may be followed by is known: it waits for room."""
+        """The mask of a local prompt's first tokens is known, or its grammar gave up: the request waits for room, or
+        fails."""
         if gave_up is not None:
             self._fail(request, Cause.INVALID, gave_up.why)
             return
@@ -398,7 +401,7 @@ class DecodeWorker:
         if request is None or request.gateway != gateway or request.work.attempt > message.attempt:
             return
         if message.request in self._finished:
-            self._forget(request, "aborted")  # it has been told its end
+            self._forget(request, "aborted")  # the gateway was sent its end
             return
         self._forget(request, "aborted", wanted=True)
         self._count(Cause.CANCELLED)
@@ -408,7 +411,7 @@ class DecodeWorker:
         request = self._finished.get(message.request)
         if request is not None and request.gateway == gateway and request.work.attempt == message.attempt:
             del self._finished[message.request]
-            request.generations.clear()  # each names its request: only the garbage collector would free them
+            request.generations.clear()  # breaks the reference cycle, which only the garbage collector would free
 
     def _on_resend(self, gateway: Incarnation, message: Resend) -> None:
         request = self._find(message.request)
@@ -428,7 +431,7 @@ class DecodeWorker:
     # --- events from the intake (`kv_transfer.intake.IntakeEvents`) ----------------------------------------------
 
     def on_want_blocks(self, pull: Pull, num_blocks: int) -> None:
-        """A request's offer is open: it waits for room."""
+        """The offer of a request, or of a stage of a moving sequence, is open: it waits for room."""
         if self._arrivals.find(pull):
             self._arrivals.want_ahead(pull, num_blocks)
             return
@@ -445,7 +448,7 @@ class DecodeWorker:
         self._reserve()
 
     def on_pulled(self, pull: Pull, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
-        """A request's blocks are valid: its choices go on."""
+        """The pulled blocks are valid: the request's choices begin."""
         if self._arrivals.find(pull):
             self._arrivals.pulled_ahead(pull, block_ids)
             return
@@ -455,13 +458,13 @@ class DecodeWorker:
         self._begun(request)
 
     def on_release(self, block_ids: Sequence[int]) -> None:
-        """Blocks of an abandoned pull."""
+        """Release the blocks of an abandoned pull."""
         self._pool.release(block_ids)
         self._wake.set()
         self._reserve()
 
     def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
-        """A request's pull is over without its blocks."""
+        """A pull has ended without valid blocks."""
         ahead_of = self._arrivals.find(pull)
         if ahead_of is not None:
             if not self._arrivals.gave_up_ahead(pull):
@@ -476,7 +479,8 @@ class DecodeWorker:
                 self._refuse(request.gateway, request.key, cause, message)
 
     def _relay_end(self, request: DecodeRequest, first_tokens: Sequence[Tokens]) -> None:
-        """The first tokens are all there is. The source has said so, but perhaps to an attempt that was over."""
+        """Send the first tokens, with which the request ends. The source has sent them, but perhaps to an attempt that
+        was over."""
         request_id, attempt = request.key
         if request.pull is not None and request.pull.prompt_times is not None:
             prompt = request.pull.prompt_times
@@ -490,17 +494,18 @@ class DecodeWorker:
     # --- events from the lender (`kv_transfer.lender.LenderEvents`) ----------------------------------------------
 
     def find_prefix(self, block_hashes: Sequence[bytes]) -> Sequence[int]:
-        """Blocks that another worker may read, each with a reference for the lender."""
+        """Cached blocks that another worker may read, each with a reference for the lender."""
         if self._draining:
             self._scheduler.name_running()
         return self._scheduler.lend([BlockHash(name) for name in block_hashes])
 
     def on_returned(self, block_ids: Sequence[int]) -> None:
-        """Lent blocks are back."""
+        """Release blocks that were lent."""
         self.on_release(block_ids)
 
     def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
-        """A sequence that was cut has gone elsewhere; or nobody wants it any more, and its gateway begins again."""
+        """The lease of a cut sequence has ended: another worker continues it, or no worker does and the request
+        fails."""
         request = self._departures.unpinned(key, block_ids, settled=settled)
         if request is not None and settled:
             self._finish_if_ended(request)
@@ -510,7 +515,7 @@ class DecodeWorker:
         self._reserve()
 
     def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
-        """The lease of a sequence that was cut has expired; `on_unpinned` follows."""
+        """The lease of a cut sequence has expired. `on_unpinned` follows and does the work."""
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
@@ -526,7 +531,7 @@ class DecodeWorker:
             self._wake.set()
 
     def _begun(self, request: DecodeRequest) -> None:
-        """The request's choices are there, and have their first tokens."""
+        """The request's choices have begun and have their first tokens."""
         for generation in request.generations:
             if generation.finish_reason is not None:
                 self._send_tokens(generation)
@@ -534,7 +539,7 @@ class DecodeWorker:
         self._wake.set()
 
     def _ask_mask(self, generation: Generation) -> None:
-        """A sequence has got a token, and has to know which may be the next."""
+        """A sequence has got a token: compute the mask of the next one, if it has a grammar."""
         sequence = generation.sequence
         if sequence.sampling.grammar is None or generation.finish_reason is not None:
             return
@@ -553,7 +558,7 @@ class DecodeWorker:
         self._wake.set()
 
     def _after_step(self, step: Step, outcomes: Sequence[tuple[Sampled, ...]], scores: Sequence[Scored] = ()) -> None:
-        """`scores` are missing where no chunk has asked for any."""
+        """Process a step's outcomes. `scores` is empty if no chunk asked for prompt log probabilities."""
         for generation, (outcome,) in zip(step.decodes, outcomes, strict=False):
             if self._scheduler.is_running(generation):
                 self._advance(generation, outcome)
@@ -578,7 +583,7 @@ class DecodeWorker:
         self._feed.publish()
 
     def _tell_prompt(self, chunk: Chunk[LocalPrompt], scored: Scored) -> bool:
-        """Send how likely the prompt's tokens were, if it was asked; whether the request goes on."""
+        """Send the prompt's log probabilities, if the request asked for them. Returns whether the request goes on."""
         request = chunk.prompt.request
         try:
             for message in prompt_logprobs(request.work, chunk.start, scored):
@@ -590,11 +595,11 @@ class DecodeWorker:
         return True
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
-        """Every token of a local prompt has its KV; what was sampled after the last one."""
+        """Every token of a local prompt has its KV; `outcomes` has what was sampled after the last one."""
         request, generation = prompt.request, prompt.generation
         if generation is not None:
             if generation.stage is not Stage.RECOMPUTING:
-                return  # another choice of its request has just failed
+                return  # the request has just failed by another choice
             self._scheduler.recomputed(generation, self._clock())
             self._advance(generation, outcomes[0])
             return
@@ -613,7 +618,7 @@ class DecodeWorker:
         self._finish_if_ended(request)
 
     def _advance(self, generation: Generation, outcome: Sampled) -> None:
-        """A sequence whose tokens all have their KV gets the next one."""
+        """Append the sampled token to a sequence whose tokens all have their KV."""
         if isinstance(outcome, InvalidLogitsError):
             self._fail(generation.request, outcome.cause, str(outcome))
             return
@@ -684,7 +689,8 @@ class DecodeWorker:
         )
 
     def _forget(self, request: DecodeRequest, why: str, *, wanted: bool = False) -> None:
-        """Give the request up wherever it is, without a word to the gateway; `wanted` if its client asked for that."""
+        """Remove the request, whatever its state, without a message to the gateway. `wanted`: its client asked for its
+        end."""
         self._finished.pop(request.work.request, None)
         if request.work.request in self._requests:
             self._drop(request, wanted=wanted)
@@ -693,7 +699,8 @@ class DecodeWorker:
             self._reserve()
 
     def _drop(self, request: DecodeRequest, *, wanted: bool = False) -> None:
-        """Take the request off the books; what a pull holds of it is released, or in quarantine, by the intake."""
+        """Remove the request from all tables. The intake releases the blocks of its pull, or keeps them in
+        quarantine."""
         del self._requests[request.work.request]
         self._departures.forget(request)
         self._arrivals.forget(request)
@@ -718,7 +725,8 @@ class DecodeWorker:
     # --- leaving -------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take no new work. Gateways learn it by the next heartbeat, and let others pull what runs here."""
+        """Take no new work. Gateways learn it by the next heartbeat, and let other workers pull the running
+        sequences."""
         if not self._draining:
             log.info("draining: %d requests are open", len(self._requests))
         self._draining = True
@@ -728,13 +736,13 @@ class DecodeWorker:
         self._draining = False
 
     def give_up(self, why: str) -> None:
-        """The time for leaving is over: what is still here fails."""
+        """The time for draining is over: fail the requests that are still here."""
         for request in list(self._requests.values()):
             self._fail(request, Cause.DRAINING, why)
 
     @property
     def phase(self) -> Phase:
-        """Serving; or draining, until nothing is held here any more."""
+        """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
         if not self._draining:
             return Phase.SERVING
         held = self._requests or self._finished or self._intake.num_pulls or self._intake.num_quarantined
@@ -743,7 +751,7 @@ class DecodeWorker:
     # --- what others see -----------------------------------------------------------------------------------------
 
     def welcome(self) -> Welcome:
-        """This worker's side of a handshake."""
+        """This worker's message in a handshake."""
         return Welcome(
             role=Role.DECODE,
             fingerprint=self._engine.fingerprint,
@@ -755,7 +763,7 @@ class DecodeWorker:
         )
 
     def heartbeat(self, number: int) -> Heartbeat:
-        """The load of this moment; blocks as they are expected to be in use at most."""
+        """The present load. `blocks_used` is the forecast of the most blocks in use."""
         return Heartbeat(
             number=number,
             steps=self._engine.num_steps,
@@ -774,7 +782,7 @@ class DecodeWorker:
         )
 
     def ready(self) -> tuple[bool, Mapping[str, object]]:
-        """Ready once serving; the counts are zero when nothing is going on."""
+        """Whether the worker takes work, and counts of what it holds. At rest the counts are zero."""
         return not self._draining, {
             "role": Role.DECODE.value,
             "phase": self.phase.value,
@@ -801,7 +809,7 @@ class DecodeWorker:
         }
 
     def metrics(self) -> Iterable[Metric]:
-        """Prometheus metrics of this moment."""
+        """Prometheus metrics with their present values."""
         scheduler = self._scheduler
         used = self._pool.num_used / self._pool.num_blocks
         traffic = self._server.traffic
@@ -860,7 +868,7 @@ class DecodeWorker:
 
 
 def _fits(tokens: Sequence[Tokens], work: Decode) -> bool:
-    """Whether these are one token for each choice of `work`, at the right position."""
+    """Whether `tokens` has one token for each choice of `work`, at the right position."""
     return tuple(first.choice for first in tokens) == work.choices and all(
         (first.position, len(first.token_ids)) == (len(work.token_ids), 1)
         and (first.logprobs is None) == (work.sampling.logprobs is None)

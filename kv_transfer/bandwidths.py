@@ -1,4 +1,4 @@
-"""How fast blocks come, and which way: what the operator sees of it."""
+"""The rates of reads and the ways that they take, for the operator: in the log, in `/ready` and as metrics."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ log = logging.getLogger(__name__)
 
 
 class Bandwidths:
-    """Of the reads of one worker, into memory of `device`."""
+    """Records the reads of one worker, into memory of `device`."""
 
     def __init__(self, device: str) -> None:
         self.num_fallbacks = 0
-        """Sources from which blocks came neither by RDMA nor by NVLink, though NIXL moves them."""
+        """Sources whose route falls back to a slow way (`Route.falls_back`)."""
         self._device = device
         self.num_sources: dict[Way, int] = dict.fromkeys(Way, 0)
-        """Sources by the way of the first read from there."""
+        """Way → number of sources whose first read came that way."""
         self._bytes_per_second: dict[Way, float] = {}
 
     def observe(self, source: Incarnation, route: Route, num_bytes: int, seconds: float, *, first: bool) -> None:
-        """A read is done; it is the `first` from its source."""
+        """Record a read that is done; `first` says whether it is the first one from its source."""
         rate = num_bytes / max(seconds, 1e-9)
         self._bytes_per_second[route.way] = rate
         if first:
@@ -54,7 +54,8 @@ class Bandwidths:
         self.num_fallbacks += 1
 
     def state(self) -> Mapping[str, object]:
-        """For `/ready`: sources by way, without those that are 0, and the fallbacks among them."""
+        """For `/ready`: the number of sources by way, without ways that have none, and the number of fallbacks among
+        them."""
         ways = {way.value: num for way, num in self.num_sources.items() if num}
         return {"sources_read": ways, "fallbacks": self.num_fallbacks}
 

@@ -1,12 +1,13 @@
-"""The pull side of a worker: its pulls, carried out.
+"""The pull side of a worker: carries out its pulls.
 
 Life cycle of a pull in the worker:
 
-    1. `begin`: a link to the source is opened, or is there, and the pull attaches.
+    1. `begin`: the pull attaches as soon as a link to the source is open.
     2. The offer opens: `on_want_blocks`. The worker calls `reserve` when it has room, or `abandon`.
-    3. Blocks are read as the source announces them; a read's end is told by the mover, never assumed.
-    4. The source settles: `on_pulled`, and the blocks are the worker's. Any other end: `on_gave_up`, after `on_release`
-       of every block that nothing can write to; the others are in quarantine, and follow when their reads have ended.
+    3. Blocks are read as the source announces them. The mover reports the end of each read; it is never assumed.
+    4. The source settles: `on_pulled`, and the blocks belong to the worker. If the pull ends otherwise, `on_release` is
+       called for every block that nothing can write to, then `on_gave_up`. The other blocks are in quarantine. They are
+       released when their reads have ended.
 
 Each pull that has begun ends in exactly one `on_pulled` or `on_gave_up`.
 """
@@ -51,41 +52,41 @@ from kv_transfer.transport import ReadId, Transport
 log = logging.getLogger(__name__)
 
 Fits = Callable[[Sequence[Tokens]], bool]
-"""Whether first tokens are those that were asked for."""
+"""Returns whether first tokens are those that were asked for."""
 
 
 class IntakeEvents(Protocol):
-    """What the worker does about its intake. Every method may call the intake again."""
+    """The calls by which a worker learns about its pulls. Every method may call the intake again."""
 
     def on_want_blocks(self, pull: Pull, num_blocks: int) -> None:
-        """The offer is open: call `reserve` when there is room, or `abandon`. Told once a pull."""
+        """The offer is open: call `reserve` when there is room, or `abandon`. Called once per pull."""
 
     def on_pulled(self, pull: Pull, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
-        """Settled and valid: the reserved blocks hold the KV; of a prefix there are no first tokens."""
+        """The pull is settled and valid: the reserved blocks hold the KV. A pull of a prefix has no first tokens."""
 
     def on_release(self, block_ids: Sequence[int]) -> None:
-        """These reserved blocks, those that were held included, are no longer a pull's, and nothing writes to them."""
+        """These reserved blocks, held ones included, no longer belong to a pull, and nothing writes to them."""
 
     def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
-        """The pull is over, by `abandon` too. `cause` is as it was given there; None also when the first tokens ended
-        the request (`Pull.ended_with`)."""
+        """The pull is over, by `abandon` or otherwise. `cause` is the one that `abandon` was given. It is also None if
+        the first tokens ended the request (`Pull.ended_with`)."""
 
 
 @dataclass(slots=True)
 class _Read:
-    """One that is under way."""
+    """A read that is under way."""
 
     pull: Pull
     start: int
-    """The first block of the sequence that it reads."""
+    """Index, in the sequence, of the first block that it reads."""
     agent: int
-    """The number of the agent that reads."""
+    """Number of the agent that reads (see `Intake._agents`)."""
     since: float
-    """When it began, or the fence was last raised for it."""
+    """When it began, or when its agent was last replaced."""
 
 
 class Intake:
-    """The shell around pulls, links to sources and the mover. Runs on the event loop's thread.
+    """Connects pulls, links to sources and the mover. Runs on the event loop's thread.
 
     It owns the worker's one mover, which serves the reads of peers too (`mover.set_serving`).
     """
@@ -103,7 +104,7 @@ class Intake:
     ) -> None:
         self.mover = Mover(region, make_transport, self._on_read, self.on_died)
         self.transport_metadata = b""
-        """What sinks need in order to read from here; known once started."""
+        """What sinks need in order to read from this worker; known once started."""
         self._transport = settings.transport
         self._quarantine_bound_s = settings.quarantine_bound_s
         self._read_bound_s = settings.read_bound_s
@@ -115,10 +116,10 @@ class Intake:
         self._pulls: dict[RequestId, tuple[Pull, Fits | None]] = {}
         """Pulls that have neither settled nor been given up."""
         self._quarantine: dict[Pull, float] = {}
-        """Abandoned pulls with reads under way → since when, or since when the last fence was raised for them."""
+        """Abandoned pulls with reads under way → when they were abandoned, or when their agent was last replaced."""
         self._reads: dict[ReadId, _Read] = {}
         self._agents: dict[Incarnation, int] = {}
-        """Sources → how often the agent that reads from them was replaced."""
+        """Source → how often the agent that reads from it was replaced."""
         self._read_ids = itertools.count()
 
     @property
@@ -136,7 +137,7 @@ class Intake:
         """Blocks that an unfinished read of an abandoned pull may still write to."""
         return sum(len(pull.quarantined) for pull in self._quarantine)
 
-    # --- its life ------------------------------------------------------------------------------------------------
+    # --- life cycle ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the transport. Raises `TransferError` when it cannot work here."""
@@ -144,20 +145,20 @@ class Intake:
         self.transport_metadata = await self.mover.start()
 
     async def run(self) -> None:
-        """Wait, until cancelled, for the mover's thread or a link to die of a bug, and raise what it died of."""
+        """Wait until cancelled. If the mover's thread or a link dies of a bug, raise that error."""
         await self._died
 
     async def close(self) -> None:
         """End every read and every link."""
-        await self.mover.close()  # before the links: sources must go on serving the reads that it lets end
+        await self.mover.close()  # before the links: sources must go on serving the reads that the mover lets end
         await self._links.close()
 
-    # --- what the worker wants -----------------------------------------------------------------------------------
+    # --- commands of the worker ----------------------------------------------------------------------------------
 
     def begin(self, pull: Pull, fits: Fits | None = None) -> None:
-        """Attach as soon as the source can be reached; `on_gave_up` may come before this returns.
+        """Attach as soon as the source can be reached; `on_gave_up` may be called before this returns.
 
-        One pull for each request; the last one must have ended. First tokens that do not `fit` end the pull.
+        A request may have one pull at a time. If the first tokens do not fit (`fits`), the pull is abandoned.
         """
         assert pull.key.request not in self._pulls, f"{pull.key} is pulled already"
         self._pulls[pull.key.request] = (pull, fits)
@@ -167,24 +168,27 @@ class Intake:
             self._attach(pull, source, self._links.welcome(pull.source.address))
 
     def reserve(self, pull: Pull, block_ids: Sequence[int], num_held: int = 0) -> None:
-        """Read into these blocks, one for each of the offer, after the first `num_held`, which are valid already.
+        """Read into `block_ids`, one block for each block of the offer. The first `num_held` are valid already, and are
+        not read.
 
-        They are the pull's until `on_pulled` or `on_release`.
+        The blocks belong to the pull until `on_pulled` or `on_release`.
         """
         assert pull.times is not None
         pull.times.reserved_at = self._clock()
         self._do(pull, pull.reserve(block_ids, num_held))
 
     def revoke(self, pull: Pull) -> None:
-        """The blocks that were reserved for a pull that is `revocable` are the worker's again; `reserve` may follow."""
+        """Give the blocks that were reserved for a `revocable` pull back to the worker. `reserve` may be called
+        again."""
         pull.revoke()
 
     def abandon(self, pull: Pull, cause: Cause | None, why: str) -> None:
-        """Give a pull up; inert when it is over."""
+        """Give up a pull; inert if it is over."""
         self._do(pull, pull.abandon(cause, why))
 
     def tick(self, now: float) -> None:
-        """Replace the agents that have held blocks in quarantine, or read, for too long; needed while there are any."""
+        """Replace agents whose reads have lasted too long, or have kept blocks in quarantine for too long. Call this as
+        long as there are reads or quarantined blocks."""
         overdue = {pull.source for pull, since in self._quarantine.items() if now - since > self._quarantine_bound_s}
         overdue |= {read.pull.source for read in self._reads.values() if now - read.since > self._read_bound_s}
         for source in overdue:
@@ -198,7 +202,8 @@ class Intake:
                     read.since = now
 
     def _replace_agent(self, source: Source) -> None:
-        """The fence for a source that is still there; each of its pulls fails and may be tried again."""
+        """Replace the agent of a source that is still there: this is the fence. Each of its pulls fails, and may be
+        tried again."""
         self._agents[source.incarnation] = self._agents.get(source.incarnation, 0) + 1
         self.mover.drop_source(source.incarnation)
         if self._links.at(source.address) == source.incarnation:
@@ -212,7 +217,7 @@ class Intake:
         return [pull.key for pull in pulls if pull.source.address == address]
 
     def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
-        """Attach, or attach again, every pull from this address."""
+        """Attach every pull from this address, for the first time or again."""
         if welcome.transport == self._transport:
             self.mover.add_source(source, welcome.transport_metadata)
         for pull in self._pulling_from(address):
@@ -238,7 +243,8 @@ class Intake:
                 self._do(pull, pull.withdrawn(message))
 
     def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
-        """Nothing pulled from this source can be settled any more; the fence gives its quarantined blocks back."""
+        """Abandon the pulls from a lost source, which cannot be settled any more. Dropping the source is the fence,
+        after which its quarantined blocks are released."""
         for pull in self._pulling_from(address):
             self.abandon(pull, cause, f"the source at {address}: {why}")
         if source is not None:
@@ -246,7 +252,8 @@ class Intake:
             self.mover.drop_source(source)
 
     def on_died(self, error: BaseException) -> None:
-        """The mover's thread or a link's task has died of a bug: so does the worker, loudly."""
+        """The mover's thread or a link's task has died of a bug: make `run` raise the error, so that the worker
+        ends."""
         if not self._died.done():
             self._died.set_exception(error)
 
@@ -256,11 +263,11 @@ class Intake:
         assert pull.times is not None
         pull.times.read_ended(self._clock())
         if error is not None and read.agent == self._agents.get(pull.source.incarnation, 0):
-            # Its connection may be broken for good; the next pull gets another one.
+            # Its connection may be broken for good. The next pull gets a new one.
             self._replace_agent(pull.source)
         self._do(pull, pull.read_done(read.start, None if error is None else str(error)))
 
-    # --- the steps between ---------------------------------------------------------------------------------------
+    # --- internal steps ------------------------------------------------------------------------------------------
 
     def _attach(self, pull: Pull, source: Incarnation, welcome: Welcome) -> None:
         if welcome.transport != self._transport:
@@ -272,7 +279,8 @@ class Intake:
             self._do(pull, pull.attach())
 
     def _do(self, pull: Pull, actions: Iterable[Action]) -> None:
-        """Carry out what the pull decided; what the worker then calls finds the books in order."""
+        """Carry out the actions of a pull. The books are updated first, so that the calls to the worker find them in
+        order."""
         self._enter(pull)
         now = self._clock()
         self._note(pull, now)
@@ -297,7 +305,7 @@ class Intake:
                     self._events.on_gave_up(pull, cause, message)
 
     def _enter(self, pull: Pull) -> None:
-        """Keep a pull on the right one of the books."""
+        """Move a pull to, or off, the books `_pulls` and `_quarantine`, by its state."""
         if pull.over:
             self._quarantine.pop(pull, None)
         elif pull.state is PullState.ABANDONED:
@@ -306,7 +314,7 @@ class Intake:
             del self._pulls[pull.key.request]
 
     def _note(self, pull: Pull, now: float) -> None:
-        """How far a pull has come; one that is given up before it began has no times."""
+        """Note the times of a pull's progress. A pull that is given up before it began has no times."""
         times = pull.times
         if times is None:
             return
@@ -321,7 +329,7 @@ class Intake:
     def _pulling_from(self, address: str) -> list[Pull]:
         return [pull for pull, _ in self._pulls.values() if pull.source.address == address]
 
-    # --- what others see -----------------------------------------------------------------------------------------
+    # --- metrics and invariants ----------------------------------------------------------------------------------
 
     def metrics(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment."""

@@ -1,4 +1,4 @@
-"""A lease: the pin on the blocks that a source offers to a sink, and what the sink is told of it."""
+"""A lease: the pin on the blocks that a source offers to a sink, and the messages about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.contract.messages import BlocksReady, OfferWithdrawn, PrefillDone, P
 
 @dataclass(slots=True)
 class Lease:
-    """One pin on the blocks of one request, or on a cached prefix."""
+    """The pin on the blocks of one request, or on a cached prefix."""
 
     key: RequestKey
     """The request, and the newest attempt that has attached."""
@@ -20,7 +20,7 @@ class Lease:
     epoch: int
     block_ids: tuple[int, ...]
     deadline: float
-    """When the request's own budget ends."""
+    """When the budget of the request ends."""
     unattached_since: float
     num_ready: int = 0
     """Blocks `[0, num_ready)` can be read."""
@@ -28,10 +28,11 @@ class Lease:
     first_tokens: tuple[Tokens, ...] | None = None
     """Set once the offer is complete; empty for a prefix."""
     times: PromptTimes | None = None
-    """What the first tokens took."""
+    """How long the first tokens took."""
     sink: Incarnation | None = None
     lent: bool = False
-    """A cached prefix, pinned for the one sink that has asked: it ends with that sink's interest."""
+    """Whether this is a cached prefix, pinned for the one sink that asked for it. The lease then ends when that sink
+    detaches or is lost."""
     story: list[str] = field(default_factory=list)
 
     @property
@@ -40,7 +41,7 @@ class Lease:
         return self.first_tokens is not None
 
     def offer(self, start: int) -> BlocksReady:
-        """What can be read, from block `start` on."""
+        """The message that offers the ready blocks from block `start` on."""
         return BlocksReady(
             request=self.key.request,
             attempt=self.key.attempt,
@@ -53,7 +54,7 @@ class Lease:
         )
 
     def done(self) -> PrefillDone:
-        """That the offer is complete, with the first tokens."""
+        """The message that the offer is complete, with the first tokens."""
         assert self.first_tokens
         return PrefillDone(
             request=self.key.request,
@@ -65,7 +66,8 @@ class Lease:
         )
 
     def last_words(self) -> tuple[BlocksReady, PrefillDone]:
-        """To who attaches when the first tokens have ended everything: an offer of nothing, and these tokens."""
+        """The messages to a sink that attaches after the first tokens have ended the request: an offer of no blocks,
+        and these tokens."""
         return replace(self.offer(self.num_ready), start=0), self.done()
 
 
@@ -75,5 +77,5 @@ def verdict(asked: Settle, *, valid: bool) -> Settled:
 
 
 def withdrawn(key: RequestKey, cause: Cause, message: str) -> OfferWithdrawn:
-    """That there is nothing (more) to read."""
+    """The message that there is nothing (more) to read."""
     return OfferWithdrawn(request=key.request, attempt=key.attempt, cause=cause, message=message)

@@ -1,12 +1,12 @@
-"""The lending side of a worker: what it offers to sinks, carried out.
+"""The lending side of a worker: carries out its offers to sinks.
 
 Life cycle of a lent prefix:
 
-    1. AttachPrefix arrives; the worker finds the leading blocks that its cache holds, and takes references to them.
+    1. AttachPrefix arrives. The worker finds the leading blocks that its cache holds, and takes references to them.
     2. They are pinned under a lease for this sink, and offered at once: a cached block is complete and never changes.
-    3. Settle(valid), Detach, the loss of the sink or `LENT_TTL_S` ends the lease; the worker gives its references back.
+    3. Settle(valid), Detach, the loss of the sink or `LENT_TTL_S` ends the lease. The worker drops its references.
 
-The offers of requests that are being computed are opened, extended and completed by the worker itself.
+The worker itself opens, extends and completes the offers of requests that are being computed.
 """
 
 from __future__ import annotations
@@ -26,38 +26,40 @@ from kv_transfer.lease import withdrawn
 from kv_transfer.source import Action, Dropped, LeaseTable, Return, Send, Unpin
 
 LENT_TTL_S = 30.0
-"""Longest that a cached prefix stays pinned for a sink: what takes longer to pull is better computed."""
+"""Longest time, in seconds, that a cached prefix stays pinned for a sink. If a pull takes longer, it is better to
+compute the prefix."""
 MAX_LENT = 256
-"""Cached prefixes lent at once; one more is refused."""
+"""Most cached prefixes that are lent at once. Further ones are refused."""
 
 
 class LenderEvents(Protocol):
-    """What the worker does about its lender. Every method may call the lender again.
+    """The calls by which a worker learns about its offers. Every method may call the lender again.
 
-    `on_unpinned` and `on_dropped` are about leases that the worker has opened itself, never about lent prefixes.
+    `on_unpinned` and `on_dropped` concern leases that the worker has opened itself, never lent prefixes.
     """
 
     def find_prefix(self, block_hashes: Sequence[BlockHash]) -> Sequence[int]:
-        """The leading ones of these blocks that are cached here, each with a reference taken for the lender.
+        """Find the leading ones of these blocks that are cached here, and take a reference to each for the lender.
 
-        Empty if there are none, or if no reference can be taken without breaking a promise to a running request.
+        Empty if none is cached, or if a reference would break a promise to a running request.
         """
 
     def on_returned(self, block_ids: Sequence[int]) -> None:
-        """The references that `find_prefix` took to these blocks are to be given back."""
+        """Drop the references that `find_prefix` took to these blocks."""
 
     def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
-        """The lease that was opened for a request has ended: its references are to be given back. `settled` if a sink
-        has the blocks."""
+        """Drop the references to these blocks: the lease that was opened for the request has ended. `settled` says
+        whether a sink has the blocks."""
 
     def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
-        """The lease of a request was ended from here (expiry, reclaim): whoever asked for it must learn so."""
+        """The lease table itself has ended the lease of a request (expiry, reclaim). The worker must see to it that the
+        request's gateway learns of this. `on_unpinned` follows."""
 
 
 class Lender:
-    """The shell around the lease table. `set_serving` tells the mover whether peers may be reading.
+    """Connects the lease table with the worker. It tells the mover by `set_serving` whether peers may be reading.
 
-    `checksum`, which gives the CRC-32 of blocks, is there where the deployment runs with checksums.
+    `checksum` returns the CRC-32 of blocks. It is given if the deployment runs with checksums.
     """
 
     def __init__(
@@ -86,18 +88,18 @@ class Lender:
 
     @property
     def num_readers(self) -> int:
-        """Pulls whose reads may be under way."""
+        """Number of pulls whose reads may be under way."""
         return self._leases.num_readers
 
     @property
     def num_parked(self) -> int:
-        """Attaches waiting for their Prefill."""
+        """Number of attaches that wait for their Prefill."""
         return self._leases.num_parked
 
-    # --- what sinks say ------------------------------------------------------------------------------------------
+    # --- messages of sinks ---------------------------------------------------------------------------------------
 
     def on_message(self, sink: Incarnation, message: Attach | AttachPrefix | AttachSequence | Settle | Detach) -> None:
-        """A message from a sink. Whoever attaches to a running sequence waits until the worker opens its lease."""
+        """Handle a message from a sink. An attach to a running sequence waits until the worker opens its lease."""
         match message:
             case Attach() | AttachSequence():
                 self._do(self._leases.attach(message, sink, self._clock()))
@@ -109,11 +111,11 @@ class Lender:
                 self._do(self._leases.detach(message, sink, self._clock()))
 
     def on_hello(self, peer: Incarnation, open_requests: Collection[RequestKey]) -> None:
-        """A session (re)opens: the pulls that the peer does not list it has given up."""
+        """A session with a peer has opened, perhaps again. The peer has given up the pulls that it does not list."""
         self._do(self._leases.sink_said_hello(peer, set(open_requests), self._clock()))
 
     def on_peer_lost(self, peer: Incarnation) -> None:
-        """A sink is gone: its leases wait for another, and what was lent to it is back."""
+        """A sink is lost. Its leases wait for another sink, and prefixes that were lent to it are returned."""
         self.on_hello(peer, ())
 
     def _lend(self, sink: Incarnation, message: AttachPrefix) -> None:
@@ -133,10 +135,10 @@ class Lender:
         self._num_prefixes_lent += 1
         self._do(self._leases.lend(message.key, block_ids, sink, now + LENT_TTL_S, now, checksums))
 
-    # --- what the worker computes --------------------------------------------------------------------------------
+    # --- offers of the worker ------------------------------------------------------------------------------------
 
     def expect(self, key: RequestKey, deadline: float) -> None:
-        """A request waits for its blocks, until its budget ends: `open` or `withdraw` follows."""
+        """A request waits for its blocks until `deadline`; `open` or `withdraw` follows."""
         self._leases.expect(key, deadline)
 
     def awaits(self, key: RequestKey) -> bool:
@@ -152,32 +154,35 @@ class Lender:
         self._do(self._leases.open(key, block_ids, deadline, self._clock()))
 
     def blocks_ready(self, request: RequestId, num_ready: int, checksums: Sequence[int] = ()) -> None:
-        """The step that wrote blocks up to `num_ready` is complete; `checksums` are those of the new blocks."""
+        """The step that wrote blocks up to `num_ready` is complete. `checksums` are those of the blocks that became
+        ready."""
         self._do(self._leases.blocks_ready(request, num_ready, checksums, now=self._clock()))
 
     def complete(self, request: RequestId, first_tokens: Sequence[Tokens], times: PromptTimes | None = None) -> None:
-        """The last chunk is done; what the first tokens have taken."""
+        """The last chunk is done. `times` says how long the first tokens took."""
         self._do(self._leases.complete(request, first_tokens, times))
 
     def withdraw(self, request: RequestId, cause: Cause, message: str) -> None:
-        """End the request's lease, or refuse the attach that waits for it (abort, failure); inert without either."""
+        """End the request's lease, or refuse the attach that waits for it (after abort or failure); inert without
+        either."""
         self._do(self._leases.withdraw(request, cause, message, now=self._clock()))
 
     # --- time and pressure ---------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        """End what has outlived its time."""
+        """End the leases, and refuse the parked attaches, whose time is over."""
         self._do(self._leases.expire(now))
 
     def next_expiry(self) -> float:
-        """When `expire` has something to do next; infinity if never. Any other call may bring it forward."""
+        """Time at which `expire` has something to do next; infinity if never. Any other call may bring it forward."""
         return self._leases.next_expiry()
 
     def reclaim(self, num_blocks: int, unattached_before: float) -> None:
-        """Under pressure: end complete offers that no sink has attached to since `unattached_before`, oldest first."""
+        """Under pressure: end complete offers that no sink has been attached to since `unattached_before`, the oldest
+        first, until `num_blocks` blocks are free."""
         self._do(self._leases.reclaim(num_blocks, unattached_before))
 
-    # --- what others see -----------------------------------------------------------------------------------------
+    # --- metrics and invariants ----------------------------------------------------------------------------------
 
     def metrics(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment."""
@@ -196,7 +201,7 @@ class Lender:
         assert self._serving == (self._leases.num_readers > 0)
 
     def _do(self, actions: Iterable[Action]) -> None:
-        """Carry out what the lease table decided."""
+        """Carry out the actions of the lease table."""
         self._serve_readers()
         for action in actions:
             match action:
@@ -210,7 +215,7 @@ class Lender:
                     self._events.on_dropped(key, cause, message)
 
     def _serve_readers(self) -> None:
-        """Give the transport progress while somebody may be reading."""
+        """Let the transport make progress while a peer may be reading."""
         serving = self._leases.num_readers > 0
         if serving != self._serving:
             self._serving = serving

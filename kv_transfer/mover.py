@@ -1,7 +1,8 @@
 """The thread that moves blocks, so that no copy, however long, delays the event loop.
 
-The event loop posts commands and hears of ended reads by `call_soon_threadsafe`; the transport is touched by the thread
-alone. With no read open and nothing to serve the thread sleeps on its queue; otherwise it polls the transport too.
+The event loop puts commands into a queue, and is told about ended reads by `call_soon_threadsafe`. Only the thread uses
+the transport. If no read is open and no peer may be reading, the thread sleeps on its queue; otherwise it also polls
+the transport.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from kv_transfer.routes import Route
 from kv_transfer.transport import Read, ReadId, ReadState, Transport
 
 READING_POLL_INTERVAL_S = 0.0003
-"""Pause between two looks at open reads."""
+"""Seconds between two polls while reads are open."""
 SERVING_POLL_INTERVAL_S = 0.0005
-"""Pause between two looks at what peers read: about 5 % of a core."""
+"""Seconds between two polls while peers may be reading; this costs about 5 % of a core."""
 CLOSE_GRACE_S = 0.5
-"""How long `close` lets open reads end by themselves, for UCX may abort a source whose sink leaves in mid-read."""
+"""Seconds that `close` gives open reads to end, because UCX may abort a source whose sink leaves during a read."""
 
 _logger = logging.getLogger(__name__)
 
@@ -67,25 +68,26 @@ _Command = _AddSource | _StartRead | _SetServing | _DropSource | _Stop
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A read that will write nothing any more."""
+    """A read that has ended: it will write nothing any more."""
 
     read_id: ReadId
     source: Incarnation
     num_blocks: int = 0
     duration_s: float = 0.0
     error: str = ""
-    """Empty when every block has arrived."""
+    """Why it failed; empty if every block has arrived."""
     route: Route = field(default_factory=Route)
     first: bool = False
-    """Whether it is the first one from its source that has arrived."""
+    """Whether it is the first read from its source that has arrived."""
 
 
 class Mover:
     """Owns a transport. Every method is called on the event loop's thread, and every callback is made there.
 
-    `on_read(read_id, error)` tells once for each read that it has ended, that is, that nothing will write to its blocks
-    any more: with None when every block has arrived, with the error otherwise. It is never called from within `read`.
-    `on_fatal(error)` tells that the thread has died of a bug. Reads whose end could not be proved are then never
+    `on_read(read_id, error)` is called once for each read when it has ended, that is, when nothing will write to its
+    blocks any more. `error` is None if every block has arrived. It is never called from within `read`.
+
+    `on_fatal(error)` is called if the thread dies of a bug. Reads whose end could not be proved are then never
     reported, and their blocks stay in quarantine: the process should end.
     """
 
@@ -101,7 +103,7 @@ class Mover:
         self.num_blocks_read = 0
         """Blocks of the reads that are done."""
         self.read_seconds = 0.0
-        """Time from start to end, summed over the reads that are done; reads overlap."""
+        """Seconds from start to end, summed over the reads that are done; reads overlap."""
         self.bandwidths = Bandwidths(region.device)
         self._region = region
         self._make_transport = make_transport
@@ -140,7 +142,8 @@ class Mover:
         return await asyncio.shield(self._metadata)
 
     def add_source(self, source: Incarnation, metadata: bytes) -> None:
-        """Make a worker's blocks readable; inert when they are. An error surfaces on each read from that source."""
+        """Make a worker's blocks readable; inert if they are. Each read from that source reports the error, if there is
+        one."""
         self._commands.put(_AddSource(source, metadata))
 
     def read(
@@ -153,7 +156,8 @@ class Mover:
     ) -> None:
         """Copy block `source_blocks[i]` of `source` into block `sink_blocks[i]` of this worker; see `on_read`.
 
-        With `checksums`, the CRC-32 of each block as the source sent it, a block that arrives otherwise is an error.
+        `checksums` are the CRC-32 of each block as the source sent it. If a block arrives with another one, the read
+        fails.
         """
         assert read_id not in self._open, read_id
         self._open.add(read_id)
@@ -170,15 +174,16 @@ class Mover:
             self._loop.call_soon(self._refuse_reads)
 
     def set_serving(self, serving: bool) -> None:
-        """Say whether peers may be reading now: while they may, the thread gives their reads progress."""
+        """Set whether peers may be reading now. While they may, the thread gives their reads progress."""
         self._commands.put(_SetServing(serving))
 
     def drop_source(self, source: Incarnation) -> None:
-        """The fence: forget a source. Each of its open reads is then reported as failed, if it had not ended."""
+        """The fence: forget a source. Its open reads that have not ended are then reported as failed."""
         self._commands.put(_DropSource(source))
 
     async def close(self) -> None:
-        """End the thread and the transport. Open reads have `CLOSE_GRACE_S` to end, and are then reported as failed."""
+        """End the thread and the transport. Open reads have `CLOSE_GRACE_S` to end; the others are reported as
+        failed."""
         if self._thread is None:
             return
         self._commands.put(_Stop())
@@ -199,12 +204,12 @@ class Mover:
             self._on_read(ended.read_id, None)
 
     def _begin(self, transport: Transport, metadata: bytes) -> None:
-        """The thread's first words."""
+        """The first callback of the thread: the transport works."""
         self._transport = transport
         self._metadata.set_result(metadata)
 
     def _end(self, fatal: Exception | None) -> None:
-        """The thread's last words."""
+        """The last callback of the thread: it has ended, and `fatal` is the bug that it died of, if any."""
         self._stopped = True
         self._transport = None
         self._refuse_reads()
@@ -218,14 +223,15 @@ class Mover:
         self._on_fatal(fatal)
 
     def _refuse_reads(self) -> None:
-        """After the thread's end: nothing was started for the reads that are still in the queue."""
+        """Once the thread has ended: report the reads that are still in the queue as failed. Nothing was started for
+        them."""
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if isinstance(command, _StartRead):
                 self._report(_Ended(command.read_id, command.source, error="the mover has stopped"))
 
     def _run(self) -> None:
-        """The thread."""
+        """What the thread runs."""
         fatal: Exception | None = None
         try:
             transport = self._make_transport()
@@ -250,7 +256,7 @@ class Mover:
 
 
 class _Worker:
-    """The transport and its open reads, on the thread."""
+    """The transport and its open reads. The mover's thread alone uses this object."""
 
     def __init__(
         self,
@@ -270,11 +276,12 @@ class _Worker:
         self._serving = False
 
     def metadata(self) -> bytes:
-        """The transport's."""
+        """The metadata of the transport."""
         return self._transport.metadata()
 
     def run(self) -> None:
-        """Execute commands and poll the transport until told to stop, and then until no read is open, or too long."""
+        """Execute commands and poll the transport until told to stop. Then go on until no read is open, for at most
+        `CLOSE_GRACE_S`."""
         stop_s: float | None = None
         while stop_s is None or (self._open and time.monotonic() < stop_s):
             try:
@@ -286,12 +293,13 @@ class _Worker:
                     stop_s = time.monotonic() + CLOSE_GRACE_S
                 else:
                     self._execute(command)
-            self._report_ended()  # a read on the same host ends as it starts
+            self._report_ended()  # a read on the same host ends when it starts
             self._transport.poll()
             self._report_ended()
 
     def close(self) -> None:
-        """Close the transport, which ends every read, and one whose start was cut short by a bug too."""
+        """Close the transport, which ends every read. Then fail reads that are still pending: a bug has cut their start
+        short."""
         self._transport.close()
         for read, _, _ in self._open.values():
             if read.state is ReadState.PENDING:
@@ -299,7 +307,7 @@ class _Worker:
         self._report_ended()
 
     def _patience_s(self) -> float | None:
-        """How long to sleep if no command comes; None is until one does."""
+        """Seconds to wait for a command before the next poll; None waits until one comes."""
         if self._open:
             return READING_POLL_INTERVAL_S
         return SERVING_POLL_INTERVAL_S if self._serving and self._transport.serves_by_polling else None
@@ -350,7 +358,8 @@ class _Worker:
                 self._report(_Ended(read_id, read.source, read.num_blocks, now_s - started_s, "", route, first))
 
     def _mismatch(self, command: _StartRead) -> str:
-        """Which of the blocks that have arrived is not what the source sent; empty if none, or nobody knows."""
+        """A message about the first arrived block whose checksum differs from the source's; empty if there is none, or
+        without checksums."""
         if command.checksums is None:
             return ""
         arrived = self._crc32(command.sink_blocks)

@@ -1,15 +1,16 @@
-"""Blocks over NIXL with the UCX backend: NVLink, RDMA, shared memory or TCP, whatever UCX finds.
+"""Transport of blocks over NIXL with the UCX backend: NVLink, RDMA, shared memory or TCP, whatever UCX finds.
 
-One agent serves the reads of peers, and each source is read by an agent of its own, because destroying the agent is the
-only way to stop a read: over TCP a frozen source that wakes still fills the sink's memory after the handle has been
-released, the peer removed and the memory deregistered. Such an agent costs about 40 ms, 11 file descriptors and
-5 MiB, and a registration of the whole region, which agents do not share: so their number is bounded. This is the only
-module that imports nixl, and it does so when a transport is made.
+One agent serves the reads of peers. Each source is read by an agent of its own, because destroying the agent is the
+only way to stop a read: over TCP, a frozen source that wakes up still fills the sink's memory after the handle was
+released, the peer removed and the memory deregistered. Such an agent costs about 40 ms, 11 file descriptors and 5 MiB.
+It also costs a registration of the whole region, which agents do not share, so the number of agents is bounded. This is
+the only module that imports nixl, and it does so when a transport is made.
 
-A hazard remains over TCP, where UCX (as bundled with nixl 1.5.1) emulates a READ in the source's process: a source that
-finds its sink gone while it is sending may abort (`stubs.c: Assertion '0' failed`). It was never seen when a sink was
-killed under a healthy source (0 of 31), often when a source slept while its sink left (up to 6 of 6), and sometimes
-when a sink destroyed its agent under a healthy source (3 of 11). So a source is dropped only when it is dead or stuck.
+A hazard remains over TCP, where UCX (as bundled with nixl 1.5.1) emulates a READ in the source's process. A source that
+finds its sink gone while it is sending may abort (`stubs.c: Assertion '0' failed`). In measurements this never happened
+when a sink was killed under a healthy source (0 of 31). It happened often when a source slept while its sink left (up
+to 6 of 6), and sometimes when a sink destroyed its agent under a healthy source (3 of 11). So a source is dropped only
+when it is dead or stuck.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ _Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Metadata:
-    """A source, as its sinks see it."""
+    """What a source tells its sinks."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     agent: Annotated[str, Field(strict=True, min_length=1, max_length=128)]
     agent_metadata: Annotated[bytes, Field(strict=True, min_length=1, max_length=MAX_METADATA_BYTES)]
     agent_sha256: Annotated[bytes, Field(strict=True, min_length=32, max_length=32)]
-    """Digest of the NIXL agent's metadata, which NIXL and UCX would parse whatever its state."""
+    """SHA-256 of the NIXL agent's metadata. NIXL and UCX would parse corrupt metadata without noticing."""
     address: _Address
     num_blocks: _Size
     block_bytes: _Size
@@ -64,7 +65,7 @@ _METADATA = TypeAdapter(_Metadata)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A read of which nothing is posted, because every agent that may exist is reading from another source."""
+    """A read that is not posted yet, because every agent that may exist is reading from another source."""
 
     read: Read
     source_blocks: tuple[int, ...]
@@ -72,7 +73,7 @@ class _Waiting:
 
 
 class NixlTransport:
-    """The `Transport` over NIXL. Raises `TransferError` where nixl is missing or has no UCX backend."""
+    """The `Transport` over NIXL. Raises `TransferError` if nixl is missing or has no UCX backend."""
 
     name = "nixl"
     serves_by_polling = True
@@ -85,15 +86,15 @@ class NixlTransport:
         max_registrations: int = DEFAULT_MAX_REGISTRATIONS,
         require_rdma: bool = False,
     ) -> None:
-        """Each agent registers the region: at most `max_registrations`, one of which serves, at a time.
+        """`max_registrations` bounds the number of agents, because each one registers the region. One of them serves
+        peers.
 
-        With `require_rdma` a read by a way that does not suffice (`Route.suffices`), or of which UCX does not say the
-        way, fails before it is believed.
+        With `require_rdma`, a read fails before its blocks are accepted if its way does not suffice (`Route.suffices`),
+        or if UCX does not say the way.
 
-        `synchronize()` waits until the region's device has done whatever it was asked by this process.
-
-        It has two uses on a GPU. A thread that has called it has the device's context, of which UCX asks what is near
-        to what. And the copies of an agent that is destroyed go on: the fence ends when they have.
+        `synchronize()` waits until the region's device has done everything that this process has queued on it. On a GPU
+        it has two uses. A thread that has called it has the device's context, by which UCX finds out which devices are
+        near each other. And the copies of a destroyed agent go on: the fence ends only when they have ended.
         """
         synchronize()
         self._synchronize = synchronize
@@ -104,12 +105,12 @@ class NixlTransport:
         self._serving = self._nixl.make_agent(self._name, region)
         self._sources: dict[Incarnation, _Metadata] = {}
         self._links: dict[Incarnation, _Link] = {}
-        """The one that was used longest ago comes first."""
+        """In the order of use: the link that was used longest ago comes first."""
         self._require_rdma = require_rdma
         self._max_links = max_registrations - 1
         self._num_links_made = 0
         self._waiting: deque[_Waiting] = deque()
-        """Bounded by the blocks of the region, of which each is the target of one read at most."""
+        """Bounded by the blocks of the region, each of which is the target of at most one read."""
         self.num_evicted = 0
 
     @property
@@ -118,7 +119,7 @@ class NixlTransport:
         return 1 + len(self._links)
 
     def metadata(self) -> bytes:
-        """The serving agent's metadata and the place and shape of the region."""
+        """The serving agent's metadata, and the address and shape of the region."""
         agent_metadata = self._serving.get_agent_metadata()
         return pack_metadata(
             {
@@ -134,7 +135,7 @@ class NixlTransport:
         )
 
     def add_source(self, source: Incarnation, metadata: bytes) -> None:
-        """Make the agent that reads from `source`; see `Transport.add_source`."""
+        """Accept `source` and, if there is room, make the agent that reads from it; see `Transport.add_source`."""
         if source in self._sources:
             return
         theirs = unpack_metadata(_METADATA, metadata)
@@ -149,7 +150,8 @@ class NixlTransport:
         self._sources[source] = theirs
 
     def start_read(self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> Read:
-        """Post a READ; on the same host this returns when it is done. See `Transport.start_read`."""
+        """Post a READ, or queue it until an agent is free; see `Transport.start_read`. On the same host a posted READ
+        is done when this returns."""
         theirs = self._sources.get(source)
         if theirs is None:
             raise TransferError(f"unknown source {source}")
@@ -162,11 +164,11 @@ class NixlTransport:
         return read
 
     def route(self, source: Incarnation) -> Route:
-        """As UCX says in its log; see `Transport.route`."""
+        """The route that UCX reports in its log; see `Transport.route`."""
         return self._links[source].route() if source in self._links else Route()
 
     def poll(self) -> None:
-        """Give progress to the peers' reads and to each of our own."""
+        """Give progress to the reads of peers and to each read of this worker."""
         self._serving.get_new_notifs()
         for source, link in list(self._links.items()):
             error = link.poll()
@@ -176,7 +178,7 @@ class NixlTransport:
         self._log.drain()
 
     def drop_source(self, source: Incarnation) -> None:
-        """Destroy the agent that reads from `source`: about 5 ms, 60 ms in the middle of a read."""
+        """Destroy the agent that reads from `source`. This takes about 5 ms, or 60 ms during a read."""
         self._sources.pop(source, None)
         for waiting in [waiting for waiting in self._waiting if waiting.read.source == source]:
             self._waiting.remove(waiting)
@@ -191,8 +193,9 @@ class NixlTransport:
         del self._serving
 
     def _post(self, read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> None:
-        """Post a READ by the agent of its source, which is made if there is none: an earlier read has failed, and its
-        agent with it, or the agent had to make room. Raises `TransferError`, with nothing started, if it cannot be."""
+        """Post a READ by the agent of its source. The agent is made if there is none: an earlier read failed and its
+        agent was destroyed, or the agent had to make room. Raises `TransferError`, with nothing started, if it cannot
+        be made."""
         source = read.source
         link = self._links.pop(source, None) or self._make_link(self._sources[source])
         self._links[source] = link
@@ -209,9 +212,9 @@ class NixlTransport:
                 waiting.read.fail(str(error))
 
     def _make_room(self) -> bool:
-        """Whether one more agent may be made, if need be in place of the one that has been idle longest.
+        """Whether one more agent may be made. If need be, this destroys the agent that has been idle longest.
 
-        An agent with a read under way never goes: that would fail the read, and may abort its source.
+        An agent with a read under way is never destroyed here: that would fail the read, and may abort its source.
         """
         if len(self._links) < self._max_links:
             return True
@@ -223,8 +226,8 @@ class NixlTransport:
         return True
 
     def _make_link(self, theirs: _Metadata) -> _Link:
-        # A name of its own each time: a source must not take a new agent for one that it knows. The number comes first,
-        # because UCX's log has no more than the first 31 characters.
+        # Each agent has a new name, because a source must not take a new agent for one that it knows. The number comes
+        # first, because UCX's log has only the first 31 characters of a name.
         self._num_links_made += 1
         name = f"sink-{self._num_links_made}-{self._name}"
         return _Link(self._nixl, name, self._region, theirs, self._require_rdma)
@@ -241,7 +244,8 @@ class NixlTransport:
 class _Link:
     """A NIXL agent that reads from one source.
 
-    Errors of NIXL come out as text: an exception's traceback would keep the agent alive that is to be destroyed.
+    Errors of NIXL are returned as text, because the traceback of an exception would keep alive an agent that must be
+    destroyed.
     """
 
     def __init__(self, nixl: _Nixl, name: str, region: Region, theirs: _Metadata, require_rdma: bool) -> None:
@@ -263,7 +267,7 @@ class _Link:
             raise TransferError(f"NIXL cannot connect to {theirs.agent}: {_describe(error)}") from error
 
     def route(self) -> Route:
-        """How blocks come here, which UCX decides as the first read is posted."""
+        """The route of blocks from this source. UCX decides it when the first read is posted."""
         if not self._route.wire:
             log = ucx_log()
             log.drain()
@@ -276,7 +280,7 @@ class _Link:
         return not self._open
 
     def start(self, read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> str | None:
-        """Post `read`. Returns what went wrong: the link is then to be destroyed."""
+        """Post `read`. Returns what went wrong, if anything; the link must then be destroyed."""
         self._open[read] = None
         try:
             handle = self._open[read] = self._agent.make_prepped_xfer(
@@ -291,7 +295,7 @@ class _Link:
             return _describe(error)
 
     def poll(self) -> str | None:
-        """Move every open read. Returns what went wrong: the link is then to be destroyed."""
+        """Check the state of every open read. Returns what went wrong, if anything; the link must then be destroyed."""
         for read, handle in list(self._open.items()):
             try:
                 error = self._settle(read, handle, self._agent.check_xfer_state(handle))
@@ -302,10 +306,11 @@ class _Link:
         return None
 
     def destroy(self) -> list[Read]:
-        """Destroy the agent; the reads that were open. Raises `RuntimeError` when something keeps the agent alive."""
+        """Destroy the agent. Returns the reads that were open. Raises `RuntimeError` if something keeps the agent
+        alive."""
         for read, handle in self._open.items():
             if handle is not None:
-                with contextlib.suppress(*self._nixl.errors):  # refused or not, the agent goes next
+                with contextlib.suppress(*self._nixl.errors):  # the agent is destroyed next, even if NIXL refuses
                     handle.release()
             self._open[read] = handle = None
         self._agent = self._sink_blocks = self._source_blocks = None
@@ -327,7 +332,8 @@ class _Link:
         return None
 
     def _objection(self, status: str) -> str | None:
-        """Why blocks may not come this way. While a read is under way UCX may not have said the way yet."""
+        """Why blocks may not come this way; None if they may. While a read is under way, UCX may not have said the way
+        yet."""
         route = self.route()
         if route.suffices(self._region.device) or (status == "PROC" and not route.wire):
             return None
@@ -336,11 +342,11 @@ class _Link:
 
 
 class _Nixl:
-    """The nixl package, loaded (1.5 s), and the exceptions that it raises."""
+    """The nixl package, which takes 1.5 s to load, and the exceptions that it raises."""
 
     def __init__(self, device: str) -> None:
         if device == "cuda":
-            # UCX refuses cuda_ipc reads where it sees no NVLink, and a READ would fall back to TCP.
+            # Without this, UCX refuses cuda_ipc reads where it sees no NVLink, and a READ would fall back to TCP.
             os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         raise_logging_exceptions = logging.raiseExceptions
         try:
@@ -348,7 +354,8 @@ class _Nixl:
             bindings = importlib.import_module("nixl._bindings")
         except ImportError as error:
             raise TransferError(f"nixl cannot be loaded: {error}") from error
-        # nixl configures logging for the whole process: its records to stdout, errors of any handler ignored.
+        # nixl configures logging for the whole process: its records go to stdout, and errors of any handler are
+        # ignored. Undo both.
         logging.raiseExceptions = raise_logging_exceptions
         logger = logging.getLogger("nixl")
         logger.handlers.clear()
@@ -361,7 +368,7 @@ class _Nixl:
         """An agent with a UCX backend and the region registered. Raises `TransferError`."""
         try:
             with asked_for_routes():
-                # A progress thread takes a core, even when idle.
+                # A progress thread takes a whole core, even when idle.
                 config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
                 agent = self._api.nixl_agent(name, config)
             if "UCX" not in agent.backends:
@@ -382,7 +389,7 @@ def _memory_type(region: Region | _Metadata) -> str:
 
 
 def _blocks(region: Region | _Metadata) -> tuple[Any, str]:
-    """One descriptor for each block, as NIXL's strided list: [address, bytes, device, stride, count]."""
+    """One descriptor per block, as NIXL's strided list: [address, bytes, device, stride, count]."""
     block_bytes = region.block_bytes
     strided = np.array(
         [[region.address, block_bytes, region.device_id, block_bytes, region.num_blocks]], dtype=np.uint64

@@ -1,4 +1,5 @@
-"""When a pull came how far, by the sink's clock, and how long its reads took. Events and times in, durations out."""
+"""When a pull made which progress, by the sink's clock, and how long its reads took. Events and times in, durations
+out."""
 
 from __future__ import annotations
 
@@ -7,37 +8,37 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class PullTimes:
-    """The course of one pull. Times are monotonic seconds; None for what has not happened."""
+    """The progress of one pull. Times are monotonic seconds; None for what has not happened."""
 
     told_at: float | None = None
-    """The first tokens were known: the source's computation hides nothing any more."""
+    """When the first tokens became known. From then on, no computation of the source hides a read."""
     reserved_at: float | None = None
     read_at: float | None = None
-    """Every block was read, and the first tokens were known."""
+    """When every block was read and the first tokens were known."""
     read_s: float = 0.0
-    """While at least one read was under way, up to the last one that ended."""
+    """Seconds during which at least one read was under way, up to the last read that has ended."""
     hidden_read_s: float = 0.0
-    """Of that, before `told_at`."""
+    """The part of `read_s` before `told_at`."""
     num_bytes: int = 0
-    """Asked of the source."""
+    """Bytes of all reads that have begun."""
     _num_open: int = 0
     _open_since: float = 0.0
 
     def told(self, now: float) -> None:
-        """The source has told the first tokens, for the first time or again."""
+        """Record that the first tokens are known. A repetition changes nothing."""
         if self.told_at is None:
             self.told_at = now
             self.hidden_read_s = self.read_s + (now - self._open_since if self._num_open else 0.0)
 
     def read_begun(self, num_bytes: int, now: float) -> None:
-        """A read is under way."""
+        """Record that a read of `num_bytes` has begun."""
         if not self._num_open:
             self._open_since = now
         self._num_open += 1
         self.num_bytes += num_bytes
 
     def read_ended(self, now: float) -> None:
-        """A read has ended."""
+        """Record that a read has ended."""
         self._num_open -= 1
         if not self._num_open:
             self.read_s += now - self._open_since

@@ -53,7 +53,7 @@ class Region:
         return memoryview(buffer).cast("B")
 
     def crc32(self, block_ids: Iterable[int]) -> tuple[int, ...]:
-        """CRC-32 of each block's bytes. Blocks the caller (about 1 ms per MiB) but not other threads.
+        """CRC-32 of each block's bytes. Takes about 1 ms per MiB; other threads can run meanwhile.
 
         Raises `TransferError` as `view` does.
         """

@@ -1,4 +1,4 @@
-"""Which way blocks come from a source: what the transport says of it, sorted into a few kinds."""
+"""The way by which blocks come from a source: what the transport says about it, sorted into a few kinds."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How blocks come from one source."""
+    """The route by which blocks come from one source."""
 
     way: Way = Way.UNKNOWN
     wire: str = ""
-    """The transports and devices in UCX's words, as in `rc_mlx5/mlx5_0:1`."""
+    """The transports and devices, as UCX names them: for example `rc_mlx5/mlx5_0:1`."""
     same_host: bool | None = None
-    """None where it is not known."""
+    """Whether the source is on this host; None if that is not known."""
 
     def suffices(self, device: str) -> bool:
-        """Whether `--require-rdma` accepts it for memory of this device; what is not known is not accepted."""
+        """Whether `--require-rdma` accepts this route into memory of `device`. An unknown way is not accepted."""
         return self.way in (Way.RDMA, Way.CUDA_IPC) or (self.way is Way.SHARED_MEMORY and device != "cuda")
 
     def falls_back(self, device: str) -> bool:
-        """Whether UCX has fallen back to a slow way. ZMQ is a choice, and what is not known is not counted."""
+        """Whether UCX has fallen back to a slow way. ZMQ is not a fallback but a choice, and an unknown way is not
+        counted."""
         return self.way not in (Way.ZMQ, Way.UNKNOWN) and not self.suffices(device)
 
     def __str__(self) -> str:
@@ -48,9 +49,10 @@ _KINDS = (
     (Way.RDMA, re.compile(r"\b(rc|dc|ud|srd|gga)(_\w+)?/|\bib\b")),
     (Way.CUDA_IPC, re.compile(r"\bcuda_ipc\b")),
 )
-"""Slowest first: of several transports for one read the slowest names the way."""
+"""Patterns of the names that UCX uses, the slowest way first: if a read uses several transports, the slowest one
+decides its way."""
 
 
 def way_of(wire: str) -> Way:
-    """The kind of what UCX names, as in `50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1`."""
+    """The way of the transports that UCX names, as in `50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1`."""
     return next((way for way, pattern in _KINDS if pattern.search(wire)), Way.UNKNOWN)

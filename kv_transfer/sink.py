@@ -1,4 +1,4 @@
-"""The sink's half: one pull of blocks, from the attach to the settle.
+"""The sink's half of a pull of blocks, from the attach to the settle.
 
 Life cycle of a pull:
 
@@ -7,18 +7,19 @@ Life cycle of a pull:
         │            │           │           │
         └────────────┴───────────┴───────────┴───────► abandoned    (its blocks are free, or in quarantine)
 
-`offered`: the source has allocated every block, so the sink may reserve its own. `pulling`: blocks are reserved and
-read as they become ready. `settling`: every read has ended; the source is asked whether the lease was held until now.
+`offered`: the source has allocated every block, so the sink may reserve its own. `pulling`: blocks are reserved, and
+read as they become ready. `settling`: every read has ended, and the source is asked whether the lease was held until
+now.
 
-Blocks that the sink already holds, from its own prefix cache, are not read, and everything else is as above: the first
+Blocks that the sink already holds, from its own prefix cache, are not read. Everything else is as above: the first
 tokens, and the end of the source's lease, depend on the settle even when nothing is left to read.
 
-A *prefix pull* names blocks by their hashes instead of naming a request that is being computed: the source offers the
-leading ones that it has, all at once, and no first tokens.
+A *prefix pull* names blocks by their hashes, not a request that is being computed. The source offers the leading ones
+that it has, all at once, and no first tokens.
 
-A block under an unfinished read belongs to nobody: when a pull is abandoned, such a block is released only when its
-read has ended (done or failed: `transport.ReadState`), never before. When the last read has ended the source is told
-(Detach); until then it gives these reads progress.
+A block under an unfinished read belongs to nobody. When a pull is abandoned, such a block is released only when its
+read has ended (done or failed: `transport.ReadState`), never before. When the last read has ended, the source is told
+(Detach); until then the source gives these reads progress.
 
 Pure state: events in, actions out.
 """
@@ -51,11 +52,11 @@ from common.contract.messages import (
 from kv_transfer.pull_times import PullTimes
 
 _OF_THE_SOURCE = frozenset({Cause.DRAINING, Cause.TOO_LARGE})
-"""What a sink must not say of itself because its source has said so."""
+"""Causes that concern the source alone. A sink must not give them as its own."""
 
 
 class PullState(StrEnum):
-    """Where a pull is."""
+    """The state of a pull."""
 
     ATTACHING = "attaching"
     OFFERED = "offered"
@@ -101,7 +102,7 @@ class StartRead:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Settled and valid: the blocks hold the sequence's KV, and these are its first tokens."""
+    """The pull is settled and valid: the blocks hold the sequence's KV, and these are its first tokens."""
 
     block_ids: tuple[int, ...]
     first_tokens: tuple[Tokens, ...]
@@ -110,7 +111,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """These blocks are no longer the pull's, and nothing writes to them."""
+    """These blocks no longer belong to the pull, and nothing writes to them."""
 
     block_ids: tuple[int, ...]
 
@@ -127,10 +128,11 @@ Action = SendToSource | WantBlocks | StartRead | Admit | Release | GaveUp
 
 
 class Pull:
-    """One request's blocks on their way from a source.
+    """The pull of one request's blocks from a source.
 
-    With `block_hashes` it is a prefix pull, of the leading ones of these blocks that the source has. Otherwise it is of
-    the request's own prompt, from the Prefill of attempt `offered` (by default its own), or of a running `sequence`.
+    With `block_hashes` it is a prefix pull, of the leading ones of these blocks that the source has. With `sequence` it
+    pulls a running sequence. Otherwise it pulls the request's own prompt, from the Prefill of attempt `offered` (by
+    default the pull's own attempt).
     """
 
     def __init__(
@@ -163,13 +165,13 @@ class Pull:
         self._open_reads: dict[int, int] = {}
         """Reads under way: first block of the sequence → one past the last."""
         self._first_tokens: tuple[Tokens, ...] | None = self._no_first_tokens()
-        """None until they are known."""
+        """The first tokens; None until they are known."""
         self.ended_with: tuple[Tokens, ...] = ()
-        """The first tokens, if they ended every choice."""
+        """The first tokens if they ended every choice, otherwise empty."""
         self.prompt_times: PromptTimes | None = None
-        """What the first tokens have taken, once the source has told."""
+        """How long the first tokens took, once the source has told."""
         self.times: PullTimes | None = None
-        """Kept by whoever carries the pull out, and has a clock."""
+        """Times of this pull. The intake keeps them, because it has a clock."""
         self._attached = False
 
     @property
@@ -195,15 +197,15 @@ class Pull:
     # --- events --------------------------------------------------------------------------------------------------
 
     def attach(self) -> list[Action]:
-        """Subscribe; also after lost messages, since the source then tells everything again."""
+        """Subscribe to the offer. Call this again after lost messages: the source then tells everything again."""
         self.story.append("attach")
         if self.state in (PullState.SETTLED, PullState.ABANDONED):
             return []
         if self.state is PullState.SETTLING and self.block_hashes is not None:
-            return [self._settle()]  # a lent prefix ends with its sink's session, and would be lent anew
+            return [self._settle()]  # a lent prefix ends with its sink's session; an attach would lend it anew
         self._attached = True
         if self.state is PullState.SETTLING:
-            return [self._attach(), self._settle()]  # a source that has lost this sink alone still holds the lease
+            return [self._attach(), self._settle()]  # a source that has lost only this sink still holds the lease
         return [self._attach()]
 
     def blocks_ready(self, message: BlocksReady) -> list[Action]:
@@ -219,7 +221,7 @@ class Pull:
         elif self._lease != (message.lease, message.epoch):
             if self.state is not PullState.OFFERED or (message.start, message.num_blocks) != (0, self.num_blocks):
                 return self.abandon(Cause.LEASE_LOST, "the source holds another lease by now")
-            self._lease = (message.lease, message.epoch)  # nothing was read under the other one
+            self._lease = (message.lease, message.epoch)  # nothing was read under the other lease
             self._with_checksums = message.checksums is not None
             self._offered, self._checksums, self._first_tokens = [], [], self._no_first_tokens()
         known = len(self._offered)
@@ -242,8 +244,8 @@ class Pull:
         return self._read_more()
 
     def reserve(self, block_ids: Sequence[int], num_held: int = 0) -> list[Action]:
-        """One block for each of the offer: reading begins with what is announced. The first `num_held` are valid, and
-        not read."""
+        """Reserve one block for each block of the offer, and begin to read those that are announced. The first
+        `num_held` are valid already, and are not read."""
         assert len(block_ids) == self.num_blocks, self.story
         assert 0 <= num_held <= len(block_ids), (num_held, self.story)
         self._enter(PullState.PULLING)
@@ -252,7 +254,8 @@ class Pull:
         return self._read_more() + self._settle_if_read()
 
     def revoke(self) -> None:
-        """The reserved blocks, of which none has been read, are the caller's again; `reserve` may come again."""
+        """Give the reserved blocks, none of which has been read into, back to the caller. `reserve` may be called
+        again."""
         assert self.revocable, self.story
         self._enter(PullState.OFFERED)
         self._sink_blocks = ()
@@ -294,12 +297,13 @@ class Pull:
         return [Admit(self._sink_blocks, self._first_tokens)]
 
     def withdrawn(self, message: OfferWithdrawn) -> list[Action]:
-        """The source has nothing (more) to offer. That it leaves, or is too small, says nothing of the sink."""
+        """The source has nothing (more) to offer. A cause that concerns the source alone is not passed on as the sink's
+        own."""
         cause = Cause.LEASE_LOST if message.cause in _OF_THE_SOURCE else message.cause
         return self.abandon(cause, f"the source withdrew its offer: {message.message}")
 
     def abandon(self, cause: Cause | None, message: str) -> list[Action]:
-        """Give up; inert when the pull has ended."""
+        """Give up; inert if the pull has ended."""
         if self.state in (PullState.SETTLED, PullState.ABANDONED):
             return []
         self._enter(PullState.ABANDONED)
@@ -322,7 +326,7 @@ class Pull:
         if self.state in (PullState.ATTACHING, PullState.OFFERED):
             assert not self._sink_blocks, self.story
 
-    # --- the steps between ---------------------------------------------------------------------------------------
+    # --- internal steps ------------------------------------------------------------------------------------------
 
     def _enter(self, state: PullState) -> None:
         assert state in _TRANSITIONS[self.state], f"{self.state} to {state}: {self.story}"
@@ -330,7 +334,7 @@ class Pull:
         self.story.append(f"→ {state}")
 
     def _no_first_tokens(self) -> tuple[Tokens, ...] | None:
-        """What is known of the first tokens at the beginning: of a prefix, that there are none."""
+        """The first tokens at the beginning: a prefix pull has none, and those of other pulls are not known yet."""
         return None if self.block_hashes is None else ()
 
     def _reading(self) -> tuple[int, ...]:
@@ -382,5 +386,5 @@ class Pull:
 
 
 def _is_whole(offer: BlocksReady, most: int) -> bool:
-    """Whether an offer tells all of itself: from one to `most` blocks."""
+    """Whether one offer contains all its blocks: at least one, and at most `most`."""
     return offer.start == 0 and 1 <= len(offer.block_ids) == offer.num_blocks <= most

@@ -1,4 +1,4 @@
-"""The source's half: which blocks are offered to whom, under which lease, until when.
+"""The source's half of a pull: which blocks are offered to which sink, under which lease, until when.
 
 Life cycle of a lease:
 
@@ -6,15 +6,16 @@ Life cycle of a lease:
                   │          │          by: a valid settle, withdrawal (abort, failure), expiry, reclaim,
                   └──────────┴────────►     or because the first token already ended the request
 
-A lease pins its blocks from `open` until it ends; the table then answers `Unpin`, and only then may the worker reuse
-them. An ended lease has no entry, so its epoch can match nothing any more: whoever settles it afterwards is told
-`invalid`. (The same sink that has been told `valid` is told so again: the answer is about the time before it asked.)
+A lease pins its blocks from `open` until it ends. The table then returns `Unpin`, and only then may the worker reuse
+the blocks. An ended lease has no entry, so its epoch matches nothing any more: a sink that settles it afterwards is
+told `invalid`. (A sink that has been told `valid` is told so again, because the answer concerns the time before it
+first asked.)
 
-A cached prefix is *lent*: its lease is complete from the beginning, bound to the sink that has asked for it, and ends
-also when that sink detaches or is lost, since nobody else waits for it.
+A cached prefix is *lent*: its lease is complete from the beginning, and bound to the sink that has asked for it. It
+also ends when that sink detaches or is lost, because no other sink waits for it.
 
-A sink that has attached is a *reader* until it has settled or detached, whatever becomes of the lease meanwhile: its
-reads may still be under way, harmlessly, and need this worker's progress to come to their end.
+A sink that has attached is a *reader* until it has settled or detached, even if the lease ends before. Its reads may
+still be under way. They do no harm, but they need this worker's progress in order to end.
 
 Pure state: events and a time in, actions out.
 """
@@ -32,9 +33,9 @@ from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detac
 from kv_transfer.lease import Lease, verdict, withdrawn
 
 MAX_TOMBSTONES = 4096
-"""Ended leases whose answers are remembered."""
+"""Most ended leases whose answers are remembered."""
 MAX_PARKED = 65_536
-"""Attaches that wait for their Prefill."""
+"""Most attaches that wait for their Prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +51,23 @@ class Unpin:
     """The lease no longer pins these blocks."""
 
     key: RequestKey
-    """As it was opened: a sink may have attached for a newer attempt since."""
+    """The request, and the attempt for which the lease was opened. A sink may have attached for a newer attempt
+    since."""
     block_ids: tuple[int, ...]
     settled: bool
-    """Whether a sink has proved that it has them."""
+    """Whether a sink has settled, which proves that it has the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """A lent prefix is back: its lease no longer pins these blocks."""
+    """A lent prefix is returned: its lease no longer pins these blocks."""
 
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The table itself ended the lease; whoever asked for the request must learn it."""
+    """The table itself ended the lease. The gateway of the request must learn of this."""
 
     key: RequestKey
     cause: Cause
@@ -79,13 +81,13 @@ Action = Send | Unpin | Return | Dropped
 class _Parked:
     attempt: int
     offered: int
-    """Attempt of the Prefill that it waits for."""
+    """Attempt of the Prefill for which it waits."""
     sink: Incarnation
     until: float
 
 
 class LeaseTable:
-    """Every lease of one worker, at most one a request."""
+    """Every lease of one worker, at most one per request."""
 
     def __init__(self, *, unattached_ttl_s: float, checksums: bool = False) -> None:
         self._unattached_ttl_s = unattached_ttl_s
@@ -93,11 +95,12 @@ class LeaseTable:
         self._leases: dict[RequestId, Lease] = {}
         self._parked: OrderedDict[RequestId, _Parked] = OrderedDict()
         self._expected: dict[RequestId, tuple[int, float]] = {}
-        """Requests that wait for their blocks → attempt, and until when."""
+        """Request that waits for its blocks → its attempt, and until when it waits."""
         self._finished: OrderedDict[RequestId, Lease] = OrderedDict()
-        """Requests that their first tokens have ended, for who attaches late: there is nothing to read, and no loss."""
+        """Leases of requests that ended with their first tokens. A sink that attaches late is told that there is
+        nothing to read, and that nothing was lost."""
         self._ended: OrderedDict[RequestId, int] = OrderedDict()
-        """Requests → the newest attempt whose offer has ended: nobody can attach to it any more."""
+        """Request → the newest attempt whose offer has ended. No sink can attach to it any more."""
         self._settled: OrderedDict[LeaseId, tuple[RequestKey, int, Incarnation]] = OrderedDict()
         self._readers: set[tuple[RequestKey, Incarnation]] = set()
         self._epoch = 0
@@ -117,12 +120,12 @@ class LeaseTable:
 
     @property
     def num_readers(self) -> int:
-        """Pulls whose reads may be under way: they need this worker's progress to end."""
+        """Number of pulls whose reads may be under way. They need this worker's progress in order to end."""
         return len(self._readers)
 
     @property
     def num_parked(self) -> int:
-        """Attaches waiting for their Prefill."""
+        """Number of attaches that wait for their Prefill."""
         return len(self._parked)
 
     @property
@@ -136,23 +139,24 @@ class LeaseTable:
         return parked is not None and parked.offered == key.attempt
 
     def has_settled(self, key: RequestKey, sink: Incarnation) -> bool:
-        """Whether this sink has been told that what it pulled is valid: it can only want to hear that again."""
+        """True if this sink was already told `valid` for this pull; its Settle is then a retry."""
         return any((settled, by) == (key, sink) for settled, _, by in self._settled.values())
 
     # --- the offer -----------------------------------------------------------------------------------------------
 
     def expect(self, key: RequestKey, deadline: float) -> None:
-        """A request waits here for its blocks: whoever attaches to it may wait as long, until `open` or `withdraw`."""
+        """A request waits here for its blocks. Until `deadline`, an attach to it waits too, for `open` or
+        `withdraw`."""
         self._expected[key.request] = key.attempt, deadline
         if key.request in self._parked:
             self._parked[key.request].until = max(self._parked[key.request].until, deadline)
 
     def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[Action]:
-        """Pin `block_ids` for a request that has none yet; a parked attach is answered."""
+        """Pin `block_ids` for a request that has no lease yet, and answer a parked attach."""
         self._expected.pop(key.request, None)
         actions: list[Action] = []
         held = self._leases.get(key.request)
-        if held is not None and held.lent:  # under the request's own name: its sink is faulty
+        if held is not None and held.lent:  # lent under the request's own name: its sink is faulty
             actions += self._drop(held, Cause.SUPERSEDED, "the name is a request's")
         lease = self._pin(key, block_ids, deadline, now)
         parked = self._parked.get(key.request)
@@ -172,7 +176,7 @@ class LeaseTable:
         now: float,
         checksums: Sequence[int] = (),
     ) -> list[Action]:
-        """Pin cached blocks for `sink`, under a request that has no lease, and offer all of them."""
+        """Pin cached blocks for `sink`, under the name of a request that has no lease, and offer all of them."""
         assert block_ids, "a prefix of no blocks"
         lease = self._pin(key, block_ids, deadline, now)
         lease.lent, lease.sink = True, sink
@@ -190,7 +194,8 @@ class LeaseTable:
     def blocks_ready(
         self, request: RequestId, num_ready: int, checksums: Sequence[int] = (), *, now: float
     ) -> list[Action]:
-        """The step that wrote blocks up to `num_ready` is complete; `checksums` are those of the new blocks."""
+        """The step that wrote blocks up to `num_ready` is complete. `checksums` are those of the blocks that became
+        ready."""
         lease = self._leases[request]
         start = lease.num_ready
         assert start <= num_ready <= len(lease.block_ids), lease.story
@@ -209,8 +214,8 @@ class LeaseTable:
     def complete(
         self, request: RequestId, first_tokens: Sequence[Tokens], times: PromptTimes | None = None
     ) -> list[Action]:
-        """The last chunk is done, which took so long. If no choice goes on after its first token, the lease has nothing
-        left to do."""
+        """The last chunk is done. `times` says how long the first tokens took. If no choice goes on after its first
+        token, the lease ends."""
         lease = self._leases[request]
         assert lease.num_ready == len(lease.block_ids), lease.story
         lease.first_tokens = tuple(first_tokens)
@@ -229,9 +234,9 @@ class LeaseTable:
     # --- the sink ------------------------------------------------------------------------------------------------
 
     def attach(self, message: Attach | AttachPrefix | AttachSequence, sink: Incarnation, now: float) -> list[Action]:
-        """A sink subscribes, or subscribes again after a loss: it is told everything from the first block.
+        """A sink subscribes, for the first time or again after a loss. It is told everything from the first block on.
 
-        A prefix must have been lent before. An offer that has ended is not waited for.
+        A prefix must have been lent before. An attach to an offer that has ended does not wait.
         """
         lease = self._leases.get(message.request)
         offered = message.offered if isinstance(message, Attach) else message.attempt
@@ -254,8 +259,8 @@ class LeaseTable:
         return self._bind(lease, message.attempt, sink)
 
     def settle(self, message: Settle, sink: Incarnation) -> list[Action]:
-        """Whether the lease was held, in this epoch and for this sink, until now. Valid ends the lease."""
-        self._unpark(message.key, sink)  # whoever settles has read everything and waits for no offer
+        """Answer whether the lease was held until now, in this epoch and for this sink. If it was, the lease ends."""
+        self._unpark(message.key, sink)  # a sink that settles has read everything and waits for no offer
         lease = self._leases.get(message.request)
         if (
             lease is not None
@@ -272,7 +277,8 @@ class LeaseTable:
         return [Send(sink, verdict(message, valid=told_before))]
 
     def detach(self, message: Detach, sink: Incarnation, now: float) -> list[Action]:
-        """The sink has given up and its reads have ended; an offer that still stands, but no loan, is for another."""
+        """The sink has given up, and its reads have ended. A lease that still stands waits for another sink; a loan
+        ends."""
         self._readers.discard((message.key, sink))
         self._unpark(message.key, sink)
         lease = self._leases.get(message.request)
@@ -281,7 +287,8 @@ class LeaseTable:
         return []
 
     def sink_said_hello(self, sink: Incarnation, pulls: Collection[RequestKey], now: float) -> list[Action]:
-        """A sink's session opens, opens again, or (without `pulls`) is over: what it does not name it has given up."""
+        """A sink's session opens, opens again, or (without `pulls`) is over. The sink has given up all that `pulls`
+        does not name."""
         self._readers -= {reader for reader in self._readers if reader[1] == sink and reader[0] not in pulls}
         for request, parked in list(self._parked.items()):
             if parked.sink == sink and RequestKey(request, parked.attempt) not in pulls:
@@ -292,9 +299,9 @@ class LeaseTable:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float) -> list[Action]:
-        """End the lease from this side (abort, failure), or the wait for it; inert without either.
+        """End the lease from this side (abort, failure), or refuse the attach that waits for it; inert without either.
 
-        Whoever waits for a newer attempt goes on waiting.
+        An attach that waits for a newer attempt goes on waiting.
         """
         lease = self._leases.get(request)
         if lease is None:
@@ -311,7 +318,8 @@ class LeaseTable:
         return [*actions, self._end(lease)]
 
     def expire(self, now: float) -> list[Action]:
-        """End what has outlived its time: the request's budget, or the wait for a sink."""
+        """End the leases, and refuse the parked attaches, whose time is over: the request's budget, or the wait for a
+        sink."""
         actions: list[Action] = []
         for request, parked in [item for item in self._parked.items() if item[1].until <= now]:
             del self._parked[request]
@@ -326,7 +334,8 @@ class LeaseTable:
         return actions
 
     def reclaim(self, num_blocks: int, unattached_before: float) -> list[Action]:
-        """Under pressure: end complete leases that no sink has attached to since `unattached_before`, oldest first."""
+        """Under pressure: end complete leases that no sink has been attached to since `unattached_before`, the oldest
+        first, until `num_blocks` blocks are free."""
         actions: list[Action] = []
         freed = 0
         for lease in sorted(self._leases.values(), key=lambda lease: lease.unattached_since):
@@ -339,7 +348,7 @@ class LeaseTable:
         return actions
 
     def next_expiry(self) -> float:
-        """When `expire` has something to do next; infinity if never."""
+        """Time at which `expire` has something to do next; infinity if never."""
         return min(
             min((self._expiry(lease) for lease in self._leases.values()), default=math.inf),
             min((parked.until for parked in self._parked.values()), default=math.inf),
@@ -406,7 +415,7 @@ class LeaseTable:
         return []
 
     def _park(self, key: RequestKey, offered: int, sink: Incarnation, now: float) -> list[Action]:
-        """Keep an attach until its Prefill arrives, within the bounds on number and time."""
+        """Keep an attach until its Prefill arrives. The number of attaches and the time are bounded."""
         older = self._parked.get(key.request)
         if older is not None and older.attempt > key.attempt:
             return [Send(sink, withdrawn(key, Cause.SUPERSEDED, "a newer attempt has attached"))]
@@ -442,7 +451,7 @@ class LeaseTable:
         return Unpin(RequestKey(lease.key.request, lease.opened_attempt), lease.block_ids, settled)
 
     def _note_end(self, request: RequestId, attempt: int) -> None:
-        """The offer of this attempt, if there was one, is over."""
+        """Record that the offer of this attempt, if there was one, is over."""
         if attempt > self._ended.get(request, 0):
             self._ended[request] = attempt
             self._ended.move_to_end(request)

@@ -1,7 +1,7 @@
-"""Links from a worker to those that it pulls from: opened at first need, closed when lost.
+"""Links from a worker to the sources that it pulls from: opened at first need, closed when lost.
 
 Addresses come with messages, so a worker connects only to those within its `PeerNetworks`. A name is resolved once for
-each link, and what it resolves to is what is checked, and connected to.
+each link. The address that results is the one that is checked and connected to.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from common.runtime.daemon_threads import DaemonThreads
 from common.runtime.peer_networks import PeerNetworks
 
 _NUM_RESOLVERS = 4
-"""Names looked up at a time: one whose name servers are silent must not delay the others."""
+"""Most names that are looked up at a time. There are several, so that a name whose name servers are silent does not
+delay the others."""
 
 log = logging.getLogger(__name__)
 
 
 class SourceEvents(Protocol):
-    """What the sink does about its sources."""
+    """The calls by which a sink learns about its sources."""
 
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from this address that are not over."""
 
     def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
-        """A source can be attached to; also after lost messages, when every open pull must attach again."""
+        """A source can be attached to. Also called after lost messages: every open pull must then attach again."""
 
     def on_source_message(self, source: Incarnation, message: Message) -> None:
         """A message from a source."""
@@ -48,18 +49,18 @@ class SourceEvents(Protocol):
         """A link has died of a bug."""
 
     def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
-        """A source is gone, refuses us, or never answered; `source` is None if there was never a session."""
+        """A source is gone, refuses this worker, or never answered. `source` is None if there was never a session."""
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
     task: asyncio.Task[None]
     client: ControlClient | None = None
-    """None until it is known where to connect."""
+    """None until the address to connect to is known."""
 
 
 class SourceLinks:
-    """One link for each address. A link that is lost or refused is closed; the next need opens another."""
+    """One link per address. A link that is lost or refused is closed; the next call of `need` opens another."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class SourceLinks:
         keys: CurveKeys | None = None,
     ) -> None:
         self.num_refused = 0
-        """Addresses outside the peers' networks that messages have named."""
+        """Number of addresses, named by messages, that were refused because they are outside the peers' networks."""
         self._me = me
         self._role = role
         self._fingerprint = fingerprint
@@ -88,7 +89,8 @@ class SourceLinks:
         self._closing: set[asyncio.Task[None]] = set()
 
     def need(self, address: str) -> Incarnation | None:
-        """Make sure that a link to `address` exists; the incarnation at its other end, if it is open already."""
+        """Make sure that a link to `address` exists. Returns the incarnation at its other end, or None if it is not
+        open yet."""
         if address not in self._links:
             task = asyncio.create_task(self._run(address))
             task.add_done_callback(self._watch)
@@ -96,7 +98,7 @@ class SourceLinks:
         return self.at(address)
 
     def at(self, address: str) -> Incarnation | None:
-        """The incarnation at the other end of the link to `address`, if there is one and it is open."""
+        """The incarnation at the other end of the link to `address`; None without an open link."""
         client = self._client(address)
         return client.worker if client is not None and client.state is LinkState.OPEN else None
 
@@ -107,7 +109,7 @@ class SourceLinks:
             client.send(message)
 
     def welcome(self, address: str) -> Welcome:
-        """What the source at `address`, whose link is open, has said of itself."""
+        """The Welcome of the source at `address`, whose link must be open."""
         client = self._client(address)
         assert client is not None
         assert client.welcome is not None
@@ -123,11 +125,11 @@ class SourceLinks:
             self._context.destroy(linger=100)
 
     async def _run(self, address: str) -> None:
-        """Find out where `address` is and, if this worker may connect to there, keep the link until cancelled."""
+        """Resolve `address` and, if this worker may connect to it, keep the link until cancelled."""
         host, _, port = address.rpartition(":")
         try:
             found = await self._resolve(host)
-        except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
             self._give_up(address, Cause.WORKER_LOST, f"its name does not resolve: {error!r}")
             return
         if not self._peers.admit(found):
@@ -176,7 +178,7 @@ class SourceLinks:
         task.add_done_callback(self._closing.discard)
         task.cancel()
 
-    # --- what a ControlClient tells ------------------------------------------------------------------------------
+    # --- events from a ControlClient -----------------------------------------------------------------------------
 
     def hello(self, link: ControlClient) -> Hello:
         """This worker's fingerprint and the pulls that are not over."""
@@ -201,7 +203,7 @@ class SourceLinks:
         self._events.on_source_lost(link.address, link.worker, Cause.WORKER_LOST, why)
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
-        """The source refuses us."""
+        """The source refuses this worker."""
         log.error("%s refuses this worker: %s", link.address, refused.message)
         self._close(link.address)
         self._events.on_source_lost(link.address, None, refused.cause, refused.message)

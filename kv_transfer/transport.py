@@ -1,10 +1,10 @@
-"""What moves blocks between two workers' KV caches: the interface, and what its implementations share.
+"""The interface of transports, which move blocks between two workers' KV caches, and what their implementations share.
 
 A transport reads (pulls) blocks from a *source* into this worker, the *sink*, and lets other workers read this worker's
-blocks. One NIXL and one plain ZMQ implementation exist. A transport is used from one thread, the mover's.
+blocks. There are an implementation over NIXL and one over plain ZMQ. A transport is used by one thread, the mover's.
 
-The rule that everything rests on: a read that has ended, DONE or FAILED, will write nothing any more. So FAILED is
-reported only when nothing was started, when the transport itself reports the end, or after the fence: `drop_source`
+The correctness of a pull depends on one rule: a read that has ended, DONE or FAILED, will write nothing any more. So a
+read is FAILED only if nothing was started, if the transport itself reports its end, or after the fence: `drop_source`
 destroys whatever could still write.
 """
 
@@ -22,26 +22,26 @@ from common.contract.ids import Incarnation
 from kv_transfer.routes import Route
 
 MAX_METADATA_BYTES = 2**20
-"""Largest transport metadata that is looked at; the limit of `Welcome.transport_metadata`."""
+"""Largest transport metadata that is accepted, in bytes. It equals the limit of `Welcome.transport_metadata`."""
 
 _Fields = TypeVar("_Fields")
 
 ReadId = NewType("ReadId", int)
-"""One read, between the sink (which numbers its reads) and the mover."""
+"""Number of a read. The sink numbers its reads, and the mover reports their ends by these numbers."""
 
 
 class ReadState(StrEnum):
-    """Where a read is. All but PENDING are final."""
+    """The state of a read. All but PENDING are final."""
 
     PENDING = "pending"
     DONE = "done"
     """Every block is in the sink's region."""
     FAILED = "failed"
-    """Some blocks may hold parts of the source's; nothing will write to them any more."""
+    """Some blocks may hold parts of the source's blocks. Nothing will write to them any more."""
 
 
 class Read:
-    """Blocks on their way from one source. The transport moves its state; everyone else looks."""
+    """A read of blocks from one source. The mover's thread changes its state; nobody else does."""
 
     __slots__ = ("error", "num_blocks", "source", "state")
 
@@ -78,17 +78,17 @@ class Transport(Protocol):
 
     @property
     def num_registrations(self) -> int:
-        """How often the region is registered with a device's driver or the kernel. Any thread may ask."""
+        """How often the region is registered with a device's driver or the kernel. Any thread may read this."""
 
     @property
     def num_evicted(self) -> int:
-        """Registrations that had to make room for a read from another source. Any thread may ask."""
+        """Number of registrations that had to make room for a read from another source. Any thread may read this."""
 
     def metadata(self) -> bytes:
         """What a sink needs in order to read this worker's blocks; at most `MAX_METADATA_BYTES`."""
 
     def add_source(self, source: Incarnation, metadata: bytes) -> None:
-        """Make a worker's blocks readable; adding it again is inert.
+        """Make a worker's blocks readable; inert if they are.
 
         Raises `TransferError` when the metadata is malformed, not that worker's, or of another block size.
         """
@@ -96,22 +96,22 @@ class Transport(Protocol):
     def start_read(self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> Read:
         """Start to copy block `source_blocks[i]` of the source into block `sink_blocks[i]` of this worker.
 
-        A sink block may be the target of one unfinished read at most. Raises `TransferError`, with nothing started,
-        when the source is unknown or a block id is out of range. A source that turns out to be gone gives a FAILED
-        read.
+        A sink block may be the target of at most one unfinished read. Raises `TransferError`, with nothing started,
+        when the source is unknown or a block id is out of range. If the source turns out to be gone, the read is
+        FAILED.
         """
 
     def route(self, source: Incarnation) -> Route:
-        """How blocks come from a source, as far as it is known once a read from there has ended."""
+        """How blocks come from a source, as far as that is known once a read from there has ended."""
 
     def poll(self) -> None:
-        """Make progress, without waiting: move the state of open reads, serve the reads of peers."""
+        """Make progress, without waiting: update the state of open reads, and serve the reads of peers."""
 
     def drop_source(self, source: Incarnation) -> None:
         """The fence: forget a source and destroy whatever could still write. Its open reads are FAILED on return."""
 
     def close(self) -> None:
-        """Drop every source, stop serving, give everything back."""
+        """Drop every source, stop serving, and free all resources."""
 
 
 def pack_metadata(fields: dict[str, object]) -> bytes:
@@ -123,7 +123,8 @@ def pack_metadata(fields: dict[str, object]) -> bytes:
 
 
 def unpack(adapter: TypeAdapter[_Fields], data: bytes | memoryview, what: str, max_bytes: int) -> _Fields:
-    """Decode and validate what a peer sent. Raises `TransferError`, naming `what`, unless it is as `adapter` says."""
+    """Decode and validate data from a peer. Raises `TransferError`, naming `what`, if it is too large or does not match
+    `adapter`."""
     if len(data) > max_bytes:
         raise TransferError(f"{what} of {len(data)} bytes, at most {max_bytes}")
     try:
@@ -140,7 +141,8 @@ def unpack_metadata(adapter: TypeAdapter[_Fields], blob: bytes) -> _Fields:
 def require_pairs(
     num_source_blocks: int, source_blocks: Sequence[int], num_sink_blocks: int, sink_blocks: Sequence[int]
 ) -> None:
-    """Raise `TransferError` unless the ids can be read: paired, in range, no sink block twice."""
+    """Raise `TransferError` unless the ids can be read: they must be paired and in range, and no sink block may occur
+    twice."""
     if not sink_blocks or len(source_blocks) != len(sink_blocks):
         raise TransferError(f"a read of {len(source_blocks)} blocks into {len(sink_blocks)}")
     if len(set(sink_blocks)) != len(sink_blocks):

@@ -1,4 +1,4 @@
-"""The transports by name."""
+"""Makes a transport by its name."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def transport_maker(
 ) -> Callable[[], Transport]:
     """A function that makes the transport `name` ("nixl" or "zmq") over `region`, on the thread that will use it.
 
-    `host` is where peers reach this worker; only the ZMQ transport binds it, and only that one is encrypted, by `keys`.
-    NIXL is loaded only when it is asked for. `synchronize`, `max_registrations` and `require_rdma` are of
-    `NixlTransport`; `peers` are of `ZmqTransport`, for where NIXL connects to stands in metadata that UCX alone reads.
+    `host` is where peers reach this worker. Only the ZMQ transport binds it, and only that one is encrypted, by `keys`.
+    NIXL is loaded only when it is asked for. `synchronize`, `max_registrations` and `require_rdma` apply to
+    `NixlTransport`. `peers` apply to `ZmqTransport` alone, because the addresses that NIXL connects to are in metadata
+    that only UCX reads.
     """
 
     def make() -> Transport:

@@ -1,10 +1,10 @@
-"""What UCX says while it works: the protocol that it has chosen for reads, and its warnings.
+"""UCX's log: the protocol that UCX has chosen for reads, and its warnings.
 
-UCX tells which transport a read takes only in its own log, which it opens as it is loaded. So the log goes to a file in
-memory that is read here: from the tables of `UCX_PROTO_INFO` the routes are taken, and everything else goes on to the
-log of this process. What UCX says as it aborts does not pass through here: it writes that to stderr.
+UCX tells which transport a read takes only in its own log, which it opens when it is loaded. So the log goes to a file
+in memory that is read here. The routes are taken from the tables of `UCX_PROTO_INFO`; everything else is passed on to
+the log of this process. What UCX says while it aborts is not read here, because UCX writes it to stderr.
 
-An operator who has set `UCX_LOG_FILE` or `UCX_PROTO_INFO` gets UCX's log as it is; the routes are then not known.
+If an operator has set `UCX_LOG_FILE` or `UCX_PROTO_INFO`, UCX's log stays as it is, and the routes are not known.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 from kv_transfer.routes import Route, way_of
 
 MAX_TABLES = 1024
-"""Tables kept: one for each agent that has begun to read and is not forgotten."""
+"""Most tables that are kept: one for each agent that has begun to read and is not forgotten."""
 
 _FILE_VARIABLE, _TABLES_VARIABLE = "UCX_LOG_FILE", "UCX_PROTO_INFO"
 _READS = "*memory*read*"
-"""Tables that UCX shall print, as a pattern over their titles."""
+"""Tables that UCX prints, as a pattern over their titles."""
 _CHUNK_BYTES = 2**20
 _PREFIX = re.compile(r"^\[\d+\.\d+\] \[[^\]]*\]\s*")
 _PEER = re.compile(r"(\S+) +(self|intra-node|inter-node) cfg#\d+")
@@ -44,11 +44,12 @@ log = logging.getLogger(__name__)
 class _Table:
     same_host: bool
     rows: list[tuple[int, float, str]] = field(default_factory=list)
-    """The configuration of reads of `[first, last]` bytes."""
+    """(first, last, wire): the configuration of reads of `[first, last]` bytes."""
 
 
 class UcxLog:
-    """UCX's log, if `file` is given: a descriptor of what UCX writes to. Any thread may call."""
+    """Reads UCX's log from `file`, the descriptor of a file that UCX writes to. If `file` is None, the log does not
+    come here. Any thread may call."""
 
     def __init__(self, file: int | None, flush: Callable[[], None]) -> None:
         self._file = file
@@ -57,7 +58,7 @@ class UcxLog:
         self._rest = b""
         self._lock = threading.Lock()
         self._tables: OrderedDict[tuple[str, bool], _Table] = OrderedDict()
-        """By the agent's name, cut off as UCX does, and whether the table is of GPU memory."""
+        """(the agent's name, cut off as UCX does, whether the table is of GPU memory) → table."""
         self._peer: tuple[str, str] | None = None
         self._rows: list[tuple[int, float, str]] | None = None
 
@@ -67,7 +68,7 @@ class UcxLog:
         return self._file is not None
 
     def drain(self) -> None:
-        """Read what UCX has written, and pass on what is not a table."""
+        """Read what UCX has written: keep the tables, and log everything else."""
         if self._file is None:
             return
         with self._lock:
@@ -78,10 +79,10 @@ class UcxLog:
                 for line in lines:
                     self._take(line.decode(errors="replace"))
                 if os.fstat(self._file).st_size == self._position:
-                    os.ftruncate(self._file, 0)  # UCX goes on at its position; what is before it takes no memory
+                    os.ftruncate(self._file, 0)  # UCX goes on at its position; the bytes before that take no memory
 
     def route(self, agent: str, block_bytes: int, device: str) -> Route:
-        """How blocks come to the agent of this name, which reads from one source; known once a read is posted."""
+        """How blocks come to the agent of this name, which reads from one source. Known once a read is posted."""
         with self._lock:
             for (name, on_gpu), table in reversed(self._tables.items()):
                 if agent.startswith(name) and on_gpu == (device == "cuda"):
@@ -90,7 +91,7 @@ class UcxLog:
         return Route()
 
     def forget(self, agent: str) -> None:
-        """The agent is destroyed."""
+        """Drop the tables of an agent that is destroyed."""
         with self._lock:
             for name, on_gpu in [key for key in self._tables if agent.startswith(key[0])]:
                 del self._tables[name, on_gpu]
@@ -104,7 +105,7 @@ class UcxLog:
             log.log(_LEVELS.get(found[1], logging.INFO) if found else logging.WARNING, "UCX: %s", message)
 
     def _take_row(self, cells: list[str]) -> None:
-        """One line of a table: whose it is, then what it is of, then the rows."""
+        """Handle one line of a table: first the peer, then the title, then the rows."""
         peer = _PEER.fullmatch(cells[0]) if len(cells) == 1 else None
         if peer is not None:
             self._peer, self._rows = (peer[1], peer[2]), None
@@ -125,7 +126,7 @@ class UcxLog:
 
 @functools.cache
 def ucx_log() -> UcxLog:
-    """This process's; to be asked for before UCX is loaded."""
+    """The log of UCX in this process. It must be asked for before UCX is loaded."""
     theirs = os.environ.get(_FILE_VARIABLE) or os.environ.get(_TABLES_VARIABLE)
     return UcxLog(None if theirs or _library() is not None else os.memfd_create("ucx-log"), _flush)
 
@@ -135,7 +136,8 @@ _asking = threading.Lock()
 
 @contextlib.contextmanager
 def asked_for_routes() -> Iterator[UcxLog]:
-    """While an agent is made: UCX reads its variables then. They are gone afterwards, for a child has no such file."""
+    """Set the variables that UCX reads when an agent is made. They are removed afterwards, because a child process does
+    not have the file."""
     told = ucx_log()
     with _asking:
         if told.heard:
@@ -149,7 +151,7 @@ def asked_for_routes() -> Iterator[UcxLog]:
 
 
 def _range(text: str) -> tuple[int, float] | None:
-    """The bytes of a row, as in `0`, `1..8184`, `64K..inf`; None for the heading."""
+    """(first, last) bytes of a row, from `0`, `1..8184` or `64K..inf`; None for the heading."""
     first, dots, last = text.partition("..")
     ends = [_size(first), _size(last if dots else first)]
     return None if ends[0] is None or ends[1] is None else (int(ends[0]), ends[1])
@@ -163,7 +165,7 @@ def _size(text: str) -> float | None:
 
 
 def _library() -> str | None:
-    """The file of UCX's base library, if it is loaded."""
+    """Path of UCX's base library, if it is loaded."""
     paths = (line.rpartition(" ")[2] for line in Path("/proc/self/maps").read_text().splitlines())
     return next((path for path in paths if os.path.basename(path).startswith(("libucs-", "libucs.so"))), None)
 
@@ -175,7 +177,7 @@ def _loaded() -> ctypes.CDLL | None:
 
 
 def _flush() -> None:
-    """Have UCX write out what it holds back in its buffer; called once UCX is loaded, if it can be."""
+    """Let UCX write out what is in its buffer, if its library is found. Called once UCX is loaded."""
     library = _loaded()
     if library is not None:
         library.ucs_log_flush()

@@ -1,9 +1,9 @@
-"""Blocks over plain ZMQ: for machines without NIXL, and for tests. Host memory only.
+"""Transport of blocks over plain ZMQ, for machines without NIXL and for tests. Host memory only.
 
-A read is cut into pieces of at most `PIECE_BYTES`; the sink asks for each piece and has at most `MAX_PIECES_ASKED` on
-their way from one source, which bounds the memory of both sides, and the source keeps no state. A thread answers peers;
-what arrives is copied into the sink's blocks by `poll` alone, so closing the socket is a complete fence. A connection
-is never mended: its loss (closed, refused, or 1.5 s without an answer to a heartbeat) fails every read that uses it.
+A read is cut into pieces of at most `PIECE_BYTES`. The sink asks for each piece, and at most `MAX_PIECES_ASKED` are on
+their way from one source. This bounds the memory of both sides, and the source keeps no state. A thread answers peers.
+Only `poll` copies arrived pieces into the sink's blocks, so closing the socket is a complete fence. A connection is
+never repaired: its loss (closed, refused, or 1.5 s without an answer to a heartbeat) fails every read that uses it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ PIECE_BYTES = 2**20
 """Most bytes of blocks in one message."""
 MAX_BLOCKS_PER_PIECE = 4096
 MAX_PIECES_ASKED = 8
-"""Pieces on their way from one source to one sink."""
+"""Most pieces on their way from one source to one sink."""
 MAX_ANSWERS_QUEUED = 8 * MAX_PIECES_ASKED
-"""Answers queued for one sink, as ZeroMQ counts them; one more is dropped. What has left it takes off in batches of
-half this number, so that the count stays below that half and `MAX_PIECES_ASKED` together."""
+"""Most answers queued for one sink, as ZeroMQ counts them; further ones are dropped. ZeroMQ subtracts answers that have
+left in batches of half this number. So the count stays below that half plus `MAX_PIECES_ASKED`."""
 MAX_PIECES_PER_POLL = 16
-"""Pieces copied from one source in one `poll`, about 3 ms."""
+"""Most pieces copied from one source in one `poll`; this takes about 3 ms."""
 MAX_HEADER_BYTES = 2**16
-"""Largest request, and largest header of an answer."""
+"""Most bytes of a request, and of the header of an answer."""
 HEARTBEAT_INTERVAL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 1000
 CONNECT_TIMEOUT_MS = 2000
 SINK_TIMEOUT_MS = 10_000
-"""A sink that is silent for so long loses its connection, and the source the pieces queued for it."""
+"""A sink that is silent for this long loses its connection, and the source drops the pieces queued for it."""
 
 _LOST = (
     zmq.EVENT_DISCONNECTED
@@ -57,7 +57,7 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-"""Events after which a connection that is never mended is of no more use."""
+"""Events after which a connection is of no more use, because it is never repaired."""
 
 _logger = logging.getLogger(__name__)
 
@@ -67,12 +67,12 @@ _Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Metadata:
-    """A source, as its sinks see it."""
+    """What a source tells its sinks."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     incarnation: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
-    # An address, for a name that does not resolve would never connect, and ZMQ would not say so.
+    # An address, not a name: a name that does not resolve would never connect, and ZMQ would not say so.
     endpoint: Annotated[str, Field(strict=True, max_length=64, pattern=r"^tcp://(\d{1,3}(\.\d{1,3}){3}):\d{1,5}$")]
     token: Annotated[bytes, Field(strict=True, min_length=16, max_length=64)]
     num_blocks: _Size
@@ -81,7 +81,7 @@ class _Metadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """Send bytes `[start, start + length)` of each of these blocks."""
+    """The request for bytes `[start, start + length)` of each of these blocks."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -94,7 +94,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AnswerHeader:
-    """Goes before the bytes of a piece, or stands alone with the reason why there are none."""
+    """The header before the bytes of a piece. If the request is refused, it stands alone and says why."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -182,7 +182,7 @@ class ZmqTransport:
         return read
 
     def route(self, source: Incarnation) -> Route:
-        """Always the same."""
+        """Always `Way.ZMQ`."""
         return Route(way=Way.ZMQ)
 
     def poll(self) -> None:
@@ -230,7 +230,7 @@ class _Piece:
 
 
 class _Link:
-    """A connection to one source, and what is read through it. Answers come in the order of the requests."""
+    """A connection to one source, and the reads that use it. Answers come in the order of the requests."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], region: Region, theirs: _Metadata, keys: CurveKeys | None
@@ -259,13 +259,13 @@ class _Link:
         self._socket.connect(theirs.endpoint)
 
     def start(self, read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> None:
-        """Queue `read` behind the others and ask for as much of it as may be on its way."""
+        """Queue `read` behind the others, and ask for as many pieces as may be on their way."""
         self._missing_bytes[read] = len(sink_blocks) * self._region.block_bytes
         self._waiting.append(_pieces(read, source_blocks, sink_blocks, self._region.block_bytes))
         self._ask()
 
     def poll(self) -> str | None:
-        """Take pieces and ask for more. Returns what went wrong: the link is then to be destroyed."""
+        """Take pieces and ask for more. Returns what went wrong, if anything; the link must then be destroyed."""
         for _ in range(MAX_PIECES_PER_POLL):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -281,7 +281,7 @@ class _Link:
         return None
 
     def destroy(self) -> list[Read]:
-        """Close the connection; the reads that were open."""
+        """Close the connection. Returns the reads that were open."""
         self._socket.disable_monitor()
         self._events.close(0)
         self._socket.close(0)
@@ -302,7 +302,7 @@ class _Link:
                 "length": piece.length,
             }
             self._asked.append((self._num_requests, piece))
-            with contextlib.suppress(zmq.Again):  # the connection is lost, and the next poll says so
+            with contextlib.suppress(zmq.Again):  # the connection is lost; the next poll says so
                 self._socket.send(msgpack.packb(request), zmq.NOBLOCK)
 
     def _take(self, frames: list[memoryview]) -> str | None:
@@ -336,7 +336,7 @@ class _Link:
 
 
 class _Server:
-    """The thread that answers sinks: it sleeps in `recv` until one asks."""
+    """The thread that answers sinks. It sleeps in `recv` until a sink asks."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], region: Region, host: str, keys: CurveKeys | None = None
@@ -383,7 +383,7 @@ class _Server:
         try:
             request = unpack(_REQUEST, b"".join(frames), "request", MAX_HEADER_BYTES)
         except TransferError:
-            self.num_refused += 1  # and not answered: it has no number
+            self.num_refused += 1  # not answered, because it has no number
             return
         piece: list[bytes] = []
         refused = ""
@@ -393,17 +393,17 @@ class _Server:
             self.num_refused += 1
             refused = str(error)
         header: bytes = msgpack.packb({"number": request.number, "refused": refused})
-        self._socket.get(zmq.EVENTS)  # count what has left; by itself a send does so about once a millisecond
+        self._socket.get(zmq.EVENTS)  # counts what has left; a send alone does so about once a millisecond
         try:
             self._socket.send_multipart([sink, header, *piece], zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            self.num_refused += 1  # a sink that asks for more at once than it may
+            self.num_refused += 1  # the sink asks for more at once than it may
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:  # the sink has gone
                 raise
 
     def _read(self, request: _Request) -> bytes:
-        """The bytes of a piece, copied. Raises `TransferError` for what may not be read."""
+        """A copy of the bytes of a piece. Raises `TransferError` if they may not be read."""
         if not hmac.compare_digest(request.token, self.token):
             raise TransferError("wrong token")
         stop = request.start + request.length
@@ -413,7 +413,7 @@ class _Server:
 
 
 def _pieces(read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int], block_bytes: int) -> Iterator[_Piece]:
-    """Cut a read: several whole blocks to a piece or, for large blocks, several pieces to a block."""
+    """Cut a read into pieces: several whole blocks per piece or, for large blocks, several pieces per block."""
     length = min(block_bytes, PIECE_BYTES)
     step = min(PIECE_BYTES // length, MAX_BLOCKS_PER_PIECE)
     for first in range(0, len(sink_blocks), step):

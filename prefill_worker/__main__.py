@@ -14,7 +14,7 @@ from common.runtime.worker_host import Worker, WorkerHost, run_worker
 
 async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path) -> Worker:
     """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
-    # Imported last: torch takes seconds, and an occupied port or a wrong path should show at once.
+    # Imported here: torch takes seconds to import, and an occupied port or a wrong path should be reported before.
     from common.engine.engine import Engine, device_of
     from kv_transfer.regions import Region
     from kv_transfer.transports import transport_maker

@@ -1,8 +1,9 @@
-"""Prefixes that another worker holds: whether to pull one instead of computing it, and which pulls are under way.
+"""Prefixes that another worker holds: decides whether to pull one instead of computing it, and keeps the pulls under
+way.
 
-In a conversation the KV of the last answer was born on a decode worker. Pulled from there, a turn computes only its
-new text. A pull is a sink's like any other (`kv_transfer.sink`), under a request id of its own; until it has settled,
-nothing of it is offered, and nothing is computed after it. Pure state.
+In a conversation the KV of the last answer was computed by a decode worker. If that is pulled, the prefill worker
+computes only the new text of the turn. A pull is a sink's pull like any other (`kv_transfer.sink`), under a request id
+of its own. Until it has settled, none of its blocks are offered, and no later token is computed. Pure state.
 """
 
 from __future__ import annotations
@@ -18,34 +19,39 @@ from kv_transfer.sink import Pull
 from prefill_worker.scheduler import PrefillRequest
 
 _LATENCY_S = 0.005
-"""Of a pull of any size: attach, offer, read, settle."""
+"""Fixed seconds of a pull, whatever its size: attach, offer, start of the read, settle."""
 _FIRST_GUESS_BYTES_PER_S = 1e9
 _OBSERVATION_WEIGHT = 0.2
 _MAX_RATIO = 4.0
-"""Most that one observation counts as, relative to the estimate: the first read from a worker opens connections."""
+"""Largest factor by which an observation may differ from the estimate; a larger one is clipped. The first read from a
+worker opens connections, and so is slow."""
 When = Literal["cost", "always", "never"]
-"""Whether to pull what another worker holds: if that is cheaper than computing it, always, never."""
+"""When to pull what another worker holds: if that is cheaper than computing it, always, never."""
 MAX_PULLS = 64
-"""Prefixes pulled at once; beyond, prompts are computed."""
+"""Most prefixes pulled at once; beyond that, prompts are computed."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefixPull:
-    """A pull, the prompt that waits for it, and since when."""
+    """A pull, and the prompt that waits for it.
+
+    `began` is in monotonic seconds.
+    """
 
     pull: Pull
     request: PrefillRequest
     began: float
     until: float
-    """When the prompt will be computed instead."""
+    """Monotonic seconds at which the pull is given up and the prompt computed."""
     num_blocks: int = 0
-    """Of the offer."""
+    """Number of blocks that the source offered."""
 
 
 class PrefixPulls:
     """The pulls under way, by their own request ids.
 
-    A prompt waits for its pull for `patience_s` seconds, or twice what computing would take if that is longer.
+    A prompt waits for its pull for `patience_s` seconds, or for twice the time that computing would take, if that is
+    longer.
     """
 
     def __init__(
@@ -61,28 +67,28 @@ class PrefixPulls:
         self.num_tokens_pulled = 0
         """Prompt tokens that were pulled instead of computed."""
         self.ended = {"pulled": 0, "gave_up": 0}
-        """Pulls by how they ended."""
+        """Number of pulls by how they ended."""
 
     def __len__(self) -> int:
         return len(self._pulls)
 
     @property
     def token_s(self) -> float:
-        """Seconds that pulling a token takes, by what is known; where nothing is pulled, what computing it takes."""
+        """Estimated seconds to pull a token. If nothing is pulled, the seconds to compute one."""
         if self._when == "never":
             return self._costs.prefill_s_per_token
         return self._s_per_block / self._block_size
 
     def consider(self, request: PrefillRequest, now: float) -> PrefixPull | None:
-        """Begin a pull for a request that has its blocks, if somebody holds more of its prompt than this worker and
-        pulling that is expected to take less time than computing it (or the operator has decided)."""
+        """Begin a pull for a request that has its blocks. Returns None if no other worker holds more of the prompt than
+        this one, or if the pull is not expected to be faster than computing (the setting may override that)."""
         hint = request.work.prefix
         if hint is None or hint.source.incarnation == self._me:
             return None
         if request.prefix_tried or len(self._pulls) >= MAX_PULLS:
             return None
         request.prefix_tried = True
-        # The last token is computed in any case, for its logits.
+        # The last token is always computed, for its logits.
         end = min(hint.num_tokens, len(request.work.token_ids) - 1) // self._block_size
         end = min(end, MAX_PREFIX_BLOCKS)
         num_new = end - request.num_computed // self._block_size
@@ -99,15 +105,15 @@ class PrefixPulls:
         return prefix
 
     def find(self, pull: Pull) -> PrefixPull:
-        """Of a pull under way."""
+        """The pull under way whose sink is `pull`."""
         return self._pulls[pull.key]
 
     def of(self, request: PrefillRequest) -> PrefixPull | None:
-        """The pull that a request waits for."""
+        """The pull that a request waits for; None if there is none."""
         return next((prefix for prefix in self._pulls.values() if prefix.request is request), None)
 
     def pulled(self, pull: Pull, now: float) -> PrefixPull:
-        """It has settled: learn from how long it took."""
+        """The pull has settled: update the estimate of seconds per block from its duration."""
         prefix = self._end(pull, now)
         num_read = prefix.num_blocks - prefix.request.num_computed // self._block_size
         seen = max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_read)
@@ -119,7 +125,7 @@ class PrefixPulls:
         return prefix
 
     def gave_up(self, pull: Pull, now: float) -> PrefixPull:
-        """It has ended otherwise."""
+        """The pull has ended without valid blocks."""
         self.ended["gave_up"] += 1
         return self._end(pull, now)
 
@@ -129,9 +135,9 @@ class PrefixPulls:
         return prefix
 
     def overdue(self, now: float) -> list[PrefixPull]:
-        """Those that have taken too long."""
+        """Pulls whose patience has run out."""
         return [prefix for prefix in self._pulls.values() if prefix.until <= now]
 
     def next_expiry(self) -> float:
-        """When the next one will be overdue; infinity if none is under way."""
+        """Monotonic seconds at which the next pull is overdue; infinity if none is under way."""
         return min((prefix.until for prefix in self._pulls.values()), default=math.inf)

@@ -1,7 +1,7 @@
-"""Who may have blocks now: what each tier may hold of the pool, and how far ahead of the engine prompts are let in.
-What a prompt's turn depends on: how much work stands before it.
+"""Inputs of the prefill scheduler's decisions.
 
-Pure state, for one scheduler.
+`TierHoldings` bounds the blocks that each tier may hold; `Horizon` bounds how far ahead of the engine prompts are
+admitted; `Backlog` counts the work that stands before a prompt. Pure state, for one scheduler.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from common.contract.tiers import Tier
 from common.engine.chunked_prefill import Prompt, Urgency
 
 MOST_OF_POOL = {Tier.STANDARD: 7 / 8, Tier.BATCH: 3 / 4}
-"""The share of the pool that a tier, with those below it, may hold: prompts that are computed, and offers that wait for
-decode workers. So there is room for an interactive prompt on a worker full of offers of lower tiers that nobody
-fetches."""
+"""Largest share of the pool that a tier, together with those below it, may hold, in prompts that are computed and in
+offers that wait for decode workers. So an interactive prompt finds room even if offers of lower tiers, which nobody
+reads, fill the rest."""
 
 
 @dataclass(slots=True)
@@ -31,16 +31,16 @@ class _Holding:
 
 
 class TierHoldings:
-    """Which blocks the requests of each tier hold, from their admission until they are given up, or, when they have
-    been computed, until their leases end.
+    """The blocks that the requests of each tier hold, from admission until the request is given up, or, if it was
+    computed, until its lease ends.
 
-    A block counts once in a tier, and in those above it, however many of its requests share it.
+    A block counts once in a tier and in those above it, however many requests share it.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._most = {tier: int(num_blocks * share) for tier, share in MOST_OF_POOL.items()}
         self._holders = {tier: [0] * num_blocks for tier in MOST_OF_POOL}
-        """Tier → how many requests of it, or of those below it, hold each block."""
+        """Tier → for each block, the number of requests of this or a lower tier that hold it."""
         self._num_blocks = dict.fromkeys(MOST_OF_POOL, 0)
         self._num_requests = dict.fromkeys(Tier, 0)
         self._holdings: dict[RequestKey, _Holding] = {}
@@ -48,7 +48,7 @@ class TierHoldings:
     def has_room(self, tier: Tier, cached: Sequence[int], num_new: int) -> bool:
         """Whether a request of `tier` may hold the blocks `cached` and `num_new` more.
 
-        One that would be the only one of its tier always may: what fits into the pool is served in the end.
+        A request without others of its tier always may: whatever fits into the pool is served in the end.
         """
         if self._num_requests[tier] == 0:
             return True
@@ -60,7 +60,7 @@ class TierHoldings:
         return True
 
     def begin(self, key: RequestKey, tier: Tier, blocks: Iterable[int]) -> None:
-        """A request is admitted: these are its blocks."""
+        """A request was admitted with these blocks."""
         holding = self._holdings[key] = _Holding(tier, tuple(blocks))
         self._num_requests[tier] += 1
         for limited in _counted_in(tier):
@@ -70,14 +70,14 @@ class TierHoldings:
                 holders[block] += 1
 
     def computed(self, key: RequestKey) -> None:
-        """The request is done; only its lease keeps its blocks now."""
+        """The request was computed; from now on only its lease keeps its blocks."""
         holding = self._holdings[key]
         holding.done = True
         if not holding.pinned:
             self.end(key)
 
     def unpinned(self, key: RequestKey) -> None:
-        """The request's lease has ended; inert when it holds nothing."""
+        """The request's lease has ended. Does nothing if the request holds nothing."""
         holding = self._holdings.get(key)
         if holding is not None:
             holding.pinned = False
@@ -85,7 +85,7 @@ class TierHoldings:
                 self.end(key)
 
     def end(self, key: RequestKey) -> None:
-        """The request is given up."""
+        """Remove a request."""
         holding = self._holdings.pop(key)
         self._num_requests[holding.tier] -= 1
         for limited in _counted_in(holding.tier):
@@ -95,7 +95,8 @@ class TierHoldings:
                 self._num_blocks[limited] -= holders[block] == 0
 
     def check_invariants(self, tables: Mapping[RequestKey, Sequence[int]]) -> None:
-        """Assert that the counts are right, and that the requests with these block tables are those not done."""
+        """Assert that the counts are right, and that `tables` has exactly the requests that are not done, with their
+        blocks."""
         for tier, holders in self._holders.items():
             held = Counter(b for h in self._holdings.values() if h.tier.rank >= tier.rank for b in h.blocks)
             assert all(num == held[block] for block, num in enumerate(holders))
@@ -111,19 +112,19 @@ def _counted_in(tier: Tier) -> list[Tier]:
 
 
 class Horizon:
-    """The most urgent prompts of some tiers, as many as the next steps can give a chunk.
+    """The most urgent running prompts of some tiers, as many as the next steps can give a chunk.
 
-    Whoever is less urgent would get blocks now and only sit on them. Later it may find more of its prefix cached, and
-    its tenant's turn may have passed to another.
+    A less urgent prompt would hold blocks without being computed. If it is admitted later, more of its prefix may be
+    cached, and another tenant's prompt may come first.
     """
 
     def __init__(self, prompts: Iterable[Prompt], first_rank: int, num_tokens: int, chunk_size: int) -> None:
-        """`prompts` come in order of urgency; the tiers are those from `first_rank` on."""
+        """`prompts` are in order of urgency; tiers of a rank below `first_rank` are ignored."""
         self._first_rank = first_rank
         self._num_tokens = num_tokens
         self._chunk_size = chunk_size
         self._heap: list[tuple[float, float, float, int]] = []
-        """The prompts' urgencies, negated, and the sizes of their next chunks: the least urgent first."""
+        """Negated urgency of each prompt and tokens of its next chunk; the least urgent prompt comes first."""
         self._num_within = 0
         for prompt in prompts:
             if self._num_within >= num_tokens:
@@ -131,7 +132,7 @@ class Horizon:
             self.add(prompt)
 
     def add(self, prompt: Prompt) -> None:
-        """One more is let in."""
+        """Add an admitted prompt."""
         rank, deadline, order = prompt.urgency
         if rank < self._first_rank:
             return
@@ -142,7 +143,7 @@ class Horizon:
             self._num_within -= heapq.heappop(self._heap)[3]
 
     def reaches(self, urgency: Urgency) -> bool:
-        """Whether a prompt of this urgency, let in now, would be among them."""
+        """Whether a prompt of this urgency, if admitted now, would be among them."""
         rank, deadline, order = urgency
         return self._num_within < self._num_tokens or (-rank, -deadline, -order) > self._heap[0][:3]
 
@@ -154,19 +155,21 @@ class Backlog:
         self._num_tokens = [[0] * (MAX_TOKENS.bit_length() + 1) for _ in Tier]
 
     def change(self, tier: Tier, length: int, num_tokens: int) -> None:
-        """So many more, or fewer, of a prompt that had `length` tokens to compute when it came."""
+        """Add `num_tokens` (or subtract, if negative) of a prompt that had `length` tokens to compute when it was
+        enqueued."""
         self._num_tokens[tier.rank][length.bit_length()] += num_tokens
 
     def before(self, tier: Tier, length: int) -> int:
-        """What stands before a prompt that comes now: all of higher tiers, and of its own what is no longer than it."""
+        """Tokens that are computed before a new prompt of this length: all of higher tiers, and those of prompts of its
+        tier that are not longer (in powers of two)."""
         higher = sum(sum(lengths) for lengths in self._num_tokens[: tier.rank])
         return higher + sum(self._num_tokens[tier.rank][: length.bit_length() + 1])
 
     @property
     def num_tokens(self) -> int:
-        """All of them."""
+        """Tokens of all prompts."""
         return sum(sum(lengths) for lengths in self._num_tokens)
 
     def check_invariants(self) -> None:
-        """Assert that there is nothing less than none."""
+        """Assert that no count is negative."""
         assert all(num >= 0 for lengths in self._num_tokens for num in lengths)

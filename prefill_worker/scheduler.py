@@ -1,16 +1,17 @@
-"""Which prompts get blocks, and which of their tokens are computed in the next step.
+"""Decides which prompts get blocks, and which of their tokens the next step computes.
 
-A request gets every block that its prompt needs when it is admitted, so that an admitted prefill always ends without
-waiting for anyone: that is what keeps the pools free of deadlock (a decode worker reserves only after this). The blocks
-of its beginning that the prefix cache has are shared; only the rest is allocated, and computed.
+When a request is admitted, it gets every block that its prompt needs. So an admitted prefill never waits for another
+request, and the pools cannot deadlock: a decode worker reserves its blocks only after this. Blocks of the prompt's
+beginning that the prefix cache has are shared; only the rest is allocated and computed.
 
-Pure state: requests, finished steps and a time in, decisions out. Nothing costs as much as what waits.
+Pure state: it takes requests, finished steps and a time, and returns decisions. A decision costs much less than a pass
+over all waiting requests.
 
 Life cycle of a request here:
 
     waiting ──► running ──► done        (its blocks are then held by its lease alone)
        │        ▲  │  ▼
-       │        │  │ on hold            (the worker fetches more of its beginning from elsewhere)
+       │        │  │ on hold            (the worker pulls more of its beginning from another worker)
        └────────┴──┴──────► removed     (abort, deadline)
 """
 
@@ -33,53 +34,54 @@ from common.engine.trials import Trials
 from prefill_worker.room import Backlog, Horizon, TierHoldings
 
 LOOK_AHEAD = 16
-"""Waiting requests that are tried when the first of them does not fit."""
+"""Waiting requests that are tried if the first of them does not fit."""
 MAX_PASSED = 16
-"""Times that a waiting request that does not fit may see a later one come in; then nobody passes it."""
+"""Number of later requests that may be admitted before a waiting request that does not fit. After that, none may."""
 SHARED_STEP_S = 0.1
-"""What a step that several prompts share may take, as expected: each of them waits for its end, and so is delayed by
-those that came after it. Longer ones compute no faster."""
+"""Longest expected duration, in seconds, of a step that several prompts share. Each prompt waits for the end of the
+step, and so is delayed by those that came after it; longer steps do not compute faster."""
 STEPS_AHEAD = 2
-"""Steps for which prompts are let in: the one that comes next, and one so that leases, and pulls, begin early."""
+"""Steps for which prompts are admitted: the next one, and one more, so that leases and pulls begin early."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """A prompt on its way through this worker."""
+    """A prompt in this worker."""
 
     work: Prefill
     gateway: Incarnation
     arrived: float
     """Monotonic seconds."""
     deadline: float
-    """Monotonic seconds at which its budget ends."""
+    """Monotonic seconds at which the request's budget ends."""
     grammar_state: GrammarState | None = None
-    """Of what may come first, where there is a grammar."""
+    """The grammar's state before the first token; None without a grammar."""
     urgency: Urgency = (0, 0.0, 0)
-    """Once it is admitted: (rank of its tier, when its first token should be there, admission number)."""
+    """Set at admission: (rank of the tier, monotonic seconds by which the first token is due, admission number)."""
     length: int = 0
-    """Tokens that it had to compute when it came to wait, or to be computed."""
+    """Uncomputed tokens when the request was last enqueued, admitted or resumed."""
     block_hashes: Sequence[BlockHash] = ()
-    """Names of its full blocks."""
+    """Names of the prompt's full blocks."""
     num_cached: int = 0
-    """Leading tokens that the prefix cache had: when it was admitted, and before that, when it arrived."""
+    """Leading tokens that the prefix cache had at admission; before admission, those that it had when the request was
+    enqueued."""
     matched: list[int] = field(default_factory=list)
-    """While it waits: blocks of its beginning that the prefix cache had when it was last asked."""
+    """While the request waits: blocks of its beginning that the prefix cache had when last asked."""
     matched_at: int = 0
-    """Blocks that the pool had evicted by then."""
+    """The pool's count of evictions when `matched` was last reset."""
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Leading tokens whose KV is in `block_table`."""
     num_found: int = 0
-    """Of these, the ones that were computed for other requests: cached here, or pulled."""
+    """Those of `num_computed` that were computed for other requests: cached here, or pulled."""
     num_passed: int = 0
-    """Later requests that came in while this one did not fit."""
+    """Later requests that were admitted while this one did not fit."""
     started_at: float | None = None
-    """When its first chunk was planned, in monotonic seconds."""
+    """Monotonic seconds at which the first chunk was planned."""
     held_s: float = 0.0
-    """What it has waited for its beginning from elsewhere."""
+    """Seconds that the request waited for prefixes to be pulled."""
     prefix_tried: bool = False
-    """Whether the worker has already seen about fetching more of its beginning from elsewhere."""
+    """Whether the worker has already decided on a pull of the prefix."""
 
     @property
     def key(self) -> RequestKey:
@@ -93,21 +95,21 @@ class PrefillRequest:
 
     @property
     def allowed(self) -> bytes | None:
-        """What its first tokens may be, where there is a grammar."""
+        """Mask of the tokens that the grammar allows first; None without a grammar."""
         return None if self.grammar_state is None else self.grammar_state.allowed
 
     @property
     def tier(self) -> Tier:
-        """Its service class."""
+        """The request's service class."""
         return self.work.tier
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The request's tenant."""
         return self.work.tenant
 
     def times(self, now: float) -> PromptTimes:
-        """What its first tokens, which are sent now, have taken."""
+        """How long the stages of this prompt took, if its first tokens are sent at `now`."""
         assert self.started_at is not None, self.key
         queue_s = self.started_at - self.arrived - self.held_s
         return PromptTimes(
@@ -119,12 +121,16 @@ class PrefillRequest:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens still to be computed; while it waits, those that the cache did not have when it arrived."""
+        """Tokens still to be computed. While the request waits, those that were not cached when it was enqueued."""
         return len(self.work.token_ids) - max(self.num_computed, self.num_cached)
 
 
 class PrefillScheduler:
-    """By tier, then the tenant that has received the least, then by deadline; several prompts share a step."""
+    """Admits waiting prompts and plans steps.
+
+    Order: by tier, then the tenant that has received the least service, then the deadline. Several prompts share a
+    step.
+    """
 
     def __init__(
         self,
@@ -145,7 +151,7 @@ class PrefillScheduler:
         self._max_waiting = max_waiting
         self._ttft_target_s = ttft_target_s
         self.seconds_per_token = seconds_per_token
-        """What computing a prompt token takes, as measured so far."""
+        """Measured seconds to compute a prompt token; 0 if unknown."""
         self._requests: dict[RequestId, PrefillRequest] = {}
         self._waiting: FairQueue[PrefillRequest] = FairQueue(ageing_s=ageing_s)
         self._chunks: ChunkQueue[PrefillRequest] = ChunkQueue(ageing_s=ageing_s)
@@ -160,7 +166,7 @@ class PrefillScheduler:
         self.num_prefix_queried = 0
         """Tokens of admitted prompts."""
         self.num_prefix_hit = 0
-        """Those of them that the prefix cache had."""
+        """Tokens of admitted prompts that the prefix cache had."""
 
     # --- what others want to know --------------------------------------------------------------------------------
 
@@ -171,12 +177,12 @@ class PrefillScheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests with blocks and tokens that the engine is to compute."""
+        """Requests with blocks and tokens to be computed."""
         return len(self._chunks)
 
     @property
     def num_on_hold(self) -> int:
-        """Requests with blocks that wait for more of their beginning from elsewhere."""
+        """Requests with blocks that wait for a prefix to be pulled."""
         return len(self._on_hold)
 
     @property
@@ -185,23 +191,24 @@ class PrefillScheduler:
         return self._num_uncomputed
 
     def full(self, num_coming: int = 0) -> bool:
-        """Whether one more request that nobody has let in before must be refused; so many are yet to be added."""
+        """Whether a new request must be refused because too many wait. `num_coming` requests are about to be added."""
         return len(self._waiting) + num_coming >= self._max_waiting
 
     def get(self, request: RequestId) -> PrefillRequest | None:
-        """The request, if it is waiting or running."""
+        """The request with this id; None if it is not here."""
         return self._requests.get(request)
 
     def requests(self) -> list[PrefillRequest]:
-        """Every waiting and running request."""
+        """Every request: waiting, running and on hold."""
         return list(self._requests.values())
 
     def blocks_for(self, request: PrefillRequest) -> int:
-        """Blocks that the request's prompt needs."""
+        """Number of blocks that the request's prompt needs."""
         return -(-len(request.token_ids) // self._block_size)
 
     def blocks_missing(self, now: float) -> int:
-        """Blocks that would have to come free for the next request that waits for blocks; 0 when none does."""
+        """Number of blocks that must be released before the next waiting request fits; 0 if it fits, or if none waits
+        for blocks."""
         horizons = self._horizons(now)
         for request in self._waiting.first(now, LOOK_AHEAD):
             if not self._within(horizons, request, now):
@@ -209,7 +216,7 @@ class PrefillScheduler:
             cached = self._cached(request)
             num_new = self.blocks_for(request) - len(cached)
             if self._holdings.has_room(request.tier, cached, num_new):
-                coming = self._pool.num_free + self._pool.num_limbo  # soon: when the steps in flight have ended
+                coming = self._pool.num_free + self._pool.num_limbo  # limbo: free when the steps in flight end
                 return max(0, num_new + self._pool.num_unreferenced(cached) - coming)
         return 0
 
@@ -228,8 +235,8 @@ class PrefillScheduler:
         self._enqueue(request)
 
     def admit(self, now: float) -> list[PrefillRequest]:
-        """Give blocks to waiting requests that the next steps can compute and that find room. Each of those returned
-        is to be pinned by a lease before it is done, whose end is told by `unpinned`."""
+        """Give blocks to waiting requests that fit and that the next steps can compute. The caller pins the blocks of
+        each returned request by a lease before the request is done, and reports the lease's end by `unpinned`."""
         horizons = self._horizons(now)
         admitted: list[PrefillRequest] = []
         while newly := self._admit_some(horizons, now):
@@ -244,8 +251,8 @@ class PrefillScheduler:
         self._on_hold.add(request)
 
     def resume(self, request: PrefillRequest, num_computed: int) -> None:
-        """Go on with a request on hold: its blocks hold the valid KV of `[0, num_computed)`, which may be more than
-        before, by whole blocks."""
+        """Continue a request on hold. Its blocks hold valid KV of tokens `[0, num_computed)`; `num_computed` is a
+        multiple of the block size, and at least what it was before."""
         assert request.num_computed <= num_computed < len(request.token_ids), (request.key, num_computed)
         assert num_computed % self._block_size == 0, (request.key, num_computed)
         self._on_hold.remove(request)
@@ -255,7 +262,7 @@ class PrefillScheduler:
         self._compute(request)
 
     def requeue(self, request: PrefillRequest) -> None:
-        """Let a request on hold wait for other blocks: somebody may still write to those that it had."""
+        """Let a request on hold wait for other blocks, because a read may still write to those that it had."""
         self._on_hold.remove(request)
         self._num_uncomputed -= request.num_uncomputed
         self._release(request)
@@ -266,7 +273,7 @@ class PrefillScheduler:
     # --- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> list[Chunk[PrefillRequest]]:
-        """The next step: chunks of running prompts, in order, within the budget."""
+        """The next step: chunks of running prompts, in order, within the token budget."""
         chunks = self._chunks.schedule(self._step_tokens(), self._chunk_size, now, self._permitted(now))
         for chunk in chunks:
             if chunk.prompt.started_at is None:
@@ -274,7 +281,8 @@ class PrefillScheduler:
         return chunks
 
     def _step_tokens(self) -> int:
-        """Most tokens of the next step: the first prompt's chunk, and others' only as far as the step stays short."""
+        """Most tokens of the next step: the first prompt's chunk, and chunks of others as long as the step is expected
+        to be short."""
         if not self.seconds_per_token:
             return self._token_budget
         num_first = next((num for prompt in self._chunks if (num := self._chunks.num_unscheduled(prompt))), 0)
@@ -282,7 +290,7 @@ class PrefillScheduler:
         return min(self._token_budget, max(shared, min(num_first, self._chunk_size)))
 
     def _permitted(self, now: float) -> Callable[[PrefillRequest], bool] | None:
-        """Whom the step may have; None where there are no suspects."""
+        """Predicate of requests that the next step may compute; None if there are no suspects."""
         if not self.trials:
             return None
         chosen = self.trials.choose({request.key for request in self._chunks}, now)
@@ -292,7 +300,7 @@ class PrefillScheduler:
         """Account for a finished step; returns its chunks of requests that are still here.
 
         Blocks that have become full enter the prefix cache, and the tenants are charged. A request whose last chunk is
-        done leaves, and drops its own references on its blocks: its lease has others.
+        done leaves, and drops its own references to its blocks; its lease has others.
         """
         live = self._chunks.step_done(chunks)
         for chunk in live:
@@ -309,12 +317,12 @@ class PrefillScheduler:
     # --- the way out ---------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
-        """When the budget of the first request ends; infinite when there is none."""
+        """Monotonic seconds at which the first request's budget ends; infinity without requests."""
         request = self._deadlines.first()
         return math.inf if request is None else request.deadline
 
     def expired(self, now: float) -> list[PrefillRequest]:
-        """Requests whose budget has ended, each named once: the caller removes them."""
+        """Requests whose budget has ended. Each is returned once; the caller removes it."""
         expired = []
         while (request := self._deadlines.first()) is not None and request.deadline <= now:
             self._deadlines.discard(request)
@@ -322,14 +330,14 @@ class PrefillScheduler:
         return expired
 
     def remove(self, request: PrefillRequest) -> None:
-        """Give a request up, wherever it is, and release its blocks; inert when it is not here."""
+        """Remove a request, whatever its state, and release its blocks. Does nothing if it is not here."""
         if self._requests.get(request.key.request) is request:
             if request not in self._waiting:
                 self._holdings.end(request.key)
             self._forget(request)
 
     def unpinned(self, key: RequestKey) -> None:
-        """The lease of an admitted request has ended; inert for others."""
+        """The lease of an admitted request has ended. Does nothing for other requests."""
         self._holdings.unpinned(key)
 
     # --- parts ---------------------------------------------------------------------------------------------------
@@ -343,9 +351,12 @@ class PrefillScheduler:
         self._waiting.add(request, tier=request.tier, tenant=request.tenant, deadline=deadline, now=request.arrived)
 
     def _expected_end(self, request: PrefillRequest, backlog: Backlog, now: float) -> float:
-        """When the first token should be there: the tier's target from `now` on, and as much more as it takes to
-        compute the prompt, after what does not take longer. So a prompt comes before longer ones that could not be
-        done by then, and whoever is delayed by shorter ones comes first in the end: after twice the time, at most."""
+        """Monotonic seconds by which the first token is due: `now`, plus the tier's target, plus the expected seconds
+        to compute this prompt and those of its tier that are not longer, after all of higher tiers.
+
+        So a prompt comes before longer ones that could not be done by then. A prompt that shorter ones delay comes
+        first in the end, after twice the time at most.
+        """
         length = request.num_uncomputed
         num_tokens = backlog.before(request.tier, length) + length
         return now + self._ttft_target_s(request.tier) + num_tokens * self.seconds_per_token
@@ -377,8 +388,8 @@ class PrefillScheduler:
         request.block_table = []
 
     def _admit_some(self, horizons: Mapping[Tier, Horizon], now: float) -> list[PrefillRequest]:
-        """Try the next few requests. Whoever does not fit lets others pass, so many times; whoever is not within the
-        horizon of its tier is not passed: it is not its turn."""
+        """Try the next few requests. A request that does not fit lets others pass, `MAX_PASSED` times. A request beyond
+        the horizon of its tier does not count as passed, because it is not its turn yet."""
         admitted: list[PrefillRequest] = []
         refused: list[tuple[PrefillRequest, int]] = []
         for request in self._waiting.first(now, LOOK_AHEAD):
@@ -401,15 +412,16 @@ class PrefillScheduler:
         return admitted
 
     def _rival_rank(self, request: PrefillRequest, cached: Sequence[int]) -> int | None:
-        """None when there is room for `request`; else from which rank on a request takes what this one lacks: 0 for
-        blocks of the pool, its own where its tier has its share, which higher tiers do not touch."""
+        """None if there is room for `request`. Else the lowest rank whose requests take what this one lacks: 0 if
+        blocks of the pool are lacking; the request's own rank if its tier has its share, which higher tiers do not
+        use."""
         num_new = self.blocks_for(request) - len(cached)
         if num_new > self._pool.num_free or num_new + self._pool.num_unreferenced(cached) > self._pool.num_free:
             return 0
         return None if self._holdings.has_room(request.tier, cached, num_new) else request.tier.rank
 
     def _start(self, request: PrefillRequest, cached: list[int], now: float) -> None:
-        """Give `request` its blocks, for which there is room."""
+        """Give `request` its blocks. There must be room."""
         self._waiting.take(request, now)
         self._backlog_waiting.change(request.tier, request.length, -request.length)
         request.matched = []
@@ -426,8 +438,8 @@ class PrefillScheduler:
         self.num_prefix_hit += request.num_cached
 
     def _horizons(self, now: float) -> dict[Tier, Horizon]:
-        """How far ahead the requests of each tier in which some wait are let in. An aged tier has its share of the
-        steps, whatever stands before it; another one has what the higher ones leave."""
+        """The horizon of each tier that has waiting requests. An aged tier has its share of the steps, whatever higher
+        tiers have; another tier has what the higher ones leave."""
         horizons = {}
         for tier in Tier:
             if self._waiting.num_in(tier):
@@ -438,10 +450,10 @@ class PrefillScheduler:
         return horizons
 
     def _cached(self, request: PrefillRequest) -> list[int]:
-        """Blocks of its beginning that the prefix cache has. The last token is computed in any case, for its logits;
-        all are where they are to be scored.
+        """Cached blocks of the prompt's beginning. The last token is always computed, for its logits; so is every token
+        if all are to be scored.
 
-        Only an eviction takes a name away: until the next one, what was matched is only added to.
+        Only an eviction removes a name from the cache, so until the next eviction earlier matches stay valid.
         """
         if request.work.prompt_logprobs is not None:
             return []
@@ -452,14 +464,15 @@ class PrefillScheduler:
         return request.matched
 
     def _urgency(self, request: PrefillRequest, now: float) -> Urgency:
-        """If it is admitted now. That it may have waited long, behind others of its tenant, puts it before nobody."""
+        """The request's urgency if it is admitted now. It is computed from `now`; time spent queueing gives no
+        advantage."""
         return request.tier.rank, self._expected_end(request, self._backlog_running, now), self._num_admitted
 
     def _within(self, horizons: Mapping[Tier, Horizon], request: PrefillRequest, now: float) -> bool:
         return horizons[request.tier].reaches(self._urgency(request, now))
 
     def _name(self, request: PrefillRequest, start: int, end: int) -> None:
-        """Tokens `[start, end)` are computed: their blocks that are full now can be found by others."""
+        """Enter the blocks that tokens `[start, end)` have filled into the prefix cache."""
         full = slice(start // self._block_size, end // self._block_size)
         self._pool.name(request.block_table[full], request.block_hashes[full])
 

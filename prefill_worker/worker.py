@@ -1,17 +1,19 @@
-"""The prefill worker: events from gateways, decode workers and the engine, turned into decisions and messages.
+"""The prefill worker: turns events from gateways, decode workers and the engine into decisions and messages.
 
 Life cycle of a request in the prefill worker:
 
-    1. Prefill arrives from a gateway and waits for blocks.
-    2. It is admitted: blocks for the whole prompt, of which the leading ones may be cached here. If another worker
-       holds more of it, and pulling is cheaper than computing, that is pulled first (`prefix_pulls`).
-    3. The blocks are pinned by a lease that is offered to the sink (Attach may come before or after).
-    4. Each step computes a chunk; blocks that are full afterwards are announced (BlocksReady) and read meanwhile.
-       Where a request asks for its prompt's log probabilities, each step's go to the gateway (PromptLogprobs).
-    5. The last chunk samples the first token of each choice: to the gateway (Tokens), and to the sink with the last
-       blocks (PrefillDone).
-    6. The sink settles; the lease ends, and the blocks are free, and cached. Any other end (abort, failure, expiry)
-       withdraws it.
+    1. Prefill arrives from a gateway. The request waits for blocks.
+    2. The request is admitted: it gets blocks for the whole prompt, the leading of which may be cached here. If another
+       worker holds more of the prompt, and a pull is cheaper than computing, that part is pulled first
+       (`prefix_pulls`).
+    3. The blocks are pinned by a lease that is offered to the sink. Attach may come before or after this.
+    4. Each step computes a chunk. Blocks that are full after a step are announced (BlocksReady), and the sink reads
+       them meanwhile. If a request asks for its prompt's log probabilities, those of each step go to the gateway
+       (PromptLogprobs).
+    5. The last chunk samples the first token of each choice. The tokens go to the gateway (Tokens), and with the last
+       blocks to the sink (PrefillDone).
+    6. The sink settles. The lease ends; the blocks are free and stay cached. Any other end (abort, failure, expiry)
+       withdraws the lease.
 """
 
 from __future__ import annotations
@@ -78,9 +80,9 @@ from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
 log = logging.getLogger(__name__)
 
 _RECLAIM_AGE_S = 1.0
-"""An offer that no sink has attached to for this long may be dropped when a waiting prompt needs its blocks."""
+"""Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
 _QUARANTINE_LOOK_S = 0.25
-"""Between two looks at blocks in quarantine, while there are any."""
+"""Seconds between two checks of blocks in quarantine, while there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +93,18 @@ class _Owner:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step that the engine has been handed."""
+    """A step that was handed to the engine."""
 
     number: int
-    """The pool's."""
+    """The block pool's number of the step."""
     chunks: list[Chunk[PrefillRequest]]
     submitted: asyncio.Future[Started]
-    """The engine's."""
+    """The engine's future of the step."""
     checksums: asyncio.Future[list[tuple[int, ...]]] | None
 
 
 class PrefillWorker:
-    """The shell around scheduler, lender, intake and engine. Runs on the event loop's thread."""
+    """Connects scheduler, lender, intake and engine with the network. Runs on the event loop's thread."""
 
     def __init__(
         self,
@@ -155,11 +157,11 @@ class PrefillWorker:
         self._trial_feed = TrialFeed(self._scheduler.trials, self._gateway_of, server.send)
         self._masks = Masks(engine.runner.grammars)
         self._without_mask: dict[RequestId, PrefillRequest] = {}
-        """Requests that come to wait when it is known what their grammars allow first."""
+        """Requests whose grammar's first mask is being computed. They wait for blocks once it is known."""
         self._draining = False
         self._fence = AttemptFence(clock)
         self._owners: dict[RequestId, _Owner] = {}
-        """Who asked for each request that is queued, computed or under a lease."""
+        """The gateway and attempt of each request that is queued, computed or under a lease."""
         self._wake = asyncio.Event()
         self._deadlines_changed = asyncio.Event()
         self._ended: dict[str, int] = {}
@@ -168,12 +170,12 @@ class PrefillWorker:
         self._scored_tokens = 0
         self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
         self._steps_ahead = 0
-        """Steps that were planned while another one ran."""
+        """Number of steps that were planned while another one ran."""
 
     # --- the loops -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the transport. Raises `TransferError` when it cannot work here."""
+        """Start the transport. Raises `TransferError` if it cannot work on this machine."""
         await self._intake.start()
 
     async def run(self) -> None:
@@ -211,12 +213,12 @@ class PrefillWorker:
             if before is not None:
                 await self._end_step(before)
             before = step
-            if not self._runs_ahead or self._scheduler.trials:  # a suspect's steps are its own
+            if not self._runs_ahead or self._scheduler.trials:  # suspects share no step with others
                 await self._end_step(before)
                 before = None
 
     async def _end_step(self, step: _InFlight) -> None:
-        """Wait for a step's outcomes, and do what follows from them."""
+        """Wait for a step's outcomes and process them."""
         outcomes = await self._engine.outcomes(step.submitted)
         checksums = [()] * len(step.chunks) if step.checksums is None else await step.checksums
         self._pool.step_finished(step.number)
@@ -224,7 +226,8 @@ class PrefillWorker:
         self._after_step(step.chunks, outcomes, checksums, self._engine.scores(step.submitted))
 
     async def _tell_whose_turn_it_is(self) -> None:
-        """Before a step that may be this worker's last."""
+        """Tell gateways which suspects compute in the next step, and give the message time to leave: the step may crash
+        this worker."""
         if self._trial_feed.publish():
             await asyncio.sleep(NOTICE_S)
 
@@ -251,7 +254,7 @@ class PrefillWorker:
     # --- events from clients -------------------------------------------------------------------------------------
 
     def on_message(self, peer: Incarnation, message: Message) -> None:
-        """A message from a gateway, or from a worker that pulls from here."""
+        """Handle a message from a gateway, or from a worker that pulls from this one."""
         match message:
             case Prefill():
                 self._on_prefill(peer, message)
@@ -268,7 +271,7 @@ class PrefillWorker:
         self._deadlines_changed.set()
 
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
-        """A session (re)opens: what the client does not list is given up."""
+        """A session opens or reopens: end the requests that the client does not list. Returns those that go on."""
         listed = set(hello.open_requests)
         for key in self._owned_by(peer):
             if key not in listed:
@@ -277,13 +280,13 @@ class PrefillWorker:
         return tuple(self._owned_by(peer))
 
     def on_open(self, peer: Incarnation, role: Role) -> None:
-        """A gateway is told what the prefix cache holds, and who is on trial."""
+        """Start to tell a gateway which blocks the prefix cache holds and which requests are on trial."""
         if role is Role.GATEWAY:
             self._feed.begin(peer)
             self._trial_feed.begin(peer)
 
     def on_peer_lost(self, peer: Incarnation) -> None:
-        """A gateway's requests end with it; a sink's leases wait for another sink."""
+        """A peer is lost: a gateway's requests end; a sink's leases wait for another sink."""
         for key in self._owned_by(peer):
             self._end(key.request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
         self._lender.on_peer_lost(peer)
@@ -321,7 +324,8 @@ class PrefillWorker:
                 self._masks.ask(work.sampling.grammar, state, work.token_ids, work.prompt_len, told)
 
     def _on_mask(self, request: PrefillRequest, gave_up: GaveUp | None) -> None:
-        """What the first tokens of a request may be is known: it waits for blocks."""
+        """The mask of a request's first tokens is known, or its grammar gave up: the request waits for blocks, or
+        fails."""
         del self._without_mask[request.key.request]
         if gave_up is not None:
             self._fail(request.key, Cause.INVALID, gave_up.why)
@@ -340,7 +344,8 @@ class PrefillWorker:
     # --- events from the intake: prefixes that are pulled (`kv_transfer.intake.IntakeEvents`) ---------------------
 
     def on_want_blocks(self, pull: Pull, num_blocks: int) -> None:
-        """Another worker offers the beginning of a prompt: it goes where it would be computed."""
+        """Another worker offers the beginning of a prompt: read it into the blocks in which it would have been
+        computed."""
         prefix = self._prefix_pulls.find(pull)
         num_held = prefix.request.num_computed // self._block_size
         if num_blocks <= num_held:
@@ -352,19 +357,20 @@ class PrefillWorker:
         self._intake.reserve(pull, blocks, num_held)
 
     def on_pulled(self, pull: Pull, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
-        """The beginning of a prompt is here and valid: the rest is computed."""
+        """The beginning of a prompt was pulled and is valid: compute the rest."""
         prefix = self._prefix_pulls.pulled(pull, self._clock())
         self._scheduler.resume(prefix.request, len(block_ids) * self._block_size)
         self._pool.release(block_ids)
         self._offer(prefix.request)
 
     def on_release(self, block_ids: Sequence[int]) -> None:
-        """Blocks of an abandoned pull."""
+        """Release the blocks of an abandoned pull."""
         self._pool.release(block_ids)
         self._wake.set()
 
     def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
-        """A prefix could not be pulled: the prompt is computed, in blocks that nothing writes to."""
+        """A prefix could not be pulled: compute it. If a read may still write to its blocks, the prompt waits for
+        others."""
         request = self._prefix_pulls.gave_up(pull, self._clock()).request
         if self._scheduler.get(request.key.request) is not request:
             return
@@ -379,18 +385,18 @@ class PrefillWorker:
     # --- events from the lender (`kv_transfer.lender.LenderEvents`) ----------------------------------------------
 
     def find_prefix(self, block_hashes: Sequence[bytes]) -> Sequence[int]:
-        """Blocks that another worker may read, each with a reference for the lender. Admitted prompts have every block
-        that they need, so this takes nothing from them."""
+        """Cached blocks that another worker may read, each with a reference for the lender. Admitted prompts already
+        hold every block that they need, so this takes none from them."""
         blocks = self._pool.match(BlockHash(name) for name in block_hashes)
         self._pool.share(blocks)
         return blocks
 
     def on_returned(self, block_ids: Sequence[int]) -> None:
-        """Lent blocks are back."""
+        """Release blocks that were lent."""
         self.on_release(block_ids)
 
     def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
-        """A request's lease has ended: with it, the request."""
+        """A request's lease has ended, so the request has ended, too."""
         self._pool.release(block_ids)
         self._scheduler.unpinned(key)
         self._owners.pop(key.request, None)
@@ -398,7 +404,7 @@ class PrefillWorker:
         self._deadlines_changed.set()
 
     def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
-        """The lender gave a request up: its gateway must learn it."""
+        """The lender gave a request up: tell its gateway."""
         self._fail(key, cause, message)
 
     # --- decisions -----------------------------------------------------------------------------------------------
@@ -419,7 +425,7 @@ class PrefillWorker:
                 self._deadlines_changed.set()
 
     def _offer(self, request: PrefillRequest) -> None:
-        """Open the request's lease; what is in its blocks already can be read at once."""
+        """Open the request's lease, and announce the blocks that are complete already."""
         self._pool.share(request.block_table)
         self._lender.open(request.key, request.block_table, request.deadline)
         num_ready = request.num_computed // self._block_size
@@ -431,8 +437,8 @@ class PrefillWorker:
         self._wake.set()
 
     def _checksums(self, chunks: Sequence[Chunk[PrefillRequest]]) -> asyncio.Future[list[tuple[int, ...]]] | None:
-        """Of the blocks that each chunk of the step that was just submitted completes, before another one begins; None
-        where the deployment runs without."""
+        """Checksums of the blocks that each chunk of the step just submitted completes, computed before another step
+        begins. None if the deployment does not use checksums."""
         if not self._settings.checksums:
             return None
         completed = [
@@ -442,7 +448,8 @@ class PrefillWorker:
         return self._engine.call(lambda: [self._region.crc32(blocks) for blocks in completed])
 
     def _num_ready(self, chunk: Chunk[PrefillRequest]) -> int:
-        """Blocks of the prompt that can no longer change after `chunk`; a partly filled one only at the end."""
+        """Number of the prompt's blocks that no longer change after `chunk`. The last, partly filled block counts after
+        the last chunk only."""
         return self._scheduler.blocks_for(chunk.prompt) if chunk.last else chunk.end // self._block_size
 
     def _after_step(
@@ -470,7 +477,7 @@ class PrefillWorker:
         self._feed.publish()
 
     def _finish(self, request: PrefillRequest, sampled: Sequence[Sampled]) -> None:
-        """Raises `InvalidLogitsError`."""
+        """Send a prompt's first tokens, to its gateway and with the lease to the sink. Raises `InvalidLogitsError`."""
         config = self._engine.runner.config
         tokens = first_tokens(request.work, sampled, config.eos_token_ids, config.max_sequence_tokens)
         request_id, attempt = request.key
@@ -481,7 +488,7 @@ class PrefillWorker:
         )
         for message in tokens:
             self._server.send(request.gateway, message)
-        self._deadlines_changed.set()  # a complete offer waits for a sink only so long
+        self._deadlines_changed.set()  # a complete offer expires if no sink attaches
         self._count("finished")
         if all(message.finish_reason is not None for message in tokens):
             self._server.send(request.gateway, Finished(request=request_id, attempt=attempt))
@@ -512,7 +519,7 @@ class PrefillWorker:
         self._server.send(gateway, Failed(request=key.request, attempt=key.attempt, cause=cause, message=message))
 
     def _end(self, request: RequestId, cause: Cause, message: str) -> None:
-        """Give back whatever the request holds here: queue place, blocks, pull, lease."""
+        """Release whatever the request holds here: its place in the queue, its blocks, its pull, its lease."""
         self._owners.pop(request, None)
         without_mask = self._without_mask.pop(request, None)
         if without_mask is not None:
@@ -539,7 +546,8 @@ class PrefillWorker:
     # --- leaving -------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take no new work: what has not begun goes back to its gateways, the rest is finished and handed over."""
+        """Take no new work. Requests that have not begun go back to their gateways; the others are computed and handed
+        over."""
         if self._draining:
             return
         log.info("draining: %d requests are open", len(self._owners))
@@ -553,13 +561,13 @@ class PrefillWorker:
         self._draining = False
 
     def give_up(self, why: str) -> None:
-        """The time for leaving is over: what is still here fails."""
+        """The time for draining is over: fail the requests that are still here."""
         for request, owner in list(self._owners.items()):
             self._fail(RequestKey(request, owner.attempt), Cause.DRAINING, why)
 
     @property
     def phase(self) -> Phase:
-        """Serving; or draining, until nothing is held here any more."""
+        """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
         if not self._draining:
             return Phase.SERVING
         held = self._owners or self._intake.num_pulls or self._intake.num_quarantined
@@ -568,7 +576,7 @@ class PrefillWorker:
     # --- what others see -----------------------------------------------------------------------------------------
 
     def welcome(self) -> Welcome:
-        """This worker's side of a handshake."""
+        """This worker's message in a handshake."""
         config = self._engine.runner.config
         return Welcome(
             role=Role.PREFILL,
@@ -581,7 +589,7 @@ class PrefillWorker:
         )
 
     def heartbeat(self, number: int) -> Heartbeat:
-        """The load of this moment."""
+        """The present load."""
         return Heartbeat(
             number=number,
             steps=self._engine.num_steps,
@@ -597,7 +605,7 @@ class PrefillWorker:
         )
 
     def ready(self) -> tuple[bool, Mapping[str, object]]:
-        """Ready once serving; the counts are zero when nothing is going on."""
+        """Whether the worker takes work, and counts of what it holds. At rest the counts are zero."""
         return not self._draining, {
             "role": Role.PREFILL.value,
             "phase": self.phase.value,
@@ -621,7 +629,7 @@ class PrefillWorker:
         }
 
     def metrics(self) -> Iterable[Metric]:
-        """Prometheus metrics of this moment."""
+        """Prometheus metrics with their present values."""
         traffic = self._server.traffic
         model = {"model_name": self._settings.model}
         used = self._pool.num_used / self._pool.num_blocks

@@ -1,1 +1,1 @@
-"""What a GPU is measured by: `python -m benchmarks.gpu`."""
+"""Measurements on a GPU: `python -m benchmarks.gpu`."""

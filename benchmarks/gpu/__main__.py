@@ -1,17 +1,17 @@
-"""What Baton does on a GPU, measured.
+"""Measure Baton on a GPU.
 
     python -m benchmarks.gpu check      what the machine has; whether the kernels and the engine are right
-    python -m benchmarks.gpu kernels    every kernel, against the device and beside torch's attention
+    python -m benchmarks.gpu kernels    every kernel, against the device's rates and beside torch's attention
     python -m benchmarks.gpu tune       makes the tuning table of this GPU
     python -m benchmarks.gpu engine     whole steps of models of well-known shapes, against their floors
     python -m benchmarks.gpu transfer   NIXL between two processes on the GPU
     python -m benchmarks.gpu stack      the whole stack on the GPU, beside transformers' static and continuous batching
-    python -m benchmarks.gpu compile    what the kernels take of a multiprocessor; needs no GPU
-    python -m benchmarks.gpu record     makes records of what `--out` has, in a checkout
+    python -m benchmarks.gpu compile    resources that the kernels take of a multiprocessor; needs no GPU
+    python -m benchmarks.gpu record     makes records of the rows in `--out`; needs a checkout
 
-Several parts are one run. Each measurement has a process and a time of its own; what it finds is appended row by row to
-`gpu.jsonl` in the folder `--out`, what it prints to `gpu.log`, and what fails is told in the table at the end.
-docs/gpu.md says how to use a machine that is there for half an hour.
+Several parts are one run. Each measurement has a process and a time limit of its own. Its rows are appended one by one
+to `gpu.jsonl` in the folder `--out`, and its output goes to `gpu.log`. A table at the end names the measurements that
+failed. docs/gpu.md says how to use a machine that is there for half an hour.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """The parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=[*parts.PARTS, "compile", "record"], metavar="PART")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results; default benchmarks/results")
@@ -78,7 +78,8 @@ def planned(names: Sequence[str], out: Path, scratch: Path, capability: int) -> 
 
 
 def chosen(measurements: Sequence[Measurement], only: Sequence[str] | None) -> list[Measurement]:
-    """Those of these names, and the device, which the others are compared with; all without names."""
+    """The measurements of these names, and that of the device, which the others are compared with. All without
+    names."""
     if only is None:
         return list(measurements)
     names = {each.name for each in measurements}

@@ -1,7 +1,8 @@
 """Attention at shapes of real models against float64, in caches of more than 2^31 elements.
 
-Decode attention is replayed from a graph, with the grid for the contexts and with that for the longest there can be.
-Each is computed twice over a poisoned output: the two must be equal, bit by bit. What no sequence has written is NaN.
+Decode attention is replayed from a graph, once with a grid for the batch's contexts and once with a grid for the
+longest possible context. Each case is computed twice over a poisoned output; the two outputs must be equal bit by bit.
+Cache elements that no sequence has written are NaN.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from common.engine.kv_cache import KVCache
 
 LONGEST = 65536
 BEYOND = 2**31
-"""Elements that a cache has at least: an offset of 32 bits does not reach the last."""
+"""Least number of elements of a cache: a 32-bit offset does not reach the last one."""
 NAN = float("nan")
 _INTERPRETED_PROCESSORS = 8
-"""Without a GPU, so that contexts are split as on one."""
+"""Number of multiprocessors to assume without a GPU, so that contexts are split as on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class Shape:
     lens: tuple[int, ...]
     """Tokens of each sequence."""
     queries: tuple[int, ...] = ()
-    """Of the last so many each is computed; empty for a decode batch."""
+    """Number of last tokens of each sequence whose attention is computed; empty for a decode batch."""
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
@@ -91,17 +92,17 @@ _FEW = (Shape(lens=(70, 5), heads=8, kv_heads=2), Shape(lens=(70, 5), queries=(2
 
 
 def decode() -> Iterator[dict[str, Any]]:
-    """Of every shape."""
+    """A row for each shape of `DECODE`. Raises `RuntimeError` at the end if one failed."""
     return _checked(DECODE, BEYOND)
 
 
 def prefill() -> Iterator[dict[str, Any]]:
-    """Of every shape."""
+    """A row for each shape of `PREFILL`. Raises `RuntimeError` at the end if one failed."""
     return _checked(PREFILL, BEYOND)
 
 
 def tiny() -> Iterator[dict[str, Any]]:
-    """Two shapes in small caches, for tools under which everything takes long."""
+    """Two shapes in small caches, for tools that slow the kernels down."""
     return _checked(_FEW, 0)
 
 
@@ -111,7 +112,7 @@ def _checked(shapes: tuple[Shape, ...], least_elements: int) -> Iterator[dict[st
 
 
 def check(shape: Shape, device: torch.device, least_elements: int) -> dict[str, Any]:
-    """A shape's row. Raises `AssertionError` if an output is wrong, or is another one the second time."""
+    """The row of a shape. Raises `AssertionError` if an output is wrong or differs between the two runs."""
     reference = _reference()
     batch = Batch(shape, device, least_elements)
     expected = batch.expected(reference.attention)
@@ -132,7 +133,7 @@ def check(shape: Shape, device: torch.device, least_elements: int) -> dict[str, 
 
 
 def outputs(call: Callable[[], object], out: torch.Tensor) -> list[torch.Tensor]:
-    """What `call` writes into `out`, twice; on a GPU by replays of a graph."""
+    """Two outputs of `call`, which writes into `out`. On a GPU, `call` is captured in a graph that is replayed."""
     replay = captured([call]).replay if out.is_cuda else call
     made = []
     for _ in range(2):
@@ -143,7 +144,7 @@ def outputs(call: Callable[[], object], out: torch.Tensor) -> list[torch.Tensor]
 
 
 class Batch:
-    """A shape's cache, of which the sequences have blocks from the first to the last, and its queries."""
+    """A shape's queries and its cache. The sequences' blocks are spread from the first to the last block."""
 
     def __init__(self, shape: Shape, device: torch.device, least_elements: int) -> None:
         torch.manual_seed(sum(shape.lens))
@@ -165,10 +166,10 @@ class Batch:
         for table, length in zip(self.tables, shape.lens, strict=True):
             for index, block in enumerate(table):
                 cache.blocks[block].normal_()
-                # As in the engine: zero, not anything, after the last token of a block in use.
+                # As in the engine, slots after the last token of a block in use are zero.
                 cache.blocks[block][..., max(0, length - index * shape.block_size) :, :] = 0
         width = max(counts)
-        padded = [table + [2**20] * (width - len(table)) for table in self.tables]  # a block that is not there
+        padded = [table + [2**20] * (width - len(table)) for table in self.tables]  # no such block exists
         self.tables_BM = torch.tensor(padded, device=device)
         self.lens_B = torch.tensor(shape.lens, device=device)
         self.queries = shape.queries or (1,) * len(shape.lens)
@@ -189,14 +190,14 @@ class Batch:
         }  # fmt: skip
 
     def expected(self, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """By the reference, over a small copy of the blocks in use."""
+        """The reference's output, over a small copy of the blocks in use."""
         numbers = itertools.count()
         compact = torch.stack([self.kv_layer[block] for table in self.tables for block in table])
         tables = [[next(numbers) for _ in table] for table in self.tables]
         return attention(self.q, compact, tables, self.queries, self.shape.lens, self.shape.window, self.scale)
 
     def decode(self, max_seq_len: int) -> Callable[[], object]:
-        """A call for a grid made for contexts of that length."""
+        """A call of decode attention with a grid for contexts of up to `max_seq_len` tokens."""
         num_rows = len(self.queries) * self.shape.kv_heads
         tiling = self._tuning.decode(**self._known, num_rows=num_rows, max_seq_len=max_seq_len)
         if not self.q.is_cuda:
@@ -215,7 +216,7 @@ class Batch:
         return call
 
     def prefill(self) -> Callable[[], object]:
-        """A call."""
+        """A call of prefill attention."""
         tiling, device = self._tuning.prefill(**self._known), self.q.device
         starts = torch.tensor([0, *itertools.accumulate(self.queries)], device=device)
         num_tokens = tiling.num_tokens(self._known["group"])
@@ -230,7 +231,7 @@ class Batch:
 
 
 def _reference() -> Any:
-    """What the tests hold the kernels against."""
+    """The module with the reference implementation that the kernels' tests use."""
     spec = importlib.util.spec_from_file_location("kernels_reference", ROOT / "tests" / "kernels" / "reference.py")
     assert spec is not None
     assert spec.loader is not None

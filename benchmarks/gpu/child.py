@@ -1,9 +1,9 @@
-"""A measurement's process: calls a function, and writes each row that it yields as a line of JSON.
+"""The process of a measurement: calls a function, and writes each row that it yields as a line of JSON.
 
     python -m benchmarks.gpu.child MODULE:FUNCTION '{"argument": 1}'
 
-The rows have standard output for themselves: whatever else this process or a library prints goes to standard error, and
-no process that is started from here has the pipe. At SIGUSR1 it prints where each of its threads is.
+Only rows go to standard output. Whatever else this process or a library prints goes to standard error, and processes
+started from here do not inherit the pipe. At SIGUSR1 the process prints the stack of each of its threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main(function: str, arguments: str) -> None:
 
 
 def attempts(made: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> Iterator[dict[str, Any]]:
-    """The row that each (name, function) makes, or why it has none. Raises `RuntimeError` at the end if one failed."""
+    """The row that each (name, function) makes; if that fails, a row with the error. Raises `RuntimeError` at the end
+    if one failed."""
     failed = []
     for name, make in made:
         try:
@@ -46,7 +47,7 @@ def attempts(made: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> Iterat
 
 
 def plain(value: Any) -> Any:
-    """With words for the numbers that JSON does not have."""
+    """The value with strings in place of the floats that JSON lacks (NaN and infinities)."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

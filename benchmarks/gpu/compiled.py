@@ -1,7 +1,7 @@
-"""The kernels compiled for a GPU that need not be there: what each takes of a multiprocessor.
+"""Compile the kernels for a GPU that need not be there, and report the resources that each takes of a multiprocessor.
 
-Launches are made as the engine makes them, on tensors of the CPU, in processes whose driver knows a compute capability
-and nothing else; they end when there is a binary. It lies in Triton's cache from then on, also for a GPU that is there.
+Launches are made as the engine makes them, on CPU tensors, in processes whose driver knows a compute capability and
+nothing else. A launch ends when its binary exists. The binary stays in Triton's cache, also for a GPU that is there.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from common.engine.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessor:
-    """What there is to share out among programs."""
+    """Resources of a multiprocessor, which its programs share."""
 
     shared_bytes: int
-    """A program can have all of it but `RESERVED_BYTES`."""
+    """Shared memory; a program can have all of it but `RESERVED_BYTES`."""
     threads: int
     registers: int = 2**16
 
     @classmethod
     def of(cls, capability: int) -> Multiprocessor:
-        """Of a compute capability, times ten; of one that is not known, what the last one before it has."""
+        """The multiprocessor of a compute capability (times ten). For an unknown capability, that of the next lower
+        known one."""
         return _MULTIPROCESSORS[max(each for each in _MULTIPROCESSORS if each <= capability)]
 
 
@@ -55,48 +56,48 @@ _MULTIPROCESSORS = {
     120: Multiprocessor(100 * 2**10, 1536),
 }
 RESERVED_BYTES = 2**10
-"""Of shared memory, for each program."""
+"""Shared memory that each program needs besides its own."""
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK, GROUP = 64, 4
 _KV_HEADS = 2
 _PRODUCTS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
-"""What a PTX program multiplies matrices by; the newest that it has tells."""
+"""PTX instructions that multiply matrices, newest first; the first one that a program contains is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A launch, or some that belong together: "decode", "prefill", "layer" or "sampler"."""
+    """A launch, or several that belong together; `kernel` is "decode", "prefill", "layer" or "sampler"."""
 
     capability: int
-    """Of the GPU to compile for, times ten."""
+    """Compute capability of the GPU to compile for, times ten."""
     kernel: str
     dtype: str = "bfloat16"
     head_dim: int = 128
     block_size: int = BLOCK
     group: int = GROUP
     tiling: DecodeTiling | PrefillTiling | None = None
-    """By default what an unknown GPU has."""
+    """None: the tiling of an unknown GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binary:
-    """A kernel that was compiled."""
+    """A compiled kernel."""
 
     kernel: str
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     stack_bytes: int
-    """Of a thread: what its registers could not hold."""
+    """Stack bytes of a thread: what its registers could not hold."""
     shared_bytes: int
     num_warps: int
     products: str
-    """The instruction that multiplies matrices; empty without one."""
+    """The instruction that multiplies matrices; empty if there is none."""
     programs: int
-    """That a multiprocessor has room for at a time."""
+    """Number of programs that a multiprocessor has room for at a time."""
 
 
 def binaries(capability: int) -> Iterator[dict[str, Any]]:
-    """All of them by the defaults for this compute capability."""
+    """A row for each binary of the default cases of this compute capability."""
     yield {"kind": "compiler", "capability": capability, "triton": triton.__version__}
     cases = list(default_cases(capability))
     for case, made in zip(cases, compile_all(cases), strict=True):
@@ -111,7 +112,7 @@ def binaries(capability: int) -> Iterator[dict[str, Any]]:
 
 
 def default_cases(capability: int) -> Iterator[Case]:
-    """Attention by type and head dimension, then the others."""
+    """The default cases: attention by type and head dimension, then the other kernels."""
     for dtype, head_dim, kernel in itertools.product(("bfloat16", "float32"), HEAD_DIMS, ("decode", "prefill")):
         yield Case(capability=capability, kernel=kernel, dtype=dtype, head_dim=head_dim)
     for kernel in ("layer", "sampler"):
@@ -119,7 +120,7 @@ def default_cases(capability: int) -> Iterator[Case]:
 
 
 def compile_all(cases: Sequence[Case]) -> Iterator[list[Binary]]:
-    """The binaries of each case, as they are made by as many processes as there are cores."""
+    """The binaries of each case. They are compiled by as many processes as there are cores."""
     assert not INTERPRETED, "unset TRITON_INTERPRET"
     with ProcessPoolExecutor(
         max_workers=min(len(cases), os.cpu_count() or 1),
@@ -130,7 +131,7 @@ def compile_all(cases: Sequence[Case]) -> Iterator[list[Binary]]:
 
 
 class _Target:
-    """What Triton asks a driver for in order to compile."""
+    """The part of Triton's driver interface that compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -139,18 +140,18 @@ class _Target:
         return self._target
 
     def get_current_device(self) -> int:
-        return int(self._target.arch)  # what has been compiled is kept by device
+        return int(self._target.arch)  # Triton keeps compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 _compiled: list[Any] = []
-"""By the launches of this process."""
+"""Kernels that the launches of this process have compiled."""
 
 
 def _compile_only() -> None:
-    """From now on every launch of this process compiles, and does nothing else."""
+    """Make every later launch of this process compile the kernel and not run it."""
     launch = JITFunction.run
 
     def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -202,7 +203,7 @@ def _attend(case: Case, tuning: Tuning) -> None:
 
 
 def _kv_layer(dtype: str, head_dim: int, block_size: int) -> torch.Tensor:
-    """A layer of a cache of two blocks."""
+    """A layer's view of a cache of two blocks."""
     layout = KVLayout(num_layers=2, num_kv_heads=_KV_HEADS, head_dim=head_dim, block_size=block_size, dtype=dtype)
     return KVCache(layout, 2, torch.device("cpu")).layer(1)
 

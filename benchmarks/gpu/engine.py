@@ -1,7 +1,8 @@
-"""Whole steps of models of well-known shapes with random weights, against what the device can do.
+"""Whole steps of models of well-known shapes with random weights, against the rates of the device.
 
-A decode step must read every weight and the KV of every sequence once: bytes over the copy rate is its floor. A prefill
-must do the products of its matrices and of causal attention: operations over the rate of a large product.
+A decode step must read every weight and the KV of every sequence once, so its floor is these bytes divided by the copy
+rate. A prefill must do the products of its matrices and of causal attention, so its floor is these operations divided
+by the rate of a large matrix product.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ SHAPES: dict[str, PreTrainedConfig] = {
     ),
 }  # fmt: skip
 DECODES = ((1, 512), (1, 2048), (8, 2048), (64, 2048), (256, 1024))
-"""(batch, context)."""
+"""(sequences, tokens of context of each)."""
 PREFILLS = (2048, 8192, 32768)
 PROFILED, PROFILED_CONTEXT, PROFILED_STEPS = (1, 64), 2048, 8
 
 
 def decode(model: str) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a step at every size."""
+    """Milliseconds of a decode step for each of `DECODES`."""
     copy_rate = copy_bytes_per_s()
     runner, num_weight_bytes = make_runner(SHAPES[model], graphs=True)
     yield from attempts(
@@ -61,7 +62,7 @@ def decode(model: str) -> Iterator[dict[str, Any]]:
 
 
 def prefill(model: str) -> Iterator[dict[str, Any]]:
-    """Seconds of a prompt of every length."""
+    """Seconds of a prefill for each of `PREFILLS`."""
     matmul_rate = matmul_flops_per_s()
     runner, num_weight_bytes = make_runner(SHAPES[model], graphs=False)
     yield from attempts(
@@ -70,7 +71,7 @@ def prefill(model: str) -> Iterator[dict[str, Any]]:
 
 
 def profile(model: str) -> Iterator[dict[str, Any]]:
-    """What a decode step spends its time on, kernel by kernel."""
+    """Time of each kernel in a decode step."""
     runner, _ = make_runner(SHAPES[model], graphs=True)
     yield from attempts(
         (f"{batch} x {PROFILED_CONTEXT}", partial(profile_row, model, runner, batch)) for batch in PROFILED
@@ -78,7 +79,7 @@ def profile(model: str) -> Iterator[dict[str, Any]]:
 
 
 def make_runner(shape: PreTrainedConfig, *, graphs: bool) -> tuple[ModelRunner, int]:
-    """In bfloat16; and the bytes of the matrices that a step reads."""
+    """A runner in bfloat16, and the bytes of the matrices that a step reads."""
     device = torch.device("cuda")
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
@@ -87,7 +88,7 @@ def make_runner(shape: PreTrainedConfig, *, graphs: bool) -> tuple[ModelRunner, 
     layout = config.layout(BLOCK, "bfloat16")
     tokens = max(max(batch * (context + STEPS + BLOCK) for batch, context in DECODES), max(PREFILLS))
     cache, swap = KVCache(layout, tokens // BLOCK + 512, device), HostSwap(layout, 0, device)
-    cache.blocks.normal_()  # contexts that were never computed; zeros could be quicker to read
+    cache.blocks.normal_()  # contexts are not computed; zeros could be faster to read
     runner = ModelRunner(Decoder(config, weights), cache, swap, TritonBackend(device))
     if graphs:
         runner.capture_graphs(max(batch for batch, _ in DECODES))
@@ -96,7 +97,7 @@ def make_runner(shape: PreTrainedConfig, *, graphs: bool) -> tuple[ModelRunner, 
 
 
 def random_weights(config: ModelConfig, device: torch.device) -> Weights:
-    """As small as those of a model that was just initialised; norms are 1."""
+    """Weights with the standard deviation of a newly initialised model; norms are 1."""
     torch.manual_seed(0)
     weights = _allocate(config, torch.bfloat16, device, None)
     for name, parts in _targets(config, weights):
@@ -108,7 +109,7 @@ def random_weights(config: ModelConfig, device: torch.device) -> Weights:
 def decode_row(
     model: str, runner: ModelRunner, batch: int, context: int, num_weight_bytes: int, copy_rate: float
 ) -> dict[str, Any]:
-    """Milliseconds of a step, of steps that are each submitted while the one before runs."""
+    """Milliseconds of a decode step. Each step is submitted while the one before runs."""
     step_s = decoded_s(runner, batch, context, STEPS) / STEPS
     kv_bytes = batch * context * runner.layout.block_bytes // BLOCK
     floor_s = (num_weight_bytes + kv_bytes) / copy_rate
@@ -121,7 +122,7 @@ def decode_row(
 
 
 def decoded_s(runner: ModelRunner, batch: int, context: int, steps: int) -> float:
-    """Seconds of so many decode steps of sequences whose contexts were never computed; after `WARM_UP` others."""
+    """Seconds of `steps` decode steps, after `WARM_UP` others, of sequences whose contexts were never computed."""
     blocks = runner.layout.blocks_for(context + WARM_UP + steps)
     tables = [list(range(row * blocks, (row + 1) * blocks)) for row in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=10**6)
@@ -149,7 +150,7 @@ def decoded_s(runner: ModelRunner, batch: int, context: int, steps: int) -> floa
 
 
 def profile_row(model: str, runner: ModelRunner, batch: int) -> dict[str, Any]:
-    """The kernels of a step, those that take longest first; of several steps, by torch's profiler."""
+    """The kernels of a step, the longest first, averaged over several steps by torch's profiler."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         decoded_s(runner, batch, PROFILED_CONTEXT, PROFILED_STEPS)
@@ -172,7 +173,7 @@ def profile_row(model: str, runner: ModelRunner, batch: int) -> dict[str, Any]:
 def prefill_row(
     model: str, runner: ModelRunner, tokens: int, num_weight_bytes: int, matmul_rate: float
 ) -> dict[str, Any]:
-    """Seconds for a prompt, in chunks, and its operations over the rate of a large product."""
+    """Seconds for a prompt in chunks, and its operations per second as a fraction of a large product's."""
     config = runner.config
     table = list(range(-(-tokens // BLOCK)))
     token_ids = [token % 1000 for token in range(tokens)]

@@ -1,4 +1,4 @@
-"""What a machine with a GPU has, and what tools and tests that are there already say of it. Standard library alone."""
+"""What a machine with a GPU has, and what its tools and the model tests report. Uses the standard library alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_CHARS = 6000
 
 
 def inventory() -> Iterator[dict[str, Any]]:
-    """Packages, tools, the topology, and how much of the GPU's memory is mapped."""
+    """Packages, tools, the topology, and the sizes of the GPU's memories."""
     versions = {name: installed(name) for name in PACKAGES}
     absent = [name for name, found in versions.items() if not found]
     text = f"python {platform.python_version()}, absent: {', '.join(absent) or 'nothing'}"
@@ -43,7 +43,7 @@ def inventory() -> Iterator[dict[str, Any]]:
 
 
 def installed(package: str) -> str:
-    """Its version; empty without it."""
+    """The version of a package; empty if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -51,12 +51,12 @@ def installed(package: str) -> str:
 
 
 def tool(name: str) -> str:
-    """Where a program is; empty without it."""
+    """The path of a program; empty if it is not installed."""
     return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin:/usr/local/nvidia/bin") or ""
 
 
 def said(command: Sequence[str]) -> str:
-    """What a program prints, or why there is nothing."""
+    """The output of a program, or the error of starting it."""
     try:
         done = subprocess.run(
             [tool(command[0]) or command[0], *command[1:]], capture_output=True, text=True, timeout=_SAY_S, check=False
@@ -67,13 +67,14 @@ def said(command: Sequence[str]) -> str:
 
 
 def memory_mib(query: str) -> dict[str, int]:
-    """Total MiB of each kind of memory ("FB", "BAR1", ...) that `nvidia-smi -q -d MEMORY` tells."""
+    """Total MiB of each kind of memory ("FB", "BAR1", ...) in the output of `nvidia-smi -q -d MEMORY`."""
     found = re.findall(r"^ *(\S.*?) Memory Usage\s*\n\s*Total\s*: (\d+) MiB", query, re.MULTILINE)
     return {name: int(size) for name, size in found}
 
 
 def sanitizer() -> Iterator[dict[str, Any]]:
-    """Attention at two tiny shapes under compute-sanitizer's memcheck. Raises `AssertionError` for what it finds."""
+    """Run attention at two tiny shapes under compute-sanitizer's memcheck. Raises `AssertionError` if that reports an
+    error."""
     program = tool("compute-sanitizer")
     if not program:
         yield {"kind": "sanitizer", "tool": "", "text": "there is no compute-sanitizer"}
@@ -93,7 +94,8 @@ def sanitizer() -> Iterator[dict[str, Any]]:
 
 
 def models() -> Iterator[dict[str, Any]]:
-    """The tests of whole models that need a GPU: greedy tokens in float32 are those of a CPU."""
+    """Run the tests of whole models that need a GPU; they compare greedy tokens in float32 with those of a CPU. Raises
+    `AssertionError` if one fails or is skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]

@@ -1,9 +1,9 @@
-"""The kernels, one by one, against what the device can do and beside torch's attention.
+"""Each kernel by itself, against the rates of the device and beside torch's attention.
 
 Decode attention is measured at the shapes for which FlashAttention-3 was measured on an H200 (12 µs + bytes / 4.45 TB/s
-fits them), with inputs that are in no cache: once with a grid made for the length of the contexts, and once for the
-longest that there can be, as every captured graph of the engine has it. Prefill attention is measured by the arithmetic
-that causality leaves to do. Torch's attention has contexts that lie side by side, gathered from their blocks before.
+fits them), with inputs that are in no cache. It is measured with a grid for the contexts' length, and with a grid for
+the longest possible context, as the engine's captured graphs have it. Prefill attention is rated by the operations that
+a causal mask leaves. Torch's attention gets contiguous contexts, gathered from their blocks beforehand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from common.engine.rope import Rope, RopeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Of a model; bf16."""
+    """Attention heads of a model in bfloat16."""
 
     num: int
     kv: int
@@ -46,14 +46,14 @@ class Heads:
 
     @property
     def token_bytes(self) -> int:
-        """KV of a token in one layer."""
+        """Bytes of a token's KV in one layer."""
         return 2 * self.kv * self.dim * 2
 
 
 LLAMA_8B, LLAMA_1B = Heads(num=32, kv=8, dim=128), Heads(num=32, kv=8, dim=64)
 BLOCK = 64
 LONGEST = 65536
-"""Tokens that a graph of the engine is captured for."""
+"""Tokens of context that the engine's graphs are captured for."""
 DECODE_SHAPES = (
     *((1, 1024), (1, 4096), (1, 16384), (1, 32768), (8, 1024), (8, 4096), (8, 16384), (8, 32768)),
     *((32, 4096), (64, 8192), (256, 1024)),
@@ -61,11 +61,12 @@ DECODE_SHAPES = (
 PREFILL_CONTEXTS = (2048, 4096, 8192, 16384, 32768)
 PREFILL_CHUNK = 2048
 SHORT_CHUNKS = ((64, 32768), (256, 32768), (1024, 1024))
-"""(tokens, context): those that leave most of the device idle unless contexts are split and long tiles come first."""
+"""(tokens, context): chunks that leave most of the device idle unless contexts are split and long tiles come first."""
 
 
 def decode() -> Iterator[dict[str, Any]]:
-    """Microseconds for a layer, against bytes over the copy rate, FlashAttention-3's fit, and torch."""
+    """Microseconds of decode attention in one layer, against bytes over the copy rate, FlashAttention-3's fit, and
+    torch."""
     copy_rate = copy_bytes_per_s()
     shapes = [
         (f"{batch} x {length}", partial(decode_shape, batch, length, copy_rate)) for batch, length in DECODE_SHAPES
@@ -74,13 +75,13 @@ def decode() -> Iterator[dict[str, Any]]:
 
 
 def prefill() -> Iterator[dict[str, Any]]:
-    """TFLOP/s of a chunk at the end of a context."""
+    """TFLOP/s of prefill attention for a chunk at the end of a context."""
     shapes = [*((PREFILL_CHUNK, context) for context in PREFILL_CONTEXTS), *SHORT_CHUNKS]
     yield from attempts((f"{chunk} of {context}", partial(prefill_chunk, chunk, context)) for chunk, context in shapes)
 
 
 def others() -> Iterator[dict[str, Any]]:
-    """The rest of a layer, and the sampler."""
+    """Microseconds of the other kernels of a layer, and of the sampler."""
     copy_rate = copy_bytes_per_s()
     for tokens in (64, PREFILL_CHUNK):
         yield from small_kernels(tokens, copy_rate)
@@ -88,7 +89,7 @@ def others() -> Iterator[dict[str, Any]]:
 
 
 class Scene:
-    """A cache with sequences of one length, and queries; bf16 on the device."""
+    """A cache with sequences of one length, and queries; bfloat16 on the device."""
 
     def __init__(
         self,
@@ -115,21 +116,21 @@ class Scene:
         self.scale = heads.dim**-0.5
 
     def decode_tiling(self, max_seq_len: int) -> DecodeTiling:
-        """The engine's."""
+        """The tiling that the engine uses."""
         return Tuning.of(self.q.device).decode(
             head_dim=self.heads.dim, itemsize=2, block_size=self.block_size, group=self.heads.group,
             num_rows=len(self.lens) * self.heads.kv, max_seq_len=max_seq_len,
         )  # fmt: skip
 
     def prefill_tiling(self) -> PrefillTiling:
-        """The engine's."""
+        """The tiling that the engine uses."""
         return Tuning.of(self.q.device).prefill(
             head_dim=self.heads.dim, itemsize=2, block_size=self.block_size, group=self.heads.group
         )
 
 
 def decode_runs(scene: Scene, tiling: DecodeTiling, max_seq_len: int) -> DecodeRuns:
-    """As the engine makes them once a step."""
+    """Runs of decode attention, as the engine makes them once a step."""
     return tiling.runs(
         scene.lens, window=None, max_seq_len=max_seq_len, num_kv_heads=scene.heads.kv, num_processors=num_processors()
     )  # fmt: skip
@@ -179,7 +180,7 @@ def decode_shape(batch: int, length: int, copy_rate: float) -> dict[str, Any]:
 
 
 def decode_ragged(copy_rate: float) -> dict[str, Any]:
-    """One long sequence among short ones, which must not be waited for."""
+    """A row of one long sequence among short ones."""
     long, short, num_short = 32768, 1024, 32
     scene = Scene(1 + num_short, long, 1, 2)
     scene.lens[1:] = short
@@ -197,7 +198,8 @@ def decode_ragged(copy_rate: float) -> dict[str, Any]:
 
 
 def gathered(batch: int, query_len: int, length: int, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries, and keys and values `[copies, 2, ...]` that lie side by side, as torch's attention wants them."""
+    """Queries `[batch, heads, query_len, dim]`, and keys and values `[copies, 2, batch, kv_heads, length, dim]`,
+    contiguous as torch's attention takes them; bfloat16."""
     q = torch.randn(batch, heads.num, query_len, heads.dim, dtype=torch.bfloat16, device="cuda")
     copies = num_copies(batch * length * heads.token_bytes, most=8)
     kv = torch.empty(copies, 2, batch, heads.kv, length, heads.dim, dtype=torch.bfloat16, device="cuda").normal_()
@@ -205,7 +207,7 @@ def gathered(batch: int, query_len: int, length: int, heads: Heads) -> tuple[tor
 
 
 def peers(q: torch.Tensor, kv: torch.Tensor) -> dict[str, Any]:
-    """Torch's attention, by the library that it chooses and by cuDNN: microseconds, or why there are none."""
+    """Microseconds of torch's attention by the library that it chooses and by cuDNN, or the errors."""
     query_len, length = q.shape[2], kv.shape[4]
     masked: dict[str, Any] = {}
     if query_len == length:
@@ -222,7 +224,7 @@ def peers(q: torch.Tensor, kv: torch.Tensor) -> dict[str, Any]:
 
 
 def timed(name: str, calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
-    """Its microseconds, or why it cannot be measured: not every library has every shape."""
+    """Microseconds of a call, or its error: not every library supports every shape."""
     try:
         for call in calls[:1]:
             call()
@@ -233,7 +235,7 @@ def timed(name: str, calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
 
 
 def told(entry: dict[str, Any]) -> str:
-    """The peers of a row."""
+    """Text with the peers' microseconds in a row."""
     return ", ".join(f"{name} {entry[f'{name}_us'] or float('nan'):.0f}" for name in ("sdpa", "cudnn"))
 
 
@@ -252,7 +254,7 @@ def prefill_chunk(chunk: int, context: int) -> dict[str, Any]:
 
 
 def prefill_call(scene: Scene, tiling: PrefillTiling) -> Callable[[], object]:
-    """The chunk's attention."""
+    """A call of the chunk's attention."""
     query_len = len(scene.q)
     tiles = query_tiles([query_len], scene.lens.tolist(), tiling.num_tokens(scene.heads.group), tiling.tile, None)
     runs = query_runs(tiles, longest_run(tiles, scene.heads.kv, num_processors(), tiling.least_tiles))
@@ -265,12 +267,13 @@ def prefill_call(scene: Scene, tiling: PrefillTiling) -> Callable[[], object]:
 
 
 def num_processors() -> int:
-    """Multiprocessors of the GPU."""
+    """Number of multiprocessors of the GPU."""
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def small_kernels(tokens: int, copy_rate: float) -> Iterator[dict[str, Any]]:
-    """The others of a layer of the 8B model; microseconds, and those that their bytes take at the copy rate."""
+    """The other kernels of a layer of the 8B model: microseconds, and the microseconds that their bytes take at the
+    copy rate."""
     heads, hidden, inner = LLAMA_8B, 4096, 14336
     h, delta, gate_up, qkv = (
         torch.randn(tokens, size, dtype=torch.bfloat16, device="cuda")
@@ -296,7 +299,7 @@ def small_kernels(tokens: int, copy_rate: float) -> Iterator[dict[str, Any]]:
 
 
 def sampling(batch: int, vocabulary: int = 128256) -> dict[str, Any]:
-    """Microseconds to choose a token for each row: the likeliest, a random one, one of top-k and top-p."""
+    """Microseconds to choose a token for each row: greedy, by temperature, and by top-k and top-p."""
     logits = torch.randn(batch, vocabulary, device="cuda") * 3
     values, _ = sampler.best(logits)
     ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, device="cuda")

@@ -1,4 +1,7 @@
-"""What each part measures, and how long it may take. Standard library alone: what is absent fails where it is used."""
+"""The measurements of each part, and their time limits in seconds.
+
+Uses the standard library alone: a missing package makes only those measurements fail that use it.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ TOLD_BY_UCX = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "used"}
 
 
 def device() -> Measurement:
-    """Before every run on a GPU."""
+    """The measurement that comes before every run on a GPU."""
     return _of("device", "device", "timing:device", 60)
 
 
 def compile_(capability: int) -> list[Measurement]:
-    """What the kernels take of a multiprocessor; needs no GPU."""
+    """Resources that the kernels take of a multiprocessor; needs no GPU."""
     return [_of("compile", "compile", "compiled:binaries", 900, capability=capability)]
 
 
 def check(out: Path, scratch: Path) -> list[Measurement]:
-    """What is there, and whether the kernels and the engine are right."""
+    """What the machine has, and whether the kernels and the engine are right."""
     return [
         _of("check", "inventory", "inventory:inventory", 60),
         _of("check", "check decode", "checks:decode", 90),
@@ -36,7 +39,7 @@ def check(out: Path, scratch: Path) -> list[Measurement]:
 
 
 def kernels(out: Path, scratch: Path) -> list[Measurement]:
-    """Every kernel against the device, and beside torch's attention."""
+    """Every kernel, against the device's rates and beside torch's attention."""
     return [_of("kernels", f"kernels {name}", f"kernels:{name}", 100) for name in ("decode", "prefill", "others")]
 
 
@@ -50,7 +53,7 @@ def tune(out: Path, scratch: Path) -> list[Measurement]:
 
 
 def engine(out: Path, scratch: Path) -> list[Measurement]:
-    """Whole steps of models of well-known shapes against their floors."""
+    """Whole steps of models of well-known shapes, against their floors."""
     steps = [
         _of("engine", f"{kind} {model}", f"engine:{kind}", 100, model=model)
         for model in MODELS
@@ -60,7 +63,7 @@ def engine(out: Path, scratch: Path) -> list[Measurement]:
 
 
 def transfer(out: Path, scratch: Path) -> list[Measurement]:
-    """NIXL between two processes on the GPU; if that fails, again with the settings that it may need."""
+    """NIXL between two processes on the GPU. If that fails, again with UCX settings that it may need."""
     return [
         _of("transfer", "transfer", "transfer:run", 75, env=TOLD_BY_UCX),
         _of("transfer", "transfer, UCX told", "transfer:run", 75, env=TOLD_BY_UCX | ucx(), instead_of="transfer"),
@@ -91,13 +94,15 @@ PARTS: dict[str, Callable[[Path, Path], list[Measurement]]] = {
     "transfer": transfer,
     "stack": stack,
 }
-"""What needs a GPU; `out` is the folder of the results, `scratch` one that all measurements of a run share."""
+"""The parts that need a GPU. `out` is the folder of the results, `scratch` a folder that all measurements of a run
+share."""
 
 
 def ucx() -> dict[str, str]:
-    """Where UCX finds its CUDA modules, and what it may use: NIXL's wheel for CUDA 13 does not always find them.
+    """UCX variables: where it finds its CUDA modules, and which transports it may use.
 
-    Without, it takes a GPU's memory for a host's, and NIXL refuses it (github.com/ai-dynamo/nixl/issues/1628).
+    NIXL's wheel for CUDA 13 does not always find the modules. Without them UCX takes a GPU's memory for host memory,
+    and NIXL refuses it (github.com/ai-dynamo/nixl/issues/1628).
     """
     told = {"UCX_TLS": "cuda_copy,cuda_ipc,sm,tcp,self"}
     spec = importlib.util.find_spec("nixl_cu13")

@@ -1,8 +1,8 @@
-"""From the lines of runs to the records from which the documents' tables are made. Standard library alone.
+"""Makes the records of the documents' tables from the lines of runs. Uses the standard library alone.
 
-A machine with a GPU often has no checkout, and the lines come from there: so each measurement tells a digest of the
-files that it ran. A part is recorded when each of its measurements has succeeded, the last time with the files of this
-commit. `tune` is not recorded: what it finds is the table, and that is committed.
+A machine with a GPU often has no checkout, and the lines come from there. So each measurement reports a digest of the
+files that it ran. A part is recorded if each of its measurements has succeeded, the last time with the files of this
+commit. `tune` is not recorded: its result is the tuning table, which is committed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from benchmarks import record
 from benchmarks.gpu.runner import OK, Measurement
 
 _KINDS = (".py", ".c", ".json", ".toml")
-"""Names of files that say what is measured end so."""
+"""Suffixes of the files that determine what is measured."""
 Rows = list[dict[str, Any]]
 
 
 def tree(root: Path) -> str:
-    """Digest of the product, the benchmarks and the kernels' tests."""
+    """SHA-256 digest of the product, the benchmarks and the kernels' tests, in hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted([*record.PRODUCT, "benchmarks", "tests/kernels"]):
         top = root / name
@@ -38,7 +38,7 @@ def tree(root: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Success:
-    """The last one of a measurement."""
+    """The last success of a measurement."""
 
     begin: dict[str, Any]
     """The first line of its run."""
@@ -47,7 +47,7 @@ class Success:
 
 
 def successes(lines: Sequence[dict[str, Any]]) -> dict[str, Success]:
-    """By measurement."""
+    """The last success of each measurement, by name."""
     begins = {each["run"]: each for each in lines if each["line"] == "begin"}
     found = {}
     for end in lines:
@@ -61,7 +61,7 @@ def successes(lines: Sequence[dict[str, Any]]) -> dict[str, Success]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; not the last one, if it was cut off."""
+    """The lines of a file, without a last one that was cut off."""
     lines = []
     for line in path.read_text().splitlines():
         try:
@@ -72,7 +72,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, parts: dict[str, list[Measurement]]) -> list[Path]:
-    """Record what can be recorded of these parts; says what is missing of the others."""
+    """Write the records of the parts that can be recorded, and print what the others lack. Returns the paths."""
     if not record.is_clean():
         print("not recorded, for there are changes since the last commit")
         return []
@@ -93,7 +93,7 @@ def write(path: Path, parts: dict[str, list[Measurement]]) -> list[Path]:
 def record_of(
     part: str, measurements: Sequence[Measurement], found: dict[str, Success], here: str
 ) -> dict[str, Any] | str:
-    """A part's record, or why there is none."""
+    """A part's record, or the reason why there is none."""
     replaced = {each.instead_of: each.name for each in measurements if each.instead_of and each.name in found}
     used = []
     for each in measurements:
@@ -130,7 +130,7 @@ def _device(found: dict[str, Success]) -> dict[str, Any]:
 
 
 def figures(part: str, rows: Rows) -> dict[str, Any]:
-    """Of a part, as the tables want them."""
+    """The figures of a part, in the form that the tables use."""
     of_kind: dict[str, Rows] = {}
     for row in rows:
         of_kind.setdefault(row["kind"], []).append(_plain(row))

@@ -1,11 +1,11 @@
-"""Runs measurements one after another, each in a process of its own, and keeps every row as soon as it is there.
+"""Runs measurements one after another, each in a process of its own, and writes each row as soon as it arrives.
 
 A measurement is a function that yields rows (`benchmarks.gpu.child` calls it). Its rows arrive through a pipe, and each
-is appended to `gpu.jsonl` at once; what it prints goes to `gpu.log`. A measurement that fails, or takes too long, is
-a line as well, with the end of what it printed, and the next one begins. Of a measurement that is over no process is
-left: its group is killed, and whatever else it started is found by a variable of its environment.
+is appended to `gpu.jsonl` at once; its other output goes to `gpu.log`. If a measurement fails or takes too long, a line
+with the end of its output is appended, and the next one begins. After a measurement none of its processes is left: its
+process group is killed, and other processes that it started are found by a variable of their environment.
 
-This module needs the standard library alone.
+This module uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from benchmarks.record import ROOT
 LINES, LOG = "gpu.jsonl", "gpu.log"
 OK, FAILED, TIMEOUT, SKIPPED = "ok", "failed", "timeout", "skipped"
 TAIL_CHARS = 2000
-"""Of what a measurement printed that a line keeps when it failed."""
+"""Characters of a failed measurement's output that its line keeps."""
 MOST_LOG_BYTES = 2**20
-"""Of one measurement, in the log: of more its begin and its end are kept."""
+"""Bytes of the log of one measurement. Of a longer log the beginning and the end are kept."""
 _MOST_ROW_BYTES = 2**20
 _LEAST_S = 5.0
-"""With less time left than this no measurement is started."""
+"""Seconds that must be left for a measurement to be started."""
 _DUMP_S = 1.0
-"""For a measurement whose time is up to print where each of its threads is."""
+"""Seconds in which a measurement whose time is up may print the stack of each thread."""
 _KILL_S = 10.0
-"""How long killed processes may take to go."""
+"""Seconds to wait for killed processes to end."""
 _MARK = "BENCHMARK_MARK"
-"""A variable by which the processes that a measurement started are found."""
+"""Environment variable by which the processes that a measurement started are found."""
 
 Show = Callable[[str], None]
 
@@ -57,55 +57,55 @@ class Measurement:
     """MODULE:NAME."""
     timeout_s: float
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the function; what JSON can say."""
+    """Arguments of the function; JSON must be able to represent them."""
     env: Mapping[str, str] = field(default_factory=dict)
     instead_of: str = ""
-    """Run only if the measurement of this name has not succeeded."""
+    """Name of another measurement of the run: this one runs only if that one has not succeeded."""
     optional: bool = False
-    """A part can be recorded without it."""
+    """Whether a part can be recorded without this measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a measurement."""
+    """The result of a measurement."""
 
     measurement: Measurement
     status: str
     seconds: float = 0.0
     num_rows: int = 0
     last: str = ""
-    """Of its rows the last one's text."""
+    """Text of its last row."""
     error: str = ""
-    """The end of what it printed, if it failed."""
+    """The end of its output, if it failed."""
 
     @property
     def note(self) -> str:
-        """One line."""
+        """One line for the table: the last row's text, or the last line of the error."""
         return self.last if self.status == OK else (self.error.strip().splitlines() or [""])[-1].strip()
 
 
 class Lines:
-    """A file of JSON lines, of which each is on disk when `add` returns."""
+    """A file of JSON lines. A line is on disk when `add` returns."""
 
     def __init__(self, path: Path, **common: Any) -> None:
         self._path = path
         self._common = common
 
     def add(self, line: str, **fields: Any) -> None:
-        """Append one; `line` says what it is: "begin" of a run, "row", or "end" of a measurement."""
+        """Append a line. `line` is its kind: "begin" of a run, "row", "garbage", or "end" of a measurement."""
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         text = json.dumps({"line": line, "at": at, **self._common, **fields}) + "\n"
         with self._path.open("a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                text = text if file.read() == b"\n" else "\n" + text  # a line before it was cut off
+                text = text if file.read() == b"\n" else "\n" + text  # the line before was cut off
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
 
 
 def say(text: str) -> None:
-    """Print at once, also into a pipe whose reader may be gone soon."""
+    """Print a line and flush it."""
     print(text, flush=True)
 
 
@@ -118,9 +118,10 @@ def run(
     state: Callable[[], str] = lambda: "",
     show: Show = say,
 ) -> list[Outcome]:
-    """Run them all, in `limit_s` seconds at most; `show` is given each row's text, and the table at the end.
+    """Run the measurements, in at most `limit_s` seconds in all. `show` gets each row's text, and the table at the end.
 
-    `begin` is what the first line of the run tells; `state()` names the files that were measured, as they are then.
+    `begin` is part of the run's first line. `state()` returns a digest of the files that were measured, at the end of
+    each measurement.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = Lines(folder / LINES, run=uuid4().hex)
@@ -147,7 +148,7 @@ def run(
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A line for each measurement."""
+    """A text with one line for each measurement."""
     width = max([11, *(len(each.measurement.name) for each in outcomes)])
     rows = [f"{'measurement':{width}}  status   seconds  rows"]
     rows += [
@@ -158,7 +159,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def measure(measurement: Measurement, log_path: Path, timeout_s: float, lines: Lines, show: Show) -> Outcome:
-    """Run one; its rows are on disk as they come, its end is for the caller to tell."""
+    """Run one measurement. Its rows are written as they arrive; the caller writes its "end" line."""
     began = time.monotonic()
     with log_path.open("a+b") as log:
         log.write(f"=== {measurement.name}\n".encode())
@@ -189,17 +190,17 @@ def measure(measurement: Measurement, log_path: Path, timeout_s: float, lines: L
 
 
 class _Rows:
-    """The rows of a measurement: into the file, as they come."""
+    """Writes the rows of a measurement to the file as they arrive."""
 
     def __init__(self, measurement: Measurement, lines: Lines, show: Show) -> None:
         self._measurement, self._lines, self._show = measurement, lines, show
         self.num = 0
         self.last = ""
         self.garbage = ""
-        """The last thing that was no row."""
+        """The last line that was no row."""
 
     def take(self, line: bytes) -> None:
-        """A line of the pipe."""
+        """Take a line of the pipe."""
         names = {"part": self._measurement.part, "measurement": self._measurement.name}
         try:
             row = json.loads(line)
@@ -231,18 +232,18 @@ def _start(measurement: Measurement, log: IO[bytes], mark: str) -> subprocess.Po
 
 
 def _end_with_parent() -> None:
-    """Be killed when the runner ends without having ended this process (`PR_SET_PDEATHSIG`)."""
+    """Let the kernel kill this process when the runner ends first (`PR_SET_PDEATHSIG`)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _follow(process: subprocess.Popen[bytes], end: float, taken: _Rows) -> bool:
-    """Take rows until the process has ended; whether it has, before `end`."""
+    """Take rows until the process has ended; returns whether it ended before `end`."""
     for line in _lines_of(process, end):
         taken.take(line)
     try:
         process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGUSR1)  # where it stands goes to the log
+        process.send_signal(signal.SIGUSR1)  # its threads' stacks go to the log
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_DUMP_S)
         return False
@@ -250,14 +251,15 @@ def _follow(process: subprocess.Popen[bytes], end: float, taken: _Rows) -> bool:
 
 
 def _lines_of(process: subprocess.Popen[bytes], end: float) -> Iterator[bytes]:
-    """What it writes to the pipe, line by line, the last one even if it is cut off; until nobody writes, or `end`."""
+    """Lines that the process writes to the pipe, until no process has it open or `end` is reached. The last one may be
+    cut off."""
     assert process.stdout is not None
     pipe, buffer = process.stdout.fileno(), b""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while (left_s := end - time.monotonic()) > 0:
             if not selector.select(min(left_s, 0.5)):
-                if process.poll() is not None:  # somebody that it forked has the pipe, too
+                if process.poll() is not None:  # a process that it forked still has the pipe open
                     break
                 continue
             data = os.read(pipe, 2**16)
@@ -273,7 +275,8 @@ def _lines_of(process: subprocess.Popen[bytes], end: float) -> Iterator[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> list[int]:
-    """Kill its group and whatever else has its mark; those that are still there after `_KILL_S`."""
+    """Kill the process group, and every other process with the mark. Returns the ids of those still there after
+    `_KILL_S`."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     end = time.monotonic() + _KILL_S
@@ -290,7 +293,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that inherited this mark; those that have ended and await their parent do not count."""
+    """Ids of the processes that inherited this mark, without those that have ended and await their parent."""
     wanted, found = f"{_MARK}={mark}".encode(), []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -300,7 +303,7 @@ def marked(mark: str) -> list[int]:
 
 
 def _why(process: subprocess.Popen[bytes], timeout_s: float, taken: _Rows, *, in_time: bool) -> str:
-    """It failed; empty if it did not."""
+    """Why the measurement failed; empty if it did not."""
     if not in_time:
         return f"not done in {timeout_s:.0f} s"
     if process.returncode != 0:
@@ -311,7 +314,7 @@ def _why(process: subprocess.Popen[bytes], timeout_s: float, taken: _Rows, *, in
 
 
 def _tail(log: IO[bytes], start: int) -> str:
-    """The end of what was printed since `start`; clips that to `MOST_LOG_BYTES`."""
+    """The end of what was logged since `start`. Clips that part of the log to `MOST_LOG_BYTES`."""
     size = log.seek(0, os.SEEK_END) - start
     if size > MOST_LOG_BYTES:
         log.seek(start + size - MOST_LOG_BYTES // 2)

@@ -1,8 +1,8 @@
-"""The whole stack on one GPU, beside what `transformers` offers: its static batches and its continuous batching.
+"""The whole stack on one GPU, beside static and continuous batching of `transformers`.
 
-A model of Qwen3-0.6B's shape with random weights, lengths of ShareGPT, the same prompts to each, one system at a time:
-Baton as a prefill and a decode worker that share the GPU, and colocated. Nothing here waits without an end: a system
-that does not answer in `START_S` is killed, and so is a load that takes longer than `LOAD_S`.
+The model has Qwen3-0.6B's shape and random weights; lengths are ShareGPT's. Each system gets the same prompts, one
+system at a time. Baton runs as a prefill and a decode worker that share the GPU, and colocated. A system that does not
+answer in `START_S` is killed, and so is a load that takes longer than `LOAD_S`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from benchmarks.peers.process import free_port, running, wait_until_it_answers
 from benchmarks.record import load_figures
 
 REQUESTS, AT_A_TIME, ROUNDS = 192, 64, 2
-"""Of each run, of which a system has so many after it has started."""
+"""Requests of a run, requests at a time, and runs of each started system."""
 WARMUP = 16
 """Requests before the first run."""
 LENGTHS = ("--workload", "sharegpt", "--max-input-tokens", "1500", "--max-output-tokens", "400")
 KV_BYTES = 16 * 2**30
 DEVICE = "cuda"
 SIZES = {"BATON_PREFILL_TOKENS": "512"}
-"""What `k8s/overlays/gpu` says."""
+"""The settings of `k8s/overlays/gpu`."""
 START_S = 100.0
-"""For a system to compile, to capture its graphs and to answer."""
+"""Seconds in which a system must compile, capture its graphs and answer."""
 LOAD_S = 100.0
-"""For a run of the load."""
+"""Seconds that a run of the load may take."""
 
 
 def run(system: str, scratch: str) -> Iterator[dict[str, Any]]:
-    """Output tokens per second of a system, run by run; the model is made in `scratch`, once for all."""
+    """Output tokens per second of a system, one row for each run. The model is made in `scratch`, once for all
+    systems."""
     folder = made(Path(scratch) / "model", SHAPES["qwen3-0.6b"])
     with serving(system, folder, Path(scratch)) as url:
         for number in range(ROUNDS):
@@ -51,7 +52,7 @@ def run(system: str, scratch: str) -> Iterator[dict[str, Any]]:
 
 
 def made(folder: Path, shape: Any) -> Path:
-    """A checkpoint with random weights; that of an earlier measurement, if it was completed."""
+    """The folder of a checkpoint with random weights. A complete one from an earlier measurement is used again."""
     complete = folder / "complete"
     if not complete.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ def made(folder: Path, shape: Any) -> Path:
 
 
 def command_of(system: str, folder: Path, port: int) -> list[str]:
-    """What starts it on a port of the loopback interface."""
+    """The command that starts the system on a port of the loopback interface."""
     if system.startswith("baton"):
         prefill = "1" if system.endswith("pair") else "0"
         return [
@@ -81,7 +82,7 @@ def command_of(system: str, folder: Path, port: int) -> list[str]:
 
 @contextmanager
 def serving(system: str, folder: Path, scratch: Path) -> Iterator[str]:
-    """The system, started, at its URL."""
+    """Start the system; yields its URL."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     ready = f"{url}/ready" if system.startswith("baton") else f"{url}/health"
@@ -92,9 +93,10 @@ def serving(system: str, folder: Path, scratch: Path) -> Iterator[str]:
 
 @contextmanager
 def started(command: list[str], env: dict[str, str], url: str, log: Path, patience_s: float) -> Iterator[None]:
-    """A process that answers at `url`; what it printed is passed on at the end.
+    """Start a process and wait until it answers at `url`. Its output is printed at the end.
 
-    Raises `PeerError`, with the end of that, if it ends or does not answer in time, when it is killed.
+    Raises `PeerError`, with the end of the output, if the process ends early. It is killed if it does not answer within
+    `patience_s` seconds.
     """
     try:
         with running(command, env, log) as process:
@@ -110,7 +112,7 @@ def started(command: list[str], env: dict[str, str], url: str, log: Path, patien
 
 
 def load(url: str, *, seed: int, warmup: int, output: Path, timeout_s: float) -> dict[str, float]:
-    """One run of the load. Raises `subprocess.TimeoutExpired` if it takes longer."""
+    """The figures of one run of the load. Raises `subprocess.TimeoutExpired` after `timeout_s` seconds."""
     command = [sys.executable, "-m", "benchmarks.load", "--url", url, *LENGTHS, "--concurrency", str(AT_A_TIME)]
     command += ["--requests", str(REQUESTS), "--warmup", str(warmup), "--seed", str(seed), "--output", str(output)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=timeout_s)

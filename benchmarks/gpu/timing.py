@@ -1,4 +1,4 @@
-"""Time of work on a GPU, without what it costs to ask for it; and what the device can do at best."""
+"""Times work on a GPU without the cost of launching it, and measures the highest rates of the device."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 _REPLAYS = 15
 _COLD_BYTES = 512 * 2**20
-"""Inputs are rotated until so much lies between two uses of one: ten times the last cache of an H200."""
+"""Bytes of other inputs that are read between two uses of one input: ten times the last-level cache of an H200."""
 
 
 def num_copies(num_bytes: int, most: int = 64) -> int:
-    """Of inputs of that size, so that none is found in a cache."""
+    """Number of copies of an input of `num_bytes` bytes with which none is found in a cache."""
     return max(2, min(most, -(-_COLD_BYTES // num_bytes)))
 
 
 def device() -> Iterator[dict[str, Any]]:
-    """What the device is called, and what it can do at best."""
+    """A row with the device's name and its highest rates."""
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: `pytest tests/kernels` tests without one what the kernels compute")
     gpu, copies, products = torch.cuda.get_device_name(), copy_bytes_per_s(), matmul_flops_per_s()
@@ -28,7 +28,7 @@ def device() -> Iterator[dict[str, Any]]:
 
 
 def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A graph of `calls`, one after another; they are called once before, which compiles what they launch."""
+    """A graph of `calls`, one after another. Each is called once before, which compiles what it launches."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,7 +43,7 @@ def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of one of `calls`, which are captured, one after another, in a graph that is replayed."""
+    """Median microseconds of one of `calls`. They are captured one after another in a graph that is replayed."""
     graph = captured(calls)
     graph.replay()
     taken: list[float] = []
@@ -58,14 +58,14 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def copy_bytes_per_s() -> float:
-    """Bytes read plus bytes written in a second by the device's own copy of 2 GiB."""
+    """Bytes read plus bytes written per second by the device's own copy of 2 GiB."""
     source = torch.empty(2**30, dtype=torch.int16, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / (1e-6 * graph_us([lambda: target.copy_(source)]))
 
 
 def matmul_flops_per_s(size: int = 8192) -> float:
-    """Of a product of two square matrices in bfloat16."""
+    """Floating-point operations per second of a product of two square matrices in bfloat16."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / (1e-6 * graph_us([lambda: torch.mm(a, b, out=out)]))

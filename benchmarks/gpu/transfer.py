@@ -1,7 +1,7 @@
 """NIXL between the memories of two processes on one GPU: the smallest case of NVLink.
 
-A READ is what the protocol does; a WRITE beside it tells whether the direction is what costs. Blocks are as in a cache
-of Llama-3-8B: 2 MiB for 16 tokens, 8 MiB for 64.
+The protocol uses READ. WRITE is measured beside it, to see whether the direction matters. Blocks have the sizes of a
+Llama-3-8B cache: 2 MiB for 16 tokens, 8 MiB for 64.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ NUM_BLOCKS = (1, 4, 16, 64, 256)
 MOST_BYTES = 1024 * 2**20
 REPEATS = 9
 PATIENCE_S = 60.0
-"""For a source that starts, and for a read: over TCP the largest takes seconds."""
+"""Seconds to wait for the source to start, and for a transfer: over TCP the largest takes seconds."""
 
 
 def run() -> Iterator[dict[str, Any]]:
-    """Reads and writes of every size."""
+    """Rows of reads and writes of every size."""
     yield {"kind": "environment", "ucx": {name: value for name, value in os.environ.items() if name.startswith("UCX_")}}
     for block_bytes in BLOCK_BYTES:
         yield from transfers(block_bytes, MOST_BYTES, "cuda")
 
 
 def region_of(memory: torch.Tensor, block_bytes: int) -> Region:
-    """All of it."""
+    """The whole memory as a region."""
     return Region(
         address=memory.data_ptr(),
         num_blocks=memory.numel() // block_bytes,
@@ -48,7 +48,7 @@ def region_of(memory: torch.Tensor, block_bytes: int) -> Region:
 
 
 def transport_over(memory: torch.Tensor, block_bytes: int, incarnation: Incarnation) -> NixlTransport:
-    """As a worker makes it."""
+    """A transport made as a worker makes it."""
 
     def synchronize() -> None:
         if memory.is_cuda:
@@ -58,7 +58,7 @@ def transport_over(memory: torch.Tensor, block_bytes: int, incarnation: Incarnat
 
 
 def serve(pipe: Connection, incarnation: Incarnation, block_bytes: int, num_bytes: int, device: str) -> None:
-    """A source: tells its metadata, and gives transfers progress until it hears anything."""
+    """The source process: sends its metadata, then gives transfers progress until it receives anything."""
     memory = torch.arange(num_bytes // 4, dtype=torch.int32, device=device).view(torch.uint8)
     transport = transport_over(memory, block_bytes, incarnation)
     pipe.send(transport.metadata())
@@ -69,13 +69,13 @@ def serve(pipe: Connection, incarnation: Incarnation, block_bytes: int, num_byte
 
 
 def transfers(block_bytes: int, num_bytes: int, device: str) -> Iterator[dict[str, Any]]:
-    """Median seconds and rates of reads of some scattered blocks, and of writes of as many to where they came from."""
+    """Median times and rates of reads of scattered blocks, and of writes of the same number of blocks back."""
     processes = multiprocessing.get_context("spawn")
     ours, theirs = processes.Pipe()
     source = new_incarnation()
     process = processes.Process(target=serve, args=(theirs, source, block_bytes, num_bytes, device), daemon=True)
     process.start()
-    theirs.close()  # whatever the source dies of is then an end of file here
+    theirs.close()  # so the end of the source is an end of file here
     memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     transport = transport_over(memory, block_bytes, new_incarnation())
     if not ours.poll(PATIENCE_S):
@@ -99,7 +99,7 @@ def transfers(block_bytes: int, num_bytes: int, device: str) -> Iterator[dict[st
 
 
 def median_s(transfer: Callable[[], None]) -> float:
-    """Seconds, of some."""
+    """Median seconds of `REPEATS` transfers."""
     taken = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
@@ -111,7 +111,7 @@ def median_s(transfer: Callable[[], None]) -> float:
 def read_blocks(
     transport: NixlTransport, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]
 ) -> None:
-    """As a worker does it."""
+    """Read blocks as a worker does."""
     end = time.perf_counter() + PATIENCE_S
     read = transport.start_read(source, source_blocks, sink_blocks)
     while read.state is ReadState.PENDING and time.perf_counter() < end:
@@ -122,7 +122,7 @@ def read_blocks(
 def write_blocks(
     transport: NixlTransport, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]
 ) -> None:
-    """What no worker does: blocks of ours over those of the source."""
+    """Write own blocks over those of the source, which no worker does."""
     link = transport._links[source]
     end = time.perf_counter() + PATIENCE_S
     places = np.asarray(sink_blocks, dtype=np.int32), np.asarray(source_blocks, dtype=np.int32)
@@ -149,7 +149,7 @@ def entry(kind: str, block_bytes: int, num: int, seconds: float) -> dict[str, An
 
 
 def check(memory: torch.Tensor, block_bytes: int, order: list[int], num: int) -> None:
-    """What has arrived is what the source wrote."""
+    """Check that the blocks which arrived are those of the source."""
     words = block_bytes // 4
     arrived = memory.view(torch.int32).view(-1, words)
     for source_block, sink_block in zip(order[:num], order[-num:], strict=True):

@@ -1,6 +1,6 @@
-"""Make `common/engine/kernels/tuning.json`: of the tilings that are worth a try, the fastest for each shape.
+"""Makes `common/engine/kernels/tuning.json`: the fastest of the candidate tilings for each shape.
 
-The table is written after each shape, here and into the folder of the results.
+The table is written after each shape, to its place in the tree and to the folder of the results.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from common.engine.kernels.tuning import TABLE
 _SHAPES = ((1, 1024), (1, 16384), (8, 1024), (8, 16384), (32, 4096), (64, 8192), (256, 1024))
 _BLOCK_SIZE = 64
 _CONTEXT = 16384
-"""Of the chunk that prefill attention is measured with."""
+"""Tokens of context at the end of which prefill attention computes its chunk."""
 _PROGRAMS = (1.0, 4.0)
-"""Of decode attention, for each multiprocessor: tried with the tilings that were best with the default."""
+"""Programs per multiprocessor of decode attention, tried with the tilings that were best with the default."""
 _NUM_BEST = 4
 _MOST_STACK_BYTES = 128
-"""Of a thread: a kernel that keeps more of what it uses in memory is not worth a try."""
+"""Most stack bytes of a thread. A kernel that spills more is not measured."""
 _HEADS = {heads.dim: heads for heads in (kernels.LLAMA_8B, kernels.LLAMA_1B)}
 
 _Tiling = TypeVar("_Tiling", DecodeTiling, PrefillTiling)
 
 
 def decode(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
-    """An entry for each shape; also into the table, and its copy in the folder `out`."""
+    """An entry for each shape. Each is written to the table, and to its copy in the folder `out`."""
     heads = _HEADS[head_dim]
     tilings = fitting("decode", heads, decode_candidates())
     for batch, length in _SHAPES:
@@ -48,7 +48,7 @@ def decode(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
 
 
 def prefill(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
-    """An entry for a chunk at the end of a context; as `decode`."""
+    """An entry for a chunk at the end of a context, written as in `decode`."""
     heads = _HEADS[head_dim]
     entry, text = best_prefill(heads, fitting("prefill", heads, prefill_candidates()))
     write(entry, torch.cuda.get_device_name(), TABLE, Path(out))
@@ -56,7 +56,7 @@ def prefill(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
 
 
 def write(entry: dict[str, Any], gpu: str, table_path: Path, out: Path) -> None:
-    """Put an entry into the table in place of the one for the same kernel and shape; copy the table to `out`."""
+    """Put an entry into the table in place of that for the same kernel and shape, and copy the table to `out`."""
     table = json.loads(table_path.read_text())
     table[gpu] = [each for each in table.get(gpu, []) if _key(each) != _key(entry)] + [entry]
     text = json.dumps(table, indent=1) + "\n"
@@ -71,7 +71,7 @@ def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def decode_candidates() -> list[DecodeTiling]:
-    """Worth a try."""
+    """The candidate tilings of decode attention."""
     return [
         DecodeTiling(tile=tile, num_warps=warps, num_stages=stages)
         for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 5, 7))
@@ -79,7 +79,8 @@ def decode_candidates() -> list[DecodeTiling]:
 
 
 def prefill_candidates() -> list[PrefillTiling]:
-    """Worth a try; without those that spill whatever the head dimension: many rows for the registers of few threads."""
+    """The candidate tilings of prefill attention, without those that spill at every head dimension: they keep many rows
+    in the registers of few threads."""
     return [
         PrefillTiling(rows=rows, tile=tile, num_warps=warps, num_stages=stages)
         for rows, tile, warps, stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 5))
@@ -88,9 +89,9 @@ def prefill_candidates() -> list[PrefillTiling]:
 
 
 def fitting(kernel: str, heads: Heads, tilings: Sequence[_Tiling]) -> list[_Tiling]:
-    """Those of which a multiprocessor has room for a program, and which keep most of what they use in registers.
+    """The tilings of which a multiprocessor has room for a program, and which spill little.
 
-    Compiles them on every core, which is what tuning takes longest for.
+    It compiles them on every core, which takes most of the time of tuning.
     """
     major, minor = torch.cuda.get_device_capability()
     cases = [
@@ -110,7 +111,7 @@ def fitting(kernel: str, heads: Heads, tilings: Sequence[_Tiling]) -> list[_Tili
 
 
 def timed(tilings: Sequence[_Tiling], us: Callable[[_Tiling], float]) -> list[tuple[float, _Tiling]]:
-    """(microseconds, tiling), the fastest first; without those that the device does not run."""
+    """(microseconds, tiling) of each tiling, the fastest first, without tilings that the device cannot run."""
     taken = []
     for tiling in tilings:
         try:
@@ -124,7 +125,7 @@ def timed(tilings: Sequence[_Tiling], us: Callable[[_Tiling], float]) -> list[tu
 def best_decode(
     batch: int, length: int, heads: Heads, tilings: Sequence[DecodeTiling]
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
-    """The fastest tiling, and how often it splits a context; as an entry and in words."""
+    """The fastest tiling, with its number of programs per multiprocessor, as an entry and as text."""
     copies = num_copies(batch * length * heads.token_bytes, most=16)
     scene = kernels.Scene(batch, length, 1, copies, block_size=_BLOCK_SIZE, heads=heads)
 
@@ -143,7 +144,7 @@ def best_decode(
 
 
 def best_prefill(heads: Heads, tilings: Sequence[PrefillTiling]) -> tuple[dict[str, Any], str]:
-    """The fastest tiling for a chunk at the end of a context; as an entry and in words."""
+    """The fastest tiling for a chunk at the end of a context, as an entry and as text."""
     scene = kernels.Scene(1, _CONTEXT, kernels.PREFILL_CHUNK, 1, block_size=_BLOCK_SIZE, heads=heads)
     taken, tiling = timed(tilings, lambda tiling: graph_us([kernels.prefill_call(scene, tiling)]))[0]
     text = f"prefill of {_CONTEXT}, d {heads.dim}: {taken:8.1f} us with {tiling}"
@@ -151,5 +152,5 @@ def best_prefill(heads: Heads, tilings: Sequence[PrefillTiling]) -> tuple[dict[s
 
 
 def entry_of(kernel: str, heads: Heads, shape: dict[str, int], tiling: DecodeTiling | PrefillTiling) -> dict[str, Any]:
-    """Of the table."""
+    """An entry of the table."""
     return {"kernel": kernel, "head_dim": heads.dim, "itemsize": 2, "shape": shape, "tiling": asdict(tiling)}

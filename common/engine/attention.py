@@ -13,7 +13,7 @@ from common.engine.ragged import RaggedBatch
 
 
 class ReferenceAttention(TorchBackend):
-    """What attention means: one sequence after another, in float32."""
+    """The reference in plain torch: computes one sequence after another, in float32."""
 
     def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
         """See `TorchBackend.write`."""
@@ -43,6 +43,7 @@ class ReferenceAttention(TorchBackend):
 
 
 def visible_mask(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which key positions each query position sees, `[len(queries), len(keys)]` bool."""
+    """Whether each query position sees each key position, `[len(queries), len(keys)]` bool. A query sees its own and
+    earlier positions; with a window, only the last `window` of these."""
     distance = queries[:, None] - keys
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -1,8 +1,8 @@
-"""What a device computes for the decoder between the matrix products, and how torch does it.
+"""The operations that a device computes for the decoder between the matrix products, and their implementation in torch.
 
-Shapes: T tokens, E hidden size, F outputs of a projection, H query heads, K KV heads, D head dimension, V vocabulary,
-R rows of logits, P of them that are sampled at random.
-`kv_layer` is one layer of the cache, `[num_blocks, K, 2, block_size, D]`.
+Shapes: T tokens, E hidden size, F outputs of a projection, H query heads, K KV heads, D head dimension, V vocabulary, R
+rows of logits, P of them that are sampled at random. `kv_layer` is one layer of the cache,
+`[num_blocks, K, 2, block_size, D]`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope, rotate
 
 Norms = tuple[torch.Tensor, torch.Tensor]
-"""Weights `[D]` of the normalisation of queries, and of keys."""
+"""Normalisation weights of queries and of keys, `[D]` each."""
 
 
 class Backend(Protocol):
     """The operations of a layer. Used by one thread."""
 
     def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
-        """Rows of the table, `[T, E]`, in the type of all that follows; not a view of it."""
+        """Rows of the table, `[T, E]`, in the type of the activations. They are not a view of the table."""
 
     def add_norm(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add `delta_TE` to `h_TE`, in place; returns its root mean square normalisation, weighted."""
+        """Add `delta_TE` to `h_TE` in place. Returns the weighted root mean square normalisation of `h_TE`,
+        `[T, E]`."""
 
     def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
-        """What tokens at these positions are rotated by, in the form that `rotate_and_write` takes."""
+        """The angles of tokens at these positions, in the form that `rotate_and_write` takes."""
 
     def rotate_and_write(
         self,
@@ -48,10 +49,10 @@ class Backend(Protocol):
         eps: float,
         angles: Angles,
     ) -> torch.Tensor:
-        """Rotate queries and keys, normalised if there are norms; keys and values go to their slots. The queries,
-        `[T, H, D]`.
+        """Rotate queries and keys, and store keys and values in their slots. Returns the queries, `[T, H, D]`.
 
-        May overwrite `qkv_TF`, whose rows hold H queries, K keys and K values.
+        With `norms`, queries and keys are normalised first. A row of `qkv_TF` holds H queries, K keys and K values, and
+        may be overwritten.
         """
 
     def attend(
@@ -66,14 +67,15 @@ class Backend(Protocol):
         """`silu(gate) * up`, `[T, F / 2]`."""
 
     def best(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest of each row of float32, NaN if there is one, and its token, the first one of equals."""
+        """The largest logit of each row, float32, NaN if the row has one, and its token. Of equal logits, the first one
+        counts."""
 
     def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-        """A token for each row, whose largest logit is `best_P`; see `common.engine.draw`."""
+        """Draw a token for each row, whose largest logit is `best_P`; see `common.engine.draw`."""
 
 
 class TorchBackend(ABC):
-    """All of it but attention, in the type of the weights, rounding where transformers does."""
+    """All operations but attention and the write of KV, in the type of the weights. Rounds where transformers does."""
 
     def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
         """See `Backend.embed`."""
@@ -113,9 +115,10 @@ class TorchBackend(ABC):
     def rotate(
         self, qkv_TF: torch.Tensor, num_heads: int, num_kv_heads: int, norms: Norms | None, eps: float, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries `[T, H, D]` and keys `[T, K, D]`, rotated, after normalisation if there are norms; values."""
+        """Rotated queries `[T, H, D]`, rotated keys `[T, K, D]`, and values `[T, K, D]`. With `norms`, queries and keys
+        are normalised first."""
         qkv = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, -1)
-        # Queries and keys are rotated in one go: they lie side by side.
+        # Queries and keys lie side by side, so one operation rotates both.
         qk = qkv[:, : num_heads + num_kv_heads]
         if norms is not None:
             q_THD = _rms_norm(qk[:, :num_heads], norms[0], eps)
@@ -140,5 +143,5 @@ class TorchBackend(ABC):
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """In float32, scaled in the type of `x`, as transformers does it."""
+    """Root mean square normalisation in float32, scaled in the type of `x`, as transformers does it."""
     return weight * normalize(x.float(), x.shape[-1:], None, eps).to(x.dtype)

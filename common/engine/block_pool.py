@@ -1,4 +1,4 @@
-"""Who may use which KV block, and which blocks hold a known prefix. No torch, no I/O, no clock.
+"""Ownership of KV blocks by reference counts, and the prefix cache. No torch, no I/O, no clock.
 
 The life of a block:
 
@@ -8,12 +8,13 @@ The life of a block:
                          └─────────────────── allocate: evicted, the name goes ──────────────────────┘
 
 A step that was started before the last release may still read or write the block on the device, so the block waits in
-*limbo* until every such step has finished. With no step in flight it is free at once.
+*limbo* until every such step has finished. If no step is in flight, the block skips limbo.
 
-The prefix cache: a full block whose contents are final is *named* (see `block_hashes`) while somebody uses it. It keeps
-its name when nobody does any more, and whoever matches the name may share it again, from limbo as well: what waits for
-the steps in flight is the change of its contents, not the reading of them. An unreferenced cached block counts as free;
-it loses its name when `allocate` finds no plain free block, least recently released first.
+The prefix cache: a full block whose contents are final can be *named* by its hash (see `block_hashes`) while it has a
+reference. It keeps the name when its last reference is released, and a caller that matches the name may share the block
+again. It may do so from limbo as well: while steps are in flight, the block's contents must not change, but they may be
+read. A cached block without references counts as free. It loses its name when `allocate` finds no plain free block; the
+block that was released longest ago is evicted first.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ class OutOfBlocksError(BatonError):
 
 
 class _Idle:
-    """Blocks in the order of their release, of which any can be taken back at any time.
+    """Unreferenced cached blocks in the order of their release. Any of them can be removed at any time.
 
-    A queue in which what was taken back stays until it comes to the front, or until there is more of it than of what
-    counts: long sequences end with many blocks, and an `OrderedDict` costs several times as much for each.
+    `remove` leaves a stale entry in the queue. A stale entry is dropped when it reaches the front. All are dropped at
+    once when there are over 16 more of them than valid entries. (A long sequence releases many blocks at its end, and
+    an `OrderedDict` costs several times as much per block.)
     """
 
     def __init__(self) -> None:
         self._queue: deque[int] = deque()
         self._stale: dict[int, int] = {}
-        """Block → its entries that do not count; they come before the one that does, if there is one."""
+        """Block → number of its stale entries. They precede its valid entry, if it has one."""
         self._num_stale = 0
 
     def __len__(self) -> int:
@@ -55,17 +57,17 @@ class _Idle:
                 yield block
 
     def extend(self, blocks: Sequence[int]) -> None:
-        """These, none of which is here, are released, one after the other."""
+        """Append `blocks`, in the order of their release. None of them may be in the queue already."""
         self._queue.extend(blocks)
 
     def remove(self, block: int) -> None:
-        """Take back `block`, which is here."""
+        """Remove `block`, which must be in the queue."""
         self._stale[block] = self._stale.get(block, 0) + 1
         self._num_stale += 1
         self._tidy()
 
     def pop(self, num: int) -> list[int]:
-        """Take the `num` that were released first; there are so many."""
+        """Take the `num` blocks that were released first. The queue must hold at least `num` blocks."""
         blocks: list[int] = []
         queue, stale = self._queue, self._stale
         while len(blocks) < num:
@@ -87,7 +89,7 @@ class _Idle:
             self._num_stale = 0
 
     def check_invariants(self) -> None:
-        """Assert that what does not count is counted, and does not pile up."""
+        """Assert that stale entries are counted correctly, and that their number is bounded."""
         assert sum(self._stale.values()) == self._num_stale <= len(self) + 16, "entries of blocks taken back pile up"
         assert len(list(self)) == len(self), "an entry that does not count is missing"
 
@@ -103,17 +105,17 @@ class BlockPool:
         self._prefix_cache = prefix_cache
         self._ref_counts = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
-        # The names of blocks, both ways.
+        # Block → name, and name → block.
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._named: dict[BlockHash, int] = {}
-        # Named blocks without references that no step in flight may name, least recently released first.
+        # Named blocks without references and outside limbo, in the order of their release.
         self._unreferenced = _Idle()
         self._num_evicted = 0
-        # Names that have come (True) or gone since somebody asked.
+        # Names added (True) or removed (False) since the last `take_changes`.
         self._changes: dict[BlockHash, bool] = {}
-        # block → last step started before its release, in the order of release, hence of steps.
+        # Block → last step that started before its release. Entries are in the order of release, so the steps ascend.
         self._limbo: OrderedDict[int, int] = OrderedDict()
-        # Steps in flight, oldest first: a dict for its order and its O(1) removal from the middle.
+        # Steps in flight, oldest first. A dict keeps the order, and removes from the middle in O(1).
         self._in_flight: dict[int, None] = {}
         self._last_step = 0
 
@@ -148,11 +150,12 @@ class BlockPool:
         return self._num_evicted
 
     def named(self) -> list[BlockHash]:
-        """Every name."""
+        """The names of all cached blocks."""
         return list(self._named)
 
     def take_changes(self) -> dict[BlockHash, bool]:
-        """Names that have come (True) or gone since the last call; each once, as it is now."""
+        """Names added (True) or removed (False) since the last call. A name that changed several times occurs once,
+        with its present state."""
         changes, self._changes = self._changes, {}
         return changes
 
@@ -176,7 +179,7 @@ class BlockPool:
         return blocks
 
     def _evict(self, num: int) -> list[int]:
-        """Take the names of the `num` blocks that were released longest ago."""
+        """Take the `num` unreferenced cached blocks that were released longest ago, and remove their names."""
         names, named = self._names, self._named
         blocks = self._unreferenced.pop(num)
         for block in blocks:
@@ -189,7 +192,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of `blocks`, which are used or cached."""
+        """Add one reference to each of `blocks`. Each must be used or cached."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 assert self._names[block] is not None, f"block {block} is shared but nobody holds it"
@@ -200,10 +203,11 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each of `blocks`; those that lose their last one become free, maybe after limbo.
+        """Drop one reference to each of `blocks`. A block that loses its last one becomes free: at once, or after limbo
+        if a step is in flight.
 
-        The last block goes first: of a sequence's cached blocks the last is evicted first, since without the blocks
-        before it a block can no longer be matched.
+        Blocks are released from the last to the first, so that the last cached block of a sequence is evicted first: a
+        block can no longer be matched once a block before it is gone.
         """
         ref_counts = self._ref_counts
         unused: list[int] = []
@@ -224,8 +228,11 @@ class BlockPool:
         self._free.extend([block for block in blocks if names[block] is None])
 
     def name(self, blocks: Sequence[int], block_hashes: Sequence[BlockHash]) -> None:
-        """Let each of `blocks`, which are used, be found by its hash: it is full and holds valid KV that nobody will
-        change. Inert for blocks that have a name, for hashes that name another block, and without a prefix cache."""
+        """Give each of `blocks` its hash as a name, by which `match` finds it. Each must have a reference, be full, and
+        hold valid KV that nobody will change.
+
+        Inert for a block that has a name, for a hash that names another block, and without a prefix cache.
+        """
         if not self._prefix_cache:
             return
         ref_counts, names, named = self._ref_counts, self._names, self._named
@@ -236,9 +243,9 @@ class BlockPool:
                 self._changes[block_hash] = True
 
     def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
-        """The cached blocks of the leading ones of `block_hashes`, as far as they are cached.
+        """The cached blocks of the leading ones of `block_hashes`, up to the first hash that is not cached.
 
-        Takes nothing, so the answer is good until the next `allocate`: whoever wants the blocks shares them first.
+        Takes no references, so the answer is good until the next `allocate`: share the blocks before that.
         """
         blocks = []
         for block_hash in block_hashes:
@@ -249,25 +256,26 @@ class BlockPool:
         return blocks
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks`, distinct and just matched, count in `num_free` now and would not once they are shared.
+        """How many of `blocks` count in `num_free` now, and will not once they are shared. They must be distinct and
+        just matched.
 
-        Used ones and those in limbo do not: sharing them leaves `num_free` as it is.
+        Used blocks and blocks in limbo do not count: sharing them leaves `num_free` unchanged.
         """
         return sum(self._ref_counts[block] == 0 and block not in self._limbo for block in blocks)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that have started, and not finished."""
+        """Steps that have started and not finished."""
         return len(self._in_flight)
 
     def step_started(self) -> int:
-        """A step that may name any block now used is about to run; its number."""
+        """Record that a step starts, which may read or write any block now used. Returns the step's number."""
         self._last_step += 1
         self._in_flight[self._last_step] = None
         return self._last_step
 
     def step_finished(self, step: int) -> None:
-        """Step `step` has ended on the device; steps may finish in any order."""
+        """Record that `step` has ended on the device. Steps may finish in any order."""
         assert step in self._in_flight, f"step {step} is not in flight"
         del self._in_flight[step]
         oldest = next(iter(self._in_flight), self._last_step + 1)
@@ -277,7 +285,8 @@ class BlockPool:
         self._set_free(unused)
 
     def check_invariants(self) -> None:
-        """Assert that every block is in exactly one state, that names are one to one, and that limbo is justified."""
+        """Assert that every block is in exactly one state, that names are unique, and that each block in limbo waits
+        for a step in flight."""
         idle = [*self._free, *self._unreferenced, *self._limbo]
         assert len(set(idle)) == len(idle), "a block is free, cached and unreferenced, or in limbo twice"
         assert all(count >= 0 for count in self._ref_counts), "a negative reference count"

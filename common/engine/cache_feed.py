@@ -1,7 +1,7 @@
-"""Tells gateways which blocks a worker's prefix cache holds: everything at first, then what changes.
+"""Tells gateways which blocks a worker's prefix cache holds: all of them at first, then the changes.
 
-A hint for routing, so names are told by their leading bytes alone. Whatever is lost on the way is noticed as every lost
-message is (`common.runtime.channel`): the gateway says Hello again, and is told everything anew.
+Gateways use this only as a hint for routing, so a name is sent as its leading bytes. A lost message is noticed as any
+other lost message is (`common.runtime.channel`): the gateway says Hello again, and is told everything anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.engine.block_pool import BlockPool
 
 
 class CacheFeed:
-    """What each gateway has been told."""
+    """Sends the names of one block pool, and their changes, to every connected gateway."""
 
     def __init__(self, pool: BlockPool, send: Callable[[Incarnation, Message], None]) -> None:
         self._pool = pool
@@ -23,16 +23,17 @@ class CacheFeed:
         self._gateways: dict[Incarnation, None] = {}
 
     def begin(self, gateway: Incarnation) -> None:
-        """A session with a gateway is open, maybe again: tell it everything."""
+        """A session with a gateway has opened, perhaps again: send it every name."""
         self._gateways[gateway] = None
         self._tell([gateway], self._pool.named(), (), begins=True)
 
     def end(self, gateway: Incarnation) -> None:
-        """Its session is over; inert for a client that is no gateway."""
+        """The gateway's session is over. Inert for a client that is not a gateway."""
         self._gateways.pop(gateway, None)
 
     def publish(self) -> None:
-        """Tell what has changed since the last time; to be called once in a step, behind its tokens."""
+        """Send every gateway the changes since the last call. Call this once per step, after the step's tokens are
+        sent."""
         changes = self._pool.take_changes()
         if changes and self._gateways:
             stored = [name for name, is_there in changes.items() if is_there]

@@ -1,9 +1,9 @@
-"""Which tokens of which prompts are computed in the next step: chunks of several prompts under one token budget.
+"""Chunked prefill: which tokens of which prompts the next step computes, under one token budget.
 
-The most urgent prompt's chunk comes first: by tier, then by deadline. A deadline is arrival + the tier's target + the
-time that the prompt's own uncached tokens take, so a short prompt comes before a long one that arrived a little
-earlier, and a long one cannot be passed for ever. A lower tier whose oldest prompt has waited too long gets an eighth
-of each step.
+A step computes chunks of several prompts, those of the most urgent prompt first. Prompts are ordered by tier, then by
+deadline. A deadline is arrival + the tier's target + the time that the prompt's own uncached tokens take. So a short
+prompt comes before a long one that arrived a little earlier, but later prompts cannot pass a long one for ever. A lower
+tier whose oldest prompt has waited for more than `ageing_s` gets an eighth of each step's budget.
 
 Pure state: no clock, no I/O.
 """
@@ -21,21 +21,21 @@ from common.engine.fair_queue import AGED_SHARE
 from common.engine.lazy_heap import LazyHeap
 
 Urgency = tuple[int, float, int]
-"""(rank of the tier, deadline, arrival number): the least comes first."""
+"""(rank of the tier, deadline, arrival number). The smallest is computed first."""
 
 
 class Prompt(Protocol):
-    """Tokens that are to be computed into blocks that are there for all of them."""
+    """Tokens to be computed. Blocks for all of them are allocated already."""
 
     num_computed: int
     """Leading tokens whose KV is in the cache."""
 
     def __hash__(self) -> int:
-        """By identity."""
+        """Prompts are hashed, and compared, by identity."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """All of its tokens."""
+        """All tokens of the prompt."""
 
     @property
     def num_uncomputed(self) -> int:
@@ -43,7 +43,7 @@ class Prompt(Protocol):
 
     @property
     def urgency(self) -> Urgency:
-        """Fixed while it is here, and unique."""
+        """Its place in the order: unique, and constant while the prompt is queued."""
 
 
 P = TypeVar("P", bound=Prompt)
@@ -64,9 +64,10 @@ class Chunk(Generic[P]):
 
 
 class ChunkQueue(Generic[P]):
-    """Prompts that have blocks and are not computed to their end. They are told apart by identity.
+    """Prompts that have blocks and uncomputed tokens. They are told apart by identity.
 
-    A step may be scheduled while others run: the chunks of a prompt follow each other, and are done in that order.
+    A step may be scheduled while earlier ones run. The chunks of a prompt are contiguous, and must finish in the order
+    in which they were scheduled.
     """
 
     def __init__(self, *, ageing_s: float) -> None:
@@ -78,9 +79,9 @@ class ChunkQueue(Generic[P]):
         """Prompts of each rank, the oldest first."""
         self._added_at: dict[P, float] = {}
         self._in_flight: dict[P, list[Chunk[P]]] = {}
-        """What the steps that are not done compute of a prompt, in order."""
+        """Prompt → its chunks in unfinished steps, in order."""
         self._owed = [0] * len(Tier)
-        """By rank, of an aged tier: eighths of tokens that its share has not brought it yet."""
+        """By rank: the part of an aged tier's shares that it has not received yet, in eighths of a token."""
         self._num_uncomputed = 0
 
     def __len__(self) -> int:
@@ -90,11 +91,11 @@ class ChunkQueue(Generic[P]):
         return prompt in self._added_at
 
     def __iter__(self) -> Iterator[P]:
-        """The most urgent first."""
+        """Prompts, the most urgent first."""
         return (self._prompts[urgency] for urgency in self._order)
 
     def in_flight(self, prompt: P) -> bool:
-        """Whether a chunk of `prompt` is in a step that is not done."""
+        """Whether an unfinished step computes a chunk of `prompt`."""
         return prompt in self._in_flight
 
     @property
@@ -103,11 +104,11 @@ class ChunkQueue(Generic[P]):
         return self._num_uncomputed
 
     def num_unscheduled(self, prompt: P) -> int:
-        """Its tokens that are neither computed nor in steps in flight."""
+        """Tokens of `prompt` that are neither computed nor in an unfinished step."""
         return len(prompt.token_ids) - self._num_scheduled(prompt)
 
     def add(self, prompt: P, now: float) -> None:
-        """Compute `prompt`, which is not here and has uncomputed tokens; it ages from `now` on."""
+        """Queue `prompt`, which must have uncomputed tokens and must not be queued. It ages from `now` on."""
         assert prompt.num_uncomputed > 0, prompt
         assert prompt.urgency not in self._prompts, prompt
         insort(self._order, prompt.urgency)
@@ -117,7 +118,8 @@ class ChunkQueue(Generic[P]):
         self._num_uncomputed += prompt.num_uncomputed
 
     def remove(self, prompt: P) -> None:
-        """Forget `prompt`, at any moment: what a step in flight computes of it counts no more. Inert when absent."""
+        """Remove `prompt`, even while a step computes it: `step_done` then ignores its chunks. Inert if it is not
+        queued."""
         if self._added_at.pop(prompt, None) is None:
             return
         del self._order[bisect_left(self._order, prompt.urgency)]
@@ -127,14 +129,17 @@ class ChunkQueue(Generic[P]):
         self._num_uncomputed -= prompt.num_uncomputed
 
     def from_rank(self, rank: int) -> Iterator[P]:
-        """Those of the tier of `rank` and of the lower ones, the most urgent first."""
+        """Prompts of the tier of `rank` and of lower tiers, the most urgent first."""
         return (self._prompts[self._order[index]] for index in range(bisect_left(self._order, (rank,)), len(self)))
 
     def schedule(
         self, token_budget: int, chunk_size: int, now: float, only: Callable[[P], bool] | None = None
     ) -> list[Chunk[P]]:
-        """The next step: chunks of at most `chunk_size`, at most `token_budget` tokens in all, by urgency; of the
-        prompts that `only` names, if it is given."""
+        """Schedule the next step: chunks of at most `chunk_size` tokens each and `token_budget` tokens in all, by
+        urgency.
+
+        With `only`, chunks are taken only from prompts for which it returns true, and aged tiers get no share.
+        """
         sizes: dict[P, int] = {}
         if only is None:
             left = self._fill_shares(sizes, token_budget, chunk_size, now)
@@ -150,8 +155,8 @@ class ChunkQueue(Generic[P]):
         return chunks
 
     def step_done(self, chunks: Sequence[Chunk[P]]) -> list[Chunk[P]]:
-        """Account for a finished step; returns its chunks of prompts that have been here since. A prompt whose last
-        chunk is done leaves."""
+        """Record that a step has finished. Removes prompts whose last chunk is done. Returns the step's chunks except
+        those of prompts that were removed since the step was scheduled."""
         live = [chunk for chunk in chunks if chunk in self._in_flight.get(chunk.prompt, ())]
         for chunk in live:
             in_flight = self._in_flight[chunk.prompt]
@@ -167,7 +172,7 @@ class ChunkQueue(Generic[P]):
         return live
 
     def _num_scheduled(self, prompt: P) -> int:
-        """Its leading tokens that are computed, or in steps in flight."""
+        """Leading tokens of `prompt` that are computed or in an unfinished step."""
         in_flight = self._in_flight.get(prompt)
         return in_flight[-1].end if in_flight else prompt.num_computed
 
@@ -175,7 +180,7 @@ class ChunkQueue(Generic[P]):
         return takewhile(lambda prompt: prompt.urgency[0] == rank, self.from_rank(rank))
 
     def _fill_shares(self, sizes: dict[P, int], token_budget: int, chunk_size: int, now: float) -> int:
-        """Give the aged tiers that stand behind another one their shares of the budget; what is left of it."""
+        """Give each aged tier below the most urgent one its share of the budget. Returns the rest of the budget."""
         left = token_budget
         for rank in range(self._order[0][0] + 1 if self._order else len(Tier), len(Tier)):
             oldest = self._added[rank].first()
@@ -186,12 +191,14 @@ class ChunkQueue(Generic[P]):
             share = min(owed // AGED_SHARE, left)
             unused = self._fill(sizes, self._tier(rank), share, chunk_size)
             left -= share - unused
-            # What is less than a token, or found no room, counts in a later step; what nobody wanted does not.
+            # A fraction of a token, and a share that exceeds the budget, carry over to a later step. An unused share
+            # does not.
             self._owed[rank] = 0 if unused else owed - AGED_SHARE * share
         return left
 
     def _fill(self, sizes: dict[P, int], prompts: Iterable[P], budget: int, most: int) -> int:
-        """Give prompts, in order, tokens of `budget`, to each up to `most`; what is left of it."""
+        """Distribute `budget` tokens to `prompts`, in order, up to `most` tokens per prompt. Returns the rest of the
+        budget."""
         for prompt in prompts:
             if budget == 0:
                 break

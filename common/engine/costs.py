@@ -1,7 +1,8 @@
-"""What it costs to bring a preempted sequence back: computing its KV again, or swapping it out and in.
+"""Costs of bringing a preempted sequence back: computing its KV again, or swapping it out and in.
 
-A step takes a time of its own, and more for each token. What is computed rides in steps that there are anyway, or fills
-them, so that the tokens alone are counted; of a single short prompt this leaves out the one step.
+A step takes a fixed time, and more for each token. Tokens that are computed again ride in steps that run anyway, or
+fill them, so only the time of the tokens is counted. For a single short prompt this leaves out the fixed time of one
+step.
 """
 
 from __future__ import annotations
@@ -9,29 +10,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_OBSERVED_TOKENS = 16
-"""Fewest tokens of a prefill that tell its cost for each: below, the costs of any step outweigh it."""
+"""Fewest tokens of a prefill from which the cost per token is estimated. With fewer, the fixed costs outweigh it."""
 _OBSERVATION_WEIGHT = 0.1
-"""Of an observation of as many tokens as this, or more."""
+"""Weight of an observation of `_FULL_WEIGHT_TOKENS` tokens or more."""
 _FULL_WEIGHT_TOKENS = 256
-"""Shorter steps say more of their fixed costs than of their tokens', and weigh less by the square."""
+"""Shorter steps say more about their fixed costs than about their tokens, so their weight falls with the square of the
+number of tokens."""
 _MAX_RATIO = 4.0
-"""Most that one observation counts as, relative to the estimate, either way: a process that was stopped for a while
-must not make prefill look dear for minutes."""
+"""Greatest ratio of one observation to the estimate, and of the estimate to it. Otherwise a process that was stopped
+for a while would make prefill look expensive for minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """Estimates of one engine, in seconds. The defaults stand for an engine that was not measured."""
+    """Estimates for one engine, in seconds. The defaults stand for an engine that was not measured."""
 
     prefill_s_per_token: float = 1e-3
-    """Beside what the step takes."""
+    """Time per token, in addition to the fixed time of its step."""
     step_s: float = 0.0
-    """What a step takes beside its tokens."""
+    """Fixed time of a step."""
     swap_s_per_block: float = 1e-4
-    """In one direction; infinite when there is no swap space."""
+    """Time per block in one direction; infinite if there is no swap space."""
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step that did little else computed `num_tokens` prompt tokens: move the estimate towards it."""
+        """Move the estimate towards an observation: a step that did little else computed `num_tokens` prompt tokens in
+        `seconds`."""
         if num_tokens < MIN_OBSERVED_TOKENS:
             return
         old = self.prefill_s_per_token

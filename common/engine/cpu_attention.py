@@ -1,8 +1,8 @@
-"""Attention on a CPU without kernels in C: decode tokens in a few batched calls, prompt chunks in tiles of queries.
+"""Attention on a CPU without the kernels in C: decode tokens in a few batched calls, prompt chunks in tiles of queries.
 
-What makes it fast is the gather. A run of one KV head's slots in one block is contiguous, so the cache is seen as rows
-of `block_size * D` elements, and one `index_select` into a reused buffer lines the rows of a sequence up as
-`[2, K, S, D]`, which is what scaled dot product attention wants: nothing is copied twice, nothing is allocated.
+The gather makes it fast. The slots of one KV head in one block are contiguous, so the cache can be viewed as rows of
+`block_size * D` elements. One `index_select` copies the rows of a sequence into a reused buffer as `[2, K, S, D]`, the
+layout that scaled dot product attention needs. Nothing is copied twice, and nothing is allocated.
 
 Shapes: as in `attention`; N sequences, U blocks of the longest one.
 """
@@ -19,16 +19,17 @@ from common.engine.backend import TorchBackend
 from common.engine.ragged import RaggedBatch
 
 GATHER_BYTES = 4 * 2**20
-"""KV gathered for one call, at most: what fits into a core's share of the last cache is still there when it is used."""
+"""Most bytes of KV gathered for one call. This much fits into a core's share of the last cache, so it is still there
+when it is used."""
 _MAX_PADDING = 1.5
-"""Most that a sequence is padded to, relative to its own length, to share a call with longer ones."""
+"""Greatest ratio of a sequence's padded length to its own length. Padding lets it share a call with longer ones."""
 _QUERY_TILE = 128
-"""Queries of a prompt chunk per call: bounds the mask, and lets early queries skip the keys of later ones."""
+"""Queries of a prompt chunk per call. A tile bounds the size of the mask, and lets early queries skip later keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Geometry:
-    """How one layer of the cache lies in memory, in rows of `block_size * D` elements."""
+    """Memory layout of one layer of the cache, in rows of `block_size * D` elements."""
 
     num_kv_heads: int
     block_size: int
@@ -54,11 +55,11 @@ class _Geometry:
 
     @property
     def block_elements(self) -> int:
-        """Elements of one layer's keys and values of a block."""
+        """Elements of one layer's keys and values in one block."""
         return 2 * self.num_kv_heads * self.block_size * self.head_dim
 
     def row_index(self, tables_NU: torch.Tensor) -> torch.Tensor:
-        """Rows of the blocks of `tables_NU`, in the order `[2, N, K, U]`, flat."""
+        """Row numbers of the blocks in `tables_NU`, flat, in the order `[2, N, K, U]`."""
         heads_K1 = torch.arange(self.num_kv_heads)[:, None] * self.rows_per_head
         kinds = torch.arange(2).view(2, 1, 1, 1)  # keys, values
         return (tables_NU[:, None] * self.rows_per_block + heads_K1 + kinds).flatten()
@@ -69,34 +70,35 @@ class _DecodeGroup:
     """Sequences of similar length that decode one token each, padded to the longest."""
 
     tokens_N: torch.Tensor | None
-    """Their rows in the batch; None when they are the whole batch, in order."""
+    """Rows of the tokens in the batch; None if the group is the whole batch, in order."""
     row_index: torch.Tensor
     visible_N11S: torch.Tensor
-    """Which of the gathered slots each token sees."""
+    """Which of the gathered slots each token sees, bool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """Tokens `[begin, end)` of the batch, which are positions `[start, start + end - begin)` of a sequence."""
+    """Tokens `[begin, end)` of the batch, at positions `[start, start + end - begin)` of one sequence."""
 
     begin: int
     end: int
     start: int
     first_key: int
-    """Position of the first slot that is gathered: blocks before any token's window are left out."""
+    """Position of the first gathered slot. Blocks before the first token's window are left out."""
     row_index: torch.Tensor
 
 
 class CpuAttention(TorchBackend):
-    """Attention over the paged cache in the host's memory. Keeps a buffer, hence for one thread."""
+    """Attention over the paged cache in host memory. Not thread-safe: it reuses a buffer."""
 
     def __init__(self, gather_bytes: int = GATHER_BYTES) -> None:
-        """Decode tokens share a call up to `gather_bytes` of keys and values; one sequence may need more."""
+        """Decode tokens share a call while their keys and values take at most `gather_bytes`. A single sequence may
+        exceed that."""
         self._gather_bytes = gather_bytes
         self._buffer = torch.empty(0)
         self._batch: RaggedBatch | None = None
         self._plans: dict[int | None, tuple[list[_DecodeGroup], list[_Chunk]]] = {}
-        """Of `_batch`, for each window that layers use."""
+        """Window → plan of `_batch` for the layers with this window."""
 
     def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
         """See `TorchBackend.write`."""
@@ -132,7 +134,7 @@ class CpuAttention(TorchBackend):
         scale: float,
         out_TKGD: torch.Tensor,
     ) -> None:
-        """One call for all sequences of a group, in which the G query heads of a KV head are its queries."""
+        """Compute all tokens of a group in one call. The G query heads of a KV head are its queries."""
         q_NKGD = q_TKGD if group.tokens_N is None else q_TKGD[group.tokens_N]
         k_NKSD, v_NKSD = self._gather(kv_layer, geometry, group.row_index, q_NKGD.shape[0])
         out_NKGD = scaled_dot_product_attention(q_NKGD, k_NKSD, v_NKSD, attn_mask=group.visible_N11S, scale=scale)
@@ -151,7 +153,7 @@ class CpuAttention(TorchBackend):
         scale: float,
         out_TKGD: torch.Tensor,
     ) -> None:
-        """One call for each tile of a chunk's queries, over the keys that some query of the tile sees."""
+        """Compute each tile of a chunk's queries in one call, over the keys that some query of the tile sees."""
         k_1KSD, v_1KSD = self._gather(kv_layer, geometry, chunk.row_index, 1)
         for begin in range(chunk.begin, chunk.end, _QUERY_TILE):
             end = min(begin + _QUERY_TILE, chunk.end)
@@ -173,7 +175,7 @@ class CpuAttention(TorchBackend):
     def _gather(
         self, kv_layer: torch.Tensor, geometry: _Geometry, row_index: torch.Tensor, num_sequences: int
     ) -> torch.Tensor:
-        """Keys and values `[2, N, K, S, D]` of the rows, in the buffer."""
+        """Gather the rows into the buffer. Returns keys and values `[2, N, K, S, D]`, a view of the buffer."""
         row_size = geometry.block_size * geometry.head_dim
         size = row_index.numel() * row_size
         if self._buffer.numel() < size or self._buffer.dtype != kv_layer.dtype:
@@ -185,7 +187,8 @@ class CpuAttention(TorchBackend):
 
 
 def _decode_groups(batch: RaggedBatch, geometry: _Geometry, window: int | None, max_blocks: int) -> list[_DecodeGroup]:
-    """Single-token slices in groups of similar length, each of `max_blocks` padded blocks or a single slice."""
+    """Group single-token slices by length. A group has at most `max_blocks` blocks including padding, or is a single
+    slice."""
     block_size = batch.block_size
     spans = []  # (blocks to gather, first of them, slice), shortest first
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
@@ -211,8 +214,8 @@ def _decode_group(
     rows = torch.tensor([row for _, _, row in spans])
     first_N1 = torch.tensor([[first] for _, first, _ in spans])
     last_N1 = torch.tensor([[first + count - 1] for count, first, _ in spans])
-    # Padding repeats the sequence's own last block: what is masked is still multiplied, and NaN times 0 is NaN, so
-    # that another sequence's block would let its NaN in.
+    # Padding repeats the sequence's own last block. A masked value is still multiplied, and NaN times 0 is NaN, so a
+    # NaN in another sequence's block would spread.
     columns_NU = torch.minimum(first_N1 + torch.arange(num_blocks), last_N1)
     tables_NU = batch.block_tables_BM[rows[:, None], columns_NU]
     keys_NS = first_N1 * batch.block_size + torch.arange(num_blocks * batch.block_size)
@@ -228,7 +231,7 @@ def _decode_group(
 
 
 def _chunks(batch: RaggedBatch, geometry: _Geometry, window: int | None) -> list[_Chunk]:
-    """Slices of several tokens."""
+    """The slices with several tokens, as chunks."""
     chunks, end = [], 0
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         begin, end = end, end + query_len

@@ -1,6 +1,6 @@
-"""From logits to random tokens, in torch. Shapes: P rows (one for each sample), V vocabulary.
+"""Draws random tokens from logits, in torch. Shapes: P rows (one for each sample), V vocabulary.
 
-Every step is a batched operation on the rows whose parameters ask for it, and on no others.
+Every filter is one batched operation on the rows whose parameters ask for it, and on no others.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from common.engine.batch import Sample
 from common.engine.philox import uniforms
 
 _TOP_P_CANDIDATES = 256
-"""Most likely tokens among which the end of top-p is looked for before all are sorted."""
+"""Number of the most likely tokens in which the cutoff of top-p is searched, before whole rows are sorted."""
 _MIN_TEMPERATURE = 1e-30
-"""Below this a temperature would leave float32; what is not the most likely token is hopeless long before."""
+"""Least temperature that is used. A smaller one would leave the range of float32. Far above this value, tokens other
+than the most likely one already have no chance."""
 _HIDDEN = float("-inf")
 
 
 def draw(logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """A token for each row, whose largest logit is `best_P`, by its sample's parameters and random number.
+    """Draw a token for each row by its sample's parameters and random number, `[P]` int64.
 
-    In order: temperature, top-k, top-p, min-p, and the inverse of the cumulative distribution.
+    `best_P` is the largest logit of each row. The order is: temperature, top-k, top-p, min-p, and the inverse of the
+    cumulative distribution. A row with NaN gets an arbitrary token.
     """
     device = logits_PV.device
     x_PV = _scaled(logits_PV, best_P, samples)
@@ -39,18 +41,18 @@ def draw(logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample
             x_PV[index] = hide(x_PV[index], [samples[row] for row in rows])
     cumulative_PV = x_PV.exp_().cumsum(dim=-1, dtype=torch.float64)
     random_P = random_numbers(samples)
-    # The first token at which the distribution reaches a number in (0, total): never one of probability 0.
+    # The first token at which the cumulative weight reaches a number in (0, total). Its own weight is above 0.
     wanted_P1 = torch.from_numpy(random_P).to(device)[:, None] * cumulative_PV[:, -1:]
-    return torch.searchsorted(cumulative_PV, wanted_P1)[:, 0].clamp_(max=x_PV.shape[1] - 1)  # of a row with NaN, any
+    return torch.searchsorted(cumulative_PV, wanted_P1)[:, 0].clamp_(max=x_PV.shape[1] - 1)  # NaN in a row: any token
 
 
 def temperatures(samples: Sequence[Sample]) -> list[float]:
-    """Of each, as far as float32 goes."""
+    """The temperature of each sample, at least `_MIN_TEMPERATURE`."""
     return [max(each.params.temperature, _MIN_TEMPERATURE) for each in samples]
 
 
 def random_numbers(samples: Sequence[Sample]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """In (0, 1), by seed, choice and position."""
+    """One random number in (0, 1) for each sample, `[P]` float64. It depends only on (seed, choice, position)."""
     return uniforms(
         [each.params.seed for each in samples],
         [each.choice for each in samples],
@@ -59,20 +61,20 @@ def random_numbers(samples: Sequence[Sample]) -> np.ndarray[Any, np.dtype[np.flo
 
 
 def _scaled(x_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """Logits over temperature; the most likely token is at 0, however small the temperature."""
+    """(logit - largest logit) / temperature. The most likely token is at 0, however small the temperature."""
     temperature_P = torch.tensor(temperatures(samples)).to(x_PV.device)
     return (x_PV - best_P[:, None]).div_(temperature_P[:, None])
 
 
 def _hide_below_top_k(x_PV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """Keep the k largest of each row, and what equals the last of them."""
+    """Keep the k largest values of each row, and values equal to the k-th."""
     ranks_P1 = torch.tensor([[each.params.top_k - 1] for each in samples], device=x_PV.device)
     largest = x_PV.topk(int(ranks_P1.max()) + 1, dim=-1).values
     return x_PV.masked_fill_(x_PV < largest.gather(1, ranks_P1), _HIDDEN)
 
 
 def _hide_beyond_top_p(x_PV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """Keep the fewest largest of each row whose probabilities reach p, and what equals the last of them."""
+    """Keep the fewest largest values of each row whose probabilities reach p, and values equal to the last of them."""
     top_p_P1 = torch.tensor([[each.params.top_p] for each in samples], device=x_PV.device)
     total_P1 = x_PV.logsumexp(dim=-1, keepdim=True)
     largest = x_PV.topk(min(_TOP_P_CANDIDATES, x_PV.shape[1]), dim=-1).values
@@ -87,7 +89,11 @@ def _hide_beyond_top_p(x_PV: torch.Tensor, samples: Sequence[Sample]) -> torch.T
 def _top_p_cutoff(
     largest: torch.Tensor, total_P1: torch.Tensor, top_p_P1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the largest of each row, best first, the one whose probability lets their sum reach p; whether it does."""
+    """The cutoff of top-p, `[P, 1]`, and whether it was found, `[P]` bool.
+
+    `largest` holds the largest values of each row, in descending order. The cutoff is the value whose probability lets
+    the sum of probabilities reach p. It is found if the sum over all of `largest` reaches p.
+    """
     probabilities = (largest - total_P1).exp()
     mass = probabilities.cumsum(dim=-1)
     last_P1 = ((mass - probabilities < top_p_P1).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # p may round to 0
@@ -95,6 +101,6 @@ def _top_p_cutoff(
 
 
 def _hide_below_min_p(x_PV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """Keep what is at least p times as likely as the most likely token, which is at 0."""
+    """Keep tokens that are at least p times as likely as the most likely token, which is at 0."""
     floor_P1 = torch.tensor([[each.params.min_p] for each in samples], dtype=x_PV.dtype, device=x_PV.device).log()
     return x_PV.masked_fill_(x_PV < floor_P1, _HIDDEN)

@@ -1,4 +1,4 @@
-"""The engine's thread: one model runner, driven from the event loop, which never waits for a step."""
+"""The engine: one model runner on its own thread, driven from the event loop, which never waits for a step."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A step whose turn on the engine's thread has come; times are of `time.perf_counter`."""
+    """A step that has begun on the engine's thread. Times are from `time.perf_counter`."""
 
     begin: float
     end: float
-    """When the engine's thread had done its part, which without a GPU is all of it."""
+    """When the engine's thread had done its part of the step. Without a GPU that is the whole step."""
     submitted: Submitted
 
 
 def device_of(settings: WorkerSettings) -> DeviceType:
-    """The device of a worker; where none is chosen, a GPU if there is one."""
+    """The device that a worker uses. "auto" means a GPU if there is one, otherwise the CPU."""
     if settings.device != "auto":
         return settings.device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,17 +57,18 @@ class Engine:
     ) -> None:
         self._executor = executor
         self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="waiter")
-        """Waits for a GPU while the engine's thread hands it the next step; has no thread without one."""
+        """Waits for a GPU while the engine's thread submits the next step. Without a GPU this starts no thread."""
         self.runner = runner
         self.fingerprint = fingerprint
         self.costs = Costs() if costs is None else costs
-        """As measured after loading; whoever learns better may refine them."""
+        """Costs measured after loading. Callers that measure better may refine them."""
         self.num_steps = 0
-        """Steps finished; stands still when the engine is wedged."""
+        """Steps finished. Stops growing if the engine hangs."""
         self.last_step_s = 0.0
-        """What the last finished step took, from its turn on the engine's thread."""
+        """Duration of the last finished step. It counts from the step's begin on the engine's thread, or from the end
+        of the step before, whichever is later."""
         self.busy_s = 0.0
-        """What all steps have taken."""
+        """Durations of all finished steps, summed."""
         self._last_end = 0.0
 
     @classmethod
@@ -83,10 +84,9 @@ class Engine:
     ) -> Engine:
         """Load the model and measure its costs on the engine's thread; `progress(done, total)` is called there.
 
-        `settings` are those on a device, see `device_of`.
-        Costs are measured by steps of up to `step_tokens` tokens.
-        `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs` decode
-        tokens become CUDA graphs. Raises `OperatorError`.
+        `settings.device` must not be "auto" (see `device_of`). Costs are measured by steps of up to `step_tokens`
+        tokens. `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs`
+        decode tokens become CUDA graphs; 0 makes none. Raises `OperatorError`.
         """
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         return await asyncio.get_running_loop().run_in_executor(
@@ -110,14 +110,14 @@ class Engine:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
         if device == "cuda":
             log.warning("the kernels have not been tested on a GPU")
-            # Sums of many products stay float32, whatever the product's rows are cut into.
+            # Keep sums of many products in float32, however the rows of a product are cut into parts.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         num_threads = settings.num_threads or os.cpu_count() or 1
         if device == "cpu":
             torch.set_num_threads(num_threads)
         try:
             with unchanged(folder):
-                # Every byte is hashed beside loading, which brings it into memory.
+                # Hash every byte of the files while they are loaded: loading brings them into memory.
                 hashing = DaemonThreads(1, "hash-weights").submit(lambda: weights_hash(folder, num_threads))
                 runner = cls._load_runner(settings, folder, device, progress, swap_bytes, graph_seqs)
                 fingerprint = Fingerprint(
@@ -170,11 +170,12 @@ class Engine:
         swap_outs: Sequence[tuple[int, int]] = (),
         swap_ins: Sequence[tuple[int, int]] = (),
     ) -> asyncio.Future[Started]:
-        """One step, in this order: copy, swap out, swap in, compute `slices`, of which there may be none.
+        """Submit one step: copy, swap out, swap in, and compute `slices` (possibly none), in this order.
 
         Pairs are (from, to): blocks for `copies`, (block, host slot) for `swap_outs`, (host slot, block) for
-        `swap_ins`. What is swapped out may thus be swapped in at once, and a block that was swapped out may be the
-        target of a swap in. The step begins after those that were submitted before, and `outcomes` waits for it.
+        `swap_ins`. So one step can swap KV out and in again, and can swap into a block that it swaps out. Steps run in
+        the order of their submission. The future is done when the engine's thread has done its part; `outcomes` waits
+        for the end of the step.
         """
 
         def work() -> Started:
@@ -189,7 +190,7 @@ class Engine:
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     async def outcomes(self, step: asyncio.Future[Started]) -> list[tuple[Sampled, ...]]:
-        """What has come of a step; see `Submitted.outcomes`."""
+        """Wait for the end of a step and return its outcomes; see `Submitted.outcomes`. Counts the step as finished."""
         started = await step
         end = started.end
         if started.submitted.done:
@@ -197,7 +198,7 @@ class Engine:
         else:
             outcomes = await asyncio.get_running_loop().run_in_executor(self._waiter, started.submitted.outcomes)
             end = time.perf_counter()
-        # A step that was handed to a GPU while another one ran began when that ended.
+        # A step that was submitted while another one ran on the GPU began when that one ended.
         self.last_step_s = end - max(started.begin, self._last_end)
         self.busy_s += self.last_step_s
         self._last_end = end
@@ -206,7 +207,7 @@ class Engine:
 
     @staticmethod
     def scores(step: asyncio.Future[Started]) -> list[Scored]:
-        """How likely the scored tokens of each slice of a step were, whose `outcomes` are known."""
+        """Scores of the scored tokens of each slice of a step. `outcomes` of the step must have returned."""
         return step.result().submitted.scores()
 
     async def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
@@ -214,7 +215,8 @@ class Engine:
         return await self.outcomes(self.submit(slices))
 
     def call(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Run `work` on the engine's thread, after what was submitted before and before what is submitted next."""
+        """Run `work` on the engine's thread, after everything submitted before and before everything submitted
+        later."""
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:

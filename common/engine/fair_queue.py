@@ -1,14 +1,16 @@
-"""Whose turn it is: requests that wait, ordered by tier, then by what their tenant has received, then by deadline.
+"""Order of waiting requests: by tier, then by the service that their tenant has received, then by deadline.
 
 Tenants of a tier share a worker by virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024, algorithms 2 and 4): each tenant's counter says how much service it has received, the least one is
-served next, and a tenant that comes back after an absence starts no lower than those who were here, so that nobody
-saves up. Between two tenants that always have work waiting, the difference of service is bounded by
-2·max(w_p·L_in, w_q·M): weights of a prompt and an output token, longest prompt, tokens that fit into memory.
+Models", OSDI 2024, algorithms 2 and 4). Each tenant has a counter of the service that it has received, and the tenant
+with the least counter is served next. A tenant that comes back after an absence starts no lower than the tenants that
+were present, so nobody saves up service. Between two tenants that always have work waiting, the difference of service
+is bounded by 2·max(w_p·L_in, w_q·M), where w_p and w_q are the weights of a prompt token and an output token, L_in is
+the longest prompt, and M is the number of tokens that fit into memory.
 
-Tiers are strict, but for ageing: a lower tier whose oldest request has waited too long has one turn in eight.
+Tiers are strict, except for ageing: a lower tier whose oldest request has waited for more than `ageing_s` gets one turn
+in eight.
 
-Pure state: no clock, no I/O. Whatever is asked costs as much as what it touches, never as much as what waits.
+Pure state: no clock, no I/O. An operation costs as much as the items that it touches, never as much as all that wait.
 """
 
 from __future__ import annotations
@@ -25,45 +27,47 @@ from common.engine.lazy_heap import LazyHeap
 T = TypeVar("T", bound=Hashable)
 
 AGED_SHARE = 8
-"""An aged lower tier has one turn in so many."""
+"""An aged lower tier gets one turn in this many."""
 _MIN_SWEEP = 1024
-"""Tenants that are remembered at least, before those who are away are looked through."""
+"""Least number of remembered tenants at which absent ones are searched for those that can be forgotten."""
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """What a tenant has received: at step `s` its counter is `level + rate * s`."""
+    """The service that a tenant has received: its counter at step `s` is `level + rate * s`."""
 
     level: float
     rate: float = 0.0
-    """Service of each step."""
+    """Service per step."""
     order: int = 0
-    """When it began to wait: who began earlier comes first among equals."""
+    """Number of the tenant's last begin of waiting. Among equal counters, the lower number comes first."""
     waits: bool = False
 
     @property
     def active(self) -> bool:
-        """Whether it has something waiting, or is being served at this moment."""
+        """Whether the tenant has something waiting, or is being served now."""
         return self.waits or self.rate > 0
 
 
 class _Ranking:
     """Accounts by counter, the least first.
 
-    Counters of one rate keep their order while steps pass. So there is a heap for each rate, by level, and the least
-    of all is the least of their tops; n sequences in service make at most about sqrt(2n) different rates. Charges only
-    raise a level: an entry may be too low, and is put right when it comes to the top.
+    Counters with one rate keep their order while steps pass. So there is one heap for each rate, ordered by level, and
+    the least account of all is the least of the heaps' tops. n sequences in service make at most about sqrt(2n)
+    different rates. A charge only raises a level, so an entry's level may be too low; it is corrected when it reaches
+    the top.
 
-    An account gets its entry when somebody asks who is the least: until then it may change, or go, any number of times.
+    An account gets its entry only when `least` is called. Before that it may change, or be removed, any number of
+    times.
     """
 
     def __init__(self) -> None:
         self._heaps: dict[float, list[tuple[float, int, int, str]]] = {}
         """Rate → (level, order, entry number, tenant)."""
         self._members: dict[str, tuple[_Account, int]] = {}
-        """Account, and the number of its only valid entry."""
+        """Tenant → its account, and the number of its only valid entry."""
         self._unranked: dict[str, None] = {}
-        """Those who have no valid entry yet."""
+        """Tenants that have no valid entry yet."""
         self._num_entries = 0
         self._last_number = 0
 
@@ -74,22 +78,22 @@ class _Ranking:
         return tenant in self._members
 
     def put(self, tenant: str, account: _Account) -> None:
-        """Enter `tenant` with its present rate, be it new or here with another rate."""
+        """Add `tenant` with its present rate. If it is here already, this replaces its entry."""
         self._last_number += 1
         self._members[tenant] = account, self._last_number
         self._unranked[tenant] = None
 
     def discard(self, tenant: str) -> None:
-        """Forget `tenant`; inert when it is not here."""
+        """Remove `tenant`; inert if it is not here."""
         self._members.pop(tenant, None)
         self._unranked.pop(tenant, None)
         self._compact()
 
     def least(self, step: int, num: int = 1) -> list[str]:
-        """The `num` tenants with the least counters, or as many as there are, in order."""
+        """The `num` tenants with the least counters at `step`, in ascending order; fewer if there are fewer."""
         self._rank_all()
         tops = [top for rate in list(self._heaps) if (top := self._top(rate, step)) is not None]
-        if num == 1:  # by far the most frequent question: nothing has to be taken out to answer it
+        if num == 1:  # by far the most frequent question: no entry has to be taken out to answer it
             return [self._heaps[min(tops)[2]][0][3]] if tops else []
         heapq.heapify(tops)
         taken: list[tuple[float, tuple[float, int, int, str]]] = []
@@ -105,7 +109,7 @@ class _Ranking:
         return [entry[3] for _, entry in taken]
 
     def _rank_all(self) -> None:
-        """Give everyone an entry."""
+        """Give an entry to every tenant that has none."""
         if not self._unranked:
             return
         for tenant in self._unranked:
@@ -119,7 +123,7 @@ class _Ranking:
         self._num_entries += 1
 
     def _top(self, rate: float, step: int) -> tuple[float, int, float] | None:
-        """(counter, order, rate) of the least one of its rate; a heap without any is dropped."""
+        """(counter, order, rate) of the least account with this rate. Without one, drops the heap and returns None."""
         heap = self._heaps[rate]
         while heap:
             level, order, number, tenant = heap[0]
@@ -135,7 +139,7 @@ class _Ranking:
         return None
 
     def _compact(self) -> None:
-        """Leave one entry for each account, once there are twice as many."""
+        """Rebuild the heaps with one entry per account, if there are more than twice as many entries (plus 16)."""
         if self._num_entries <= 2 * len(self._members) + 16:
             return
         self._heaps.clear()
@@ -145,7 +149,7 @@ class _Ranking:
             self._push(account.rate, (account.level, account.order, number, tenant))
 
     def check_invariants(self) -> None:
-        """Assert that every account that is ranked has one valid entry, in the heap of its rate, and not too high."""
+        """Assert that every ranked account has one valid entry, in the heap of its rate, and at most at its level."""
         entries = [(rate, entry) for rate, heap in self._heaps.items() for entry in heap]
         assert len(entries) == self._num_entries <= 2 * len(self._members) + 16, "entries pile up"
         valid = {
@@ -162,7 +166,7 @@ class _Ranking:
 
 
 class VirtualTokenCounters:
-    """How much service each tenant of one tier has received, and who is to be served next."""
+    """The service that each tenant of one tier has received, and which tenants are served next."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -170,22 +174,22 @@ class VirtualTokenCounters:
         self._active = _Ranking()
         self._step = 0
         self._last_departed = 0.0
-        """Counter of the tenant that was the last to become inactive, when it did."""
+        """Counter of the tenant that became inactive last, at that time."""
         self._num_begun = 0
         self._sweep_at = _MIN_SWEEP
 
     def __getitem__(self, tenant: str) -> float:
-        """The counter of `tenant`; that of a newcomer, if nothing is known of it."""
+        """The counter of `tenant`. For an unknown tenant, this is the counter at which it would start."""
         account = self._accounts.get(tenant)
         return self._floor() if account is None else self._counter(account)
 
     def charge(self, tenant: str, num_tokens: float) -> None:
-        """`tenant` has received service."""
+        """Record that `tenant` has received `num_tokens` of service."""
         assert num_tokens >= 0, num_tokens
         self._account(tenant).level += num_tokens
 
     def flow(self, tenant: str, change_of_tokens_per_step: float, step: int) -> None:
-        """From `step` on, `tenant` receives so much more (or less) with every step."""
+        """From `step` on, change the service that `tenant` receives per step by `change_of_tokens_per_step`."""
         self.advance(step)
         account = self._account(tenant)
         was_active = account.active
@@ -200,12 +204,13 @@ class VirtualTokenCounters:
             self._depart(tenant, account)
 
     def advance(self, step: int) -> None:
-        """`step` is the present one."""
+        """Set the present step. It must not lie before the last one."""
         assert step >= self._step, (step, self._step)
         self._step = step
 
     def begin_waiting(self, tenant: str) -> None:
-        """`tenant` has something waiting; if it was away, it is lifted to the least of those who were not."""
+        """Record that `tenant` has something waiting. If it was away, its counter is raised to at least the least
+        counter of the active tenants."""
         account = self._account(tenant)
         assert not account.waits, tenant
         if not account.active:
@@ -216,7 +221,7 @@ class VirtualTokenCounters:
         self._waiting.put(tenant, account)
 
     def end_waiting(self, tenant: str) -> None:
-        """`tenant` has nothing waiting any more."""
+        """Record that `tenant` has nothing waiting any more."""
         account = self._accounts[tenant]
         account.waits = False
         self._waiting.discard(tenant)
@@ -224,19 +229,20 @@ class VirtualTokenCounters:
             self._depart(tenant, account)
 
     def least(self, num: int = 1) -> list[str]:
-        """The `num` tenants to be served next, or as many as have something waiting, in order."""
+        """The `num` tenants to be served next, in order; fewer if fewer have something waiting."""
         return self._waiting.least(self._step, num)
 
     def _counter(self, account: _Account) -> float:
         return account.level + account.rate * self._step
 
     def _floor(self) -> float:
-        """Where a tenant starts that comes (back): no credit for absence."""
+        """The counter at which a new or returning tenant starts, so that absence earns no credit. It is the least
+        counter of the active tenants or, if none is active, that of the tenant that became inactive last."""
         least = self._active.least(self._step)
         return self._counter(self._accounts[least[0]]) if least else self._last_departed
 
     def _depart(self, tenant: str, account: _Account) -> None:
-        """`tenant` is not active any more."""
+        """Record that `tenant` is not active any more."""
         self._active.discard(tenant)
         self._last_departed = self._counter(account)
 
@@ -249,13 +255,13 @@ class VirtualTokenCounters:
         return account
 
     def _sweep(self) -> None:
-        """Forget who is away and would be lifted on return: a newcomer starts at the same counter."""
+        """Forget inactive tenants whose counter is not above the floor: a newcomer starts at the floor too."""
         floor = self._floor()
         self._accounts = {t: a for t, a in self._accounts.items() if a.active or self._counter(a) > floor}
         self._sweep_at = 2 * len(self._accounts) + _MIN_SWEEP
 
     def check_invariants(self) -> None:
-        """Assert that the rankings hold those whom they should."""
+        """Assert that each ranking holds the tenants that it should, and that the number of accounts is bounded."""
         self._waiting.check_invariants()
         self._active.check_invariants()
         assert len(self._accounts) <= self._sweep_at
@@ -265,16 +271,16 @@ class VirtualTokenCounters:
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[T]):
-    """What waits in one tier."""
+    """The waiting items of one tier."""
 
     counters: VirtualTokenCounters = field(default_factory=VirtualTokenCounters)
     queues: dict[str, LazyHeap[T]] = field(default_factory=dict)
-    """Tenant → what it has waiting, by deadline."""
+    """Tenant → its waiting items, by deadline."""
     arrivals: LazyHeap[T] = field(default_factory=LazyHeap)
-    """The oldest first."""
+    """Waiting items, the oldest first."""
     arrived: dict[T, float] = field(default_factory=dict)
     num_passed: int = 0
-    """Turns of higher tiers since this one had its last, while it was aged."""
+    """Turns of higher tiers since this tier's last turn, counted while this tier was aged."""
 
     def add(self, item: T, tenant: str, deadline: float, now: float) -> None:
         if tenant not in self.queues:
@@ -293,14 +299,14 @@ class _Line(Generic[T]):
             self.counters.end_waiting(tenant)
 
     def first(self, num: int) -> list[T]:
-        """The next `num`, if this were the only tier."""
+        """The next `num` items, as if this were the only tier."""
         items: list[T] = []
         for tenant in self.counters.least(num):
             items += self.queues[tenant].smallest(num - len(items))
         return items
 
     def aged(self, before: float) -> bool:
-        """Whether the oldest has come before that time."""
+        """Whether the oldest item arrived before the time `before`."""
         oldest = self.arrivals.first() if self.arrived else None
         return oldest is not None and self.arrived[oldest] < before
 
@@ -315,7 +321,7 @@ class _Line(Generic[T]):
 
 
 class _Preview(Generic[T]):
-    """What a line would look like after some turns that nobody has taken yet."""
+    """The future of a line, simulated: `take` takes an item from the preview and leaves the line unchanged."""
 
     def __init__(self, line: _Line[T], num: int) -> None:
         self._line = line
@@ -324,21 +330,22 @@ class _Preview(Generic[T]):
         self._taken: set[T] = set()
         self._oldest: float | None = None
         self.num_passed = line.num_passed
-        """Here all turns count: one that is not aged now does not become so before the preview ends."""
+        """Here all turns of higher tiers count: a tier that is not aged now does not become aged before the preview
+        ends."""
 
     @property
     def num_left(self) -> int:
         return len(self._line.arrivals) - len(self._taken)
 
     def aged(self, before: float) -> bool:
-        """Whether the oldest that is left has come before that time."""
+        """Whether the oldest item that is left arrived before the time `before`."""
         if self._oldest is None:
             left = (item for item in self._line.arrivals.smallest(len(self._taken) + 1) if item not in self._taken)
             self._oldest = next((self._line.arrived[item] for item in left), math.inf)
         return self._oldest < before
 
     def take(self) -> T:
-        """The next one's turn."""
+        """Take the next item."""
         if self._items is None:
             self._items = self._line.first(self._num)
         item = self._items[len(self._taken)]
@@ -349,7 +356,7 @@ class _Preview(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Requests that wait, in the order in which they should be served.
+    """Waiting requests, in the order in which they should be served.
 
     Items are told apart by identity (`eq=False`), or are hashable by value and distinct.
     """
@@ -369,33 +376,35 @@ class FairQueue(Generic[T]):
         return iter(self._places)
 
     def num_in(self, tier: Tier) -> int:
-        """How many wait in `tier`."""
+        """Number of items that wait in `tier`."""
         return len(self._lines[tier].arrivals)
 
     def aged(self, tier: Tier, now: float) -> bool:
-        """Whether the oldest in `tier` has waited so long that the tier gets its share whatever waits before it."""
+        """Whether the oldest item in `tier` has waited for more than `ageing_s`, so that the tier gets its share of
+        turns whatever waits in higher tiers."""
         return self._lines[tier].aged(now - self._ageing_s)
 
     def counter(self, tier: Tier, tenant: str) -> float:
-        """The service that `tenant` is taken to have received in `tier`."""
+        """The service that counts as received by `tenant` in `tier`."""
         return self._lines[tier].counters[tenant]
 
     def add(self, item: T, *, tier: Tier, tenant: str, deadline: float, now: float) -> None:
-        """`item`, which is not here, waits from `now` on. A tenant that was away is lifted (see module)."""
+        """Add `item`, which must not be in the queue; it waits from `now` on. The counter of a tenant that was away is
+        raised (see module)."""
         assert item not in self._places, item
         self._places[item] = tier, tenant
         self._lines[tier].add(item, tenant, deadline, now)
 
     def discard(self, item: T) -> None:
-        """Forget `item`, unserved; inert when it is not here."""
+        """Remove `item` unserved; inert if it is not here."""
         place = self._places.pop(item, None)
         if place is not None:
             tier, tenant = place
             self._lines[tier].discard(item, tenant)
 
     def first(self, now: float, num: int = 1) -> list[T]:
-        """The next `num`, or as many as there are, in the order in which they would be taken if nobody were charged
-        meanwhile. Takes none."""
+        """The next `num` items, or all if there are fewer, in the order in which they would be taken if nobody were
+        charged meanwhile. Takes none."""
         if not self._places:
             return []
         lines = [line for line in self._lines.values() if line.arrived]
@@ -414,7 +423,7 @@ class FairQueue(Generic[T]):
         return order
 
     def take(self, item: T, now: float) -> None:
-        """`item`, whether or not it is the first, waits no longer: it is being served."""
+        """Remove `item`, which need not be the first, because it is served now."""
         tier, _ = self._places[item]
         self.discard(item)
         self._lines[tier].num_passed = 0
@@ -422,15 +431,15 @@ class FairQueue(Generic[T]):
             self._lines[lower].num_passed += self.aged(lower, now)
 
     def charge(self, tier: Tier, tenant: str, num_tokens: float) -> None:
-        """`tenant` has received service: 1 for a computed prompt token, 2 for an output token."""
+        """Record that `tenant` has received service: 1 for a computed prompt token, 2 for an output token."""
         self._lines[tier].counters.charge(tenant, num_tokens)
 
     def flow(self, tier: Tier, tenant: str, change_of_tokens_per_step: float, step: int) -> None:
-        """From `step` on, `tenant` receives so much more (or less) with every step."""
+        """From `step` on, change the service that `tenant` receives per step by `change_of_tokens_per_step`."""
         self._lines[tier].counters.flow(tenant, change_of_tokens_per_step, step)
 
     def advance(self, step: int) -> None:
-        """`step` is the present one: what flows has flowed until now."""
+        """Set the present step. Service per step (see `flow`) counts as received until then."""
         for line in self._lines.values():
             line.counters.advance(step)
 

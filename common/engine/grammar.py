@@ -1,11 +1,11 @@
-"""Structured output: the tokens with which a text that must follow a grammar may go on.
+"""Structured output: computes the tokens that may come next in a text that must follow a grammar.
 
-Grammars are `llguidance`'s; the gateway makes them of JSON schemas, regular expressions and the like. How far a choice
-has got is never told to anybody: whoever goes on with it reads the tokens that it has.
+Grammars are those of `llguidance`; the gateway makes them from JSON schemas, regular expressions and the like. The
+state of a choice within its grammar is never sent: a worker that continues the choice reads its tokens again.
 
-What is here takes time, so it belongs to the threads of `masks`. Matchers of one compiled grammar share the states of
-its lexer, behind a lock for which the library waits with the interpreter's own: only one thread at a time may be in
-one grammar.
+The methods here take time, so they run on the threads of `masks`. Matchers of one compiled grammar share the states of
+its lexer, behind a lock. The library holds the interpreter's lock while it waits for that lock. So only one thread at a
+time may work on one grammar.
 """
 
 from __future__ import annotations
@@ -24,49 +24,50 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarState:
-    """How far one sequence has got, and what may follow there."""
+    """The state of one sequence within its grammar, and the tokens that may come next."""
 
     __slots__ = ("allowed", "late", "matcher", "num_read", "shared")
 
     def __init__(self) -> None:
         self.allowed: bytes | None = None
-        """A bit for each token, the first in the lowest bit of the first byte; None until it is known."""
+        """One bit per token, the first token in the lowest bit of the first byte; None until it is known."""
         self.late = True
-        """Whether the last one took long, or there was none yet: no step waits for the next one."""
+        """Whether the last mask took long, or there was none yet. No step waits for the next one then."""
         self.matcher: LLMatcher | None = None
         self.num_read = 0
-        """Leading tokens of the output that the matcher has seen."""
+        """Leading tokens of the output that the matcher has read."""
         self.shared: LLMatcher | None = None
-        """What the matcher is a copy of, with which it shares the states that it has seen; None if it stands alone."""
+        """The matcher that `matcher` is a copy of, and with which it shares lexer states; None if it shares none."""
 
 
 class Unread(Enum):
     """Why there is no mask yet."""
 
     TIME = "time"
-    """There are more tokens to read than there was time for."""
+    """The time was up before all tokens were read."""
     FULL = "full"
-    """What the matcher shares is full, perhaps of others' states: it is to read again, with a matcher of its own."""
+    """The states that the matcher shares have reached a bound, perhaps because of other sequences. The output must be
+    read again with a matcher that shares nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """Nothing can follow, or a bound was reached."""
+    """The text cannot go on: no token may follow, or a bound was reached."""
 
     bound: str
-    """Its name, or "none"."""
+    """Name of the bound, or "none"."""
     why: str
 
 
 class Grammars:
-    """What grammars allow, for one model's tokens."""
+    """Compiles grammars and computes masks, for one model's tokens."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars | None:
-        """For the tokenizer of a checkpoint; None, and a line in the log, where there is none that can be used."""
+        """Load the tokenizer of a checkpoint. Returns None, and logs a warning, if it cannot be used."""
         file = folder / "tokenizer.json"
         ends = sorted(token for token in eos_token_ids if 0 <= token < vocab_size)
         try:
@@ -78,7 +79,8 @@ class Grammars:
             return None
 
     def compile(self, grammar: str) -> LLMatcher:
-        """A matcher that has read nothing, to be copied, and knows what may come first; perhaps it gave up at that."""
+        """A matcher that has read nothing, to be copied. It has computed the first mask, and may have given up at
+        that."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=grammar_limits())
         matcher.compute_bitmask()
         return matcher
@@ -86,9 +88,11 @@ class Grammars:
     def read(
         self, compiled: LLMatcher | None, state: GrammarState, output: Sequence[int], time_is_up: Callable[[], bool]
     ) -> bytes | Unread | GaveUp:
-        """What may follow `output`: where the grammar may end, that is the ends of a sequence too.
+        """Compute the tokens that may follow `output`: a mask as in `GrammarState.allowed`. Where the grammar may end,
+        the mask includes the end-of-sequence tokens.
 
-        `state` is left where the reading stopped. It has a matcher already, or gets a copy of `compiled`.
+        `state` keeps its place if the reading stops early. It must have a matcher already, or it gets a copy of
+        `compiled`.
         """
         if state.matcher is None:
             assert compiled is not None, "it was compiled for those that need it"

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: a step of hundreds of launches is replayed by one.
+"""Decode steps as CUDA graphs: one replay replaces hundreds of launches.
 
-A graph is captured for each batch size of a ladder, over buffers that stay where they are. A batch is copied into them,
-all but its block tables at once, and filled up to the next size with places that are nobody's: no tokens, and written
-nowhere. A token that the step before has chosen is looked up inside the graph.
+A graph is captured for each batch size of a ladder, over buffers whose addresses do not change. A batch is copied into
+these buffers: its block tables in one copy, all other inputs in another. Places up to the graph's size stay empty: they
+have no tokens, and write nothing. A token that the step before has chosen is looked up inside the graph.
 
 Shapes: N sequences of a batch, P places of a graph, M blocks of the longest table, V vocabulary.
 """
@@ -24,17 +24,18 @@ from common.engine.ragged import RaggedBatch, Rows
 Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs to capture)."""
 NOWHERE = -1
-"""The block of a token whose KV is not stored."""
+"""Block number of a token whose KV is not stored."""
 _NOBODY = -1
 _INPUTS = ("token_ids_T", "positions_T", "slot_blocks_T", "slot_offsets_T", "seq_lens_B", "sources", "begun_blocks")
-"""What is copied for each place: arrays of `Rows`, and by which sample of the step before its token was chosen, or
-`_NOBODY`. A step of decode tokens begins no more blocks than it has sequences."""
+"""Inputs that are copied for each place. They are arrays of `Rows`, and `sources`: the sample of the step before that
+chose the place's token, or `_NOBODY`. A step of decode tokens begins no more blocks than it has sequences."""
 _SOURCES, _BEGUN = _INPUTS.index("sources"), _INPUTS.index("begun_blocks")
 _OF_NOBODY = np.array([0, 0, NOWHERE, 0, 0, _NOBODY, 0])
 
 
 def ladder(most: int) -> list[int]:
-    """Batch sizes that have a graph: 1, 2, 4, then multiples of 8, and of a sixteenth of the size from 128 on."""
+    """Batch sizes that have a graph: 1, 2, 4, then multiples of 8, whose steps are a sixteenth of the size from 128 on.
+    The last size is `most`."""
     sizes = [1, 2, 4]
     while sizes[-1] < most:
         sizes.append(sizes[-1] // 8 * 8 + max(8, sizes[-1] // 128 * 8))
@@ -42,12 +43,12 @@ def ladder(most: int) -> list[int]:
 
 
 def _nobodys(num: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Inputs of places that nobody has: no token is written, or attends to anything."""
+    """Inputs of `num` empty places: no token is written, or attends to anything."""
     return np.repeat(_OF_NOBODY[:, None], num, axis=1)
 
 
 class DecodeGraphs:
-    """The graphs of one model, of batches of up to `max_num_seqs` sequences of up to `max_blocks` blocks."""
+    """The graphs of one model, for batches of up to `max_num_seqs` sequences of up to `max_blocks` blocks each."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, backend: Backend, *, max_num_seqs: int, max_blocks: int
@@ -56,23 +57,23 @@ class DecodeGraphs:
         self._sizes = ladder(max_num_seqs)
         self._max_blocks = max_blocks
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        """Places → graph."""
+        """Number of places → graph."""
         self._logits_PV = torch.empty(0)
-        """Where every graph leaves its logits."""
+        """Logits of the last replay. Every graph writes them here."""
 
         self._inputs = torch.empty(len(_INPUTS), max_num_seqs, dtype=torch.int64, device=cache.device)
-        """By rows, in the order of `_INPUTS`."""
+        """One row for each of `_INPUTS`, in their order."""
         self._inputs.copy_(to_device(_nobodys(max_num_seqs), torch.int64, cache.device))
         self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int64, device=cache.device)
         self._chosen = torch.zeros(max_num_seqs, dtype=torch.int64, device=cache.device)
-        """The first tokens that the step before has chosen."""
+        """The first of the tokens that the step before has chosen."""
         self._num_rows = 0
         """Sequences of the last batch."""
         self._query_start = torch.arange(max_num_seqs + 1, device=cache.device)
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
-        """Capture them all, the largest first: the others share its memory."""
+        """Capture every graph, the largest first: the others share its memory."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for index, size in enumerate(reversed(self._sizes)):
@@ -90,10 +91,11 @@ class DecodeGraphs:
                 progress(index + 1, len(self._sizes))
 
     def logits(self, rows: Rows, chosen_N: torch.Tensor) -> torch.Tensor | None:
-        """Compute a batch and store its KV, as `Decoder.forward` does: the logits `[N, V]`, until the next call.
+        """Compute a batch and store its KV, as `Decoder.forward` does. Returns the logits `[N, V]`, valid until the
+        next call.
 
-        `chosen_N` are the tokens that the step before has chosen. None, with nothing done, for a batch that is not of
-        decode tokens alone, each with a sample, or is too large.
+        `chosen_N` are the tokens that the step before has chosen. Returns None, and does nothing, if the batch is too
+        large, or if one of its slices is not a single token with a sample.
         """
         num = len(rows.query_lens)
         fits = num <= self._sizes[-1] and rows.arrays["block_tables_BM"].shape[1] <= self._max_blocks
@@ -110,7 +112,7 @@ class DecodeGraphs:
         return self._token_ids(self._num_rows)
 
     def _token_ids(self, size: int) -> torch.Tensor:
-        """Tokens of the first places; those that the step before has chosen are looked up."""
+        """Tokens of the first `size` places. Tokens that the step before has chosen are looked up in `_chosen`."""
         sources = self._inputs[_SOURCES, :size]
         token_ids = self._inputs[_INPUTS.index("token_ids_T"), :size]
         return torch.where(sources == _NOBODY, token_ids, self._chosen[sources.clamp_min(0)])
@@ -120,7 +122,7 @@ class DecodeGraphs:
         return self._logits_PV
 
     def _fill(self, rows: Rows, chosen_N: torch.Tensor) -> None:
-        """Copy a batch into the first places, empty the others, and zero the blocks that it begins."""
+        """Copy a batch into the first places, empty the others, and zero the blocks that the batch begins."""
         inputs = _nobodys(self._inputs.shape[1])
         for values, name in zip(inputs, _INPUTS, strict=True):
             if name in rows.arrays:
@@ -137,12 +139,12 @@ class DecodeGraphs:
             self._cache.clear(self._inputs[_BEGUN, :num_begun])
 
     def _forward(self, size: int) -> torch.Tensor:
-        """What a graph of this size computes: the logits of its places `[P, V]`."""
+        """Compute the places of a graph of this size. Returns their logits `[P, V]`."""
         return self._decoder.forward(self._places(size), self._cache, self._backend)
 
     def _places(self, size: int) -> RaggedBatch:
-        """The batch of all places of a graph. The host cuts the work by lengths: for it every sequence is as long as
-        any can be."""
+        """The batch of all places of a graph. The host plans the work by sequence lengths, so there every sequence has
+        the greatest possible length."""
         _, positions, slot_blocks, slot_offsets, seq_lens, _, _ = self._inputs[:, :size]
         token_ids = self._token_ids(size)
         return RaggedBatch(

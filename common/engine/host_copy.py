@@ -1,4 +1,4 @@
-"""Between the host and the device, without waiting for the device."""
+"""Copies between the host and the device that do not wait for the device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of `values` (an array, or nested lists), on its way to `device`, for whatever is asked of that next."""
+    """A tensor of `values` (an array, or nested lists) on `device`. Its copy is queued before any work that is queued
+    on the device later."""
     tensor = torch.from_numpy(values).to(dtype) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class HostCopy:
-    """Tensors on their way from a device to the host; or none, and just the end of what was asked of it before."""
+    """Tensors that are being copied from a device to the host. Without tensors, this marks the end of the work queued
+    on the device before."""
 
     def __init__(self, *tensors: torch.Tensor, device: torch.device) -> None:
         self._tensors = tensors
@@ -29,7 +31,7 @@ class HostCopy:
             self._event.record()
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """The copies, once everything that was asked of the device before them is done."""
+        """Wait for the copies, and for everything queued on the device before them. Returns the copies."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

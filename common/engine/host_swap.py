@@ -1,12 +1,12 @@
 """Host memory for the KV of preempted sequences.
 
-A block is contiguous in the cache and here, so each is moved by one plain copy, straight from one to the other. Indexed
-copies of many blocks at once were measured to be no quicker for small blocks and seven times slower for large ones:
-they gather into a buffer first.
+A block is contiguous both in the cache and here, so each is moved by one plain copy. Indexed copies of many blocks at
+once were measured to be no quicker for small blocks and seven times slower for large ones: they gather into a buffer
+first.
 
-A GPU copies on a stream of its own, beside the step that is computed meanwhile. A step waits for the copies before it
-if it writes a block that is read, or uses one that is written; otherwise they are waited for at its end. So nothing is
-being swapped any more when the outcomes of a step are known.
+A GPU copies on a stream of its own, in parallel with the step that it computes. A step waits for the copies before it
+starts if it writes a block that is being read, or uses a block that is being written; otherwise it waits at its end. So
+no swap is under way any more when the outcomes of a step are known.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from common.engine.batch import Slice
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
 
 Copy = tuple[torch.Tensor, torch.Tensor]
-"""(to, from)."""
+"""(destination, source)."""
 
 
 class Lane(Protocol):
-    """Where copies are made."""
+    """How copies are made."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Begin these, after whatever the device has been asked before."""
+        """Start these copies, after everything queued on the device before."""
 
     def join(self) -> None:
-        """Let whatever the device is asked next wait for them."""
+        """Let everything queued on the device later wait for these copies."""
 
 
 class Inline:
-    """In the order of everything else: what a CPU does."""
+    """Copies in the order of all other work. This is how a CPU copies."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """See `Lane.copy`."""
@@ -48,7 +48,7 @@ class Inline:
 
 
 class SideStream:
-    """A stream of a GPU beside the one that computes."""
+    """Copies on a GPU's stream beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -66,17 +66,17 @@ class SideStream:
 
 
 class HostSwap:
-    """`[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]` on the host, uninitialised.
+    """Host memory `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, uninitialised.
 
-    Block `i` of it is *host slot* `i`. Who may use a slot is decided by the caller.
+    Its block `i` is *host slot* `i`. The caller decides who may use a slot.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, lane: Lane | None = None) -> None:
-        """Allocate for a cache on `device`.
+        """Allocate host slots for a cache on `device`.
 
-        On a CPU, memory that no sequence was ever swapped to costs nothing: it is not touched. For CUDA it is pinned,
-        hence resident. Copies are made on `lane`; by default on a stream beside the others where there are streams.
-        Raises `RuntimeError` without memory.
+        On a CPU, slots that were never swapped to cost no memory, because they are not touched. For CUDA the memory is
+        pinned, hence resident. Copies are made on `lane`; the default is a stream of its own on a GPU, and in order on
+        a CPU. Raises `RuntimeError` if there is not enough memory.
         """
         assert num_blocks >= 0, num_blocks
         self.num_blocks = num_blocks
@@ -93,12 +93,14 @@ class HostSwap:
         """Blocks that are being copied from the host."""
 
     def swap_out(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of `cache` to slots: pairs (block, host slot), after whatever the device was asked before."""
+        """Copy blocks of `cache` to slots: pairs (block, host slot). Runs after everything queued on the device
+        before."""
         self._copy(cache.blocks, self._slots, pairs)
         self._read.update(block for block, _ in pairs)
 
     def swap_in(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slots to blocks of `cache`: pairs (host slot, block), after whatever the device was asked before."""
+        """Copy slots to blocks of `cache`: pairs (host slot, block). Runs after everything queued on the device
+        before."""
         self._copy(self._slots, cache.blocks, pairs)
         self._written.update(block for _, block in pairs)
 
@@ -111,7 +113,7 @@ class HostSwap:
             self._lane.copy([(destination[dst], source[src]) for src, dst in pairs])
 
     def clashes_with(self, slices: Sequence[Slice]) -> bool:
-        """Whether a step of `slices` may not run beside what is being swapped."""
+        """Whether a step of `slices` must not run in parallel with the swaps that are under way."""
         if not self._read and not self._written:
             return False
         size = self._block_size
@@ -124,7 +126,7 @@ class HostSwap:
         return False
 
     def join(self) -> None:
-        """Let whatever the device is asked next come after what was swapped."""
+        """Let everything queued on the device later wait for the swaps that are under way."""
         if self._read or self._written:
             self._lane.join()
             self._read.clear()
@@ -132,8 +134,11 @@ class HostSwap:
 
 
 def pin(tensor: torch.Tensor) -> None:
-    """Make memory of the host known to CUDA, which then reads and writes it beside what it computes, until the tensor
-    is gone. What torch itself pins it rounds up to a power of two. Raises `RuntimeError` if that is refused."""
+    """Register host memory with CUDA, which then copies it in parallel with its computations, until the tensor is gone.
+    Raises `RuntimeError` if CUDA refuses.
+
+    Memory that torch itself pins is not used here, because torch rounds its size up to a power of two.
+    """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     storage = tensor.untyped_storage()
     torch.cuda.check_error(cudart.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
@@ -141,5 +146,5 @@ def pin(tensor: torch.Tensor) -> None:
 
 
 def _unpin(cudart: object, storage: torch.UntypedStorage) -> None:
-    """The storage outlives the tensor by this call."""
+    """Unregister the memory. As an argument of this call, the storage outlives the tensor until then."""
     cudart.cudaHostUnregister(storage.data_ptr())  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor, a block contiguous, KV heads outermost."""
+"""The paged KV cache: one tensor in which each block is contiguous, with KV heads outermost within a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from common.contract.kv_layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Torch's names of the contract's element types."""
+"""Name of an element type in the contract → torch's type."""
 
 _PAGE_BYTES = 4096
 
@@ -40,7 +40,7 @@ class KVCache:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """All of it, in the shape of the class; `blocks[i]` is contiguous."""
+        """The whole cache, in the shape that the class states; `blocks[i]` is contiguous."""
         return self._blocks
 
     def layer(self, index: int) -> torch.Tensor:
@@ -50,8 +50,8 @@ class KVCache:
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero `blocks`.
 
-        Done to a block when its first slot is written, this makes every slot that is not yet written zero: nothing
-        that an earlier owner left there, NaN in particular, can reach a sequence through a slot that is masked.
+        This is done to a block when its first slot is written. So every slot that is not yet written is zero, and
+        nothing that an earlier owner left there, NaN in particular, can reach a sequence through a masked slot.
         """
         self._blocks.index_fill_(0, blocks, 0)
 
@@ -60,15 +60,17 @@ class KVCache:
         self._blocks[dst].copy_(self._blocks[src])
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it: others reach the cache by address, in no such order."""
+        """Wait until the device has done everything queued on it. Transports access the cache by address, in no such
+        order."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros; of the host in large pages, where there are any: blocks lie apart, and each would need several small ones.
+    """Zeroed memory. Host memory is in large pages, if there are any: blocks lie apart, and each would need several
+    small pages.
 
-    Raises `RuntimeError` without memory.
+    Raises `RuntimeError` if there is not enough memory.
     """
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""A priority queue from which anything can be taken at any time."""
+"""A priority queue from which any item can be removed at any time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T", bound=Hashable)
 
 
 class LazyHeap(Generic[T]):
-    """Items by key, the smallest first, those of equal keys in the order of their arrival.
+    """Items by key, the smallest first; items with equal keys in the order in which they were added.
 
-    Every operation is O(log n), amortised, for each item that it takes or names: what is discarded stays in the heap
-    until it comes to the top, or until there is more of it than of what counts.
+    Every operation takes O(log n) time, amortised, per item that it takes or names. The entry of a discarded item stays
+    in the heap until it reaches the top, or until there are more than twice as many entries as items (plus 16).
     """
 
     __slots__ = ("_entries", "_heap", "_numbers")
@@ -34,14 +34,14 @@ class LazyHeap(Generic[T]):
         return iter(self._entries)
 
     def add(self, item: T, key: Any) -> None:
-        """Put `item`, which is not here, in its place."""
+        """Add `item`, which must not be in the heap."""
         assert item not in self._entries, item
         number = next(self._numbers)
         self._entries[item] = number
         heapq.heappush(self._heap, (key, number, item))
 
     def discard(self, item: T) -> bool:
-        """Take `item` out; whether it was here."""
+        """Remove `item`. Returns whether it was in the heap."""
         if self._entries.pop(item, None) is None:
             return False
         if len(self._heap) > 2 * len(self._entries) + 16:
@@ -54,7 +54,7 @@ class LazyHeap(Generic[T]):
         return self._heap[0][2] if self._clear_top() else None
 
     def smallest(self, num: int) -> list[T]:
-        """The `num` items with the smallest keys, or as many as there are, in order."""
+        """The `num` items with the smallest keys, or all if there are fewer, in order."""
         taken: list[tuple[Any, int, T]] = []
         while len(taken) < num and self._clear_top():
             taken.append(heapq.heappop(self._heap))
@@ -63,7 +63,7 @@ class LazyHeap(Generic[T]):
         return [entry[2] for entry in taken]
 
     def _clear_top(self) -> bool:
-        """Drop what was discarded from the top of the heap; whether anything is left."""
+        """Drop entries of discarded items from the top of the heap. Returns whether an item is left."""
         while self._heap:
             _, number, item = self._heap[0]
             if self._entries.get(item) == number:
@@ -72,7 +72,7 @@ class LazyHeap(Generic[T]):
         return False
 
     def check_invariants(self) -> None:
-        """Assert that every item has its entry, and that what was discarded does not pile up."""
+        """Assert that every item has its entry, and that entries of discarded items do not pile up."""
         entries = {(item, number) for _, number, item in self._heap}
         assert entries >= set(self._entries.items()), "an item has no entry"
         assert len(self._heap) <= 2 * len(self._entries) + 16, "discarded entries pile up"

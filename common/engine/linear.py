@@ -7,8 +7,8 @@
 | CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type: `common.engine.native` |
 | CPU without either | float32, or widened to it | `[in, out]`: three times the speed of `[out, in]` for one token |
 
-The kernels in C take and give float32, and round nothing. In the last case a product of low-precision inputs is summed
-in float32 and rounded once, as hardware would do it.
+The kernels in C take and return float32, and round nothing. In the last row, a product of low-precision inputs is
+summed in float32 and rounded once, as hardware would do it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Linear:
         self._packed: torch.Tensor | None = None
 
     def pack(self) -> None:
-        """Bring the loaded weight, which cannot be read any more, into its final representation."""
+        """Convert the loaded weight to its final representation. The weight cannot be read any more afterwards."""
         if self._kernels is not None:
             self._packed = pack(self.weight)
             self.bias = None if self.bias is None else self.bias.float()
@@ -69,7 +69,7 @@ class Linear:
         del self.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, in]` to `[rows, out]`, in the type of `x`; at least one row."""
+        """Multiply `[rows, in]`, with at least one row, to `[rows, out]`, in the type of `x`."""
         if self._packed is None:
             return linear(x.to(self._stored), self.weight, self.bias).to(x.dtype)
         if self._kernels is not None:

@@ -1,7 +1,7 @@
-"""Log probabilities: of tokens that were chosen, and of a prompt's, which were not.
+"""Log probabilities of chosen tokens, and of a prompt's own tokens.
 
-Of a prompt every row of logits is wanted: they are made, and forgotten, some rows at a time.
-Shapes: W rows that are asked about, V vocabulary.
+Scoring a prompt needs every row of its logits. They are computed, and dropped, some rows at a time. Shapes: W rows
+whose log probabilities are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from common.engine.batch import InvalidLogitsError, Scored, Slice
 from common.engine.host_copy import HostCopy, to_device
 
 LOGITS_BYTES = 64 * 2**20
-"""Of a prompt's logits in float32 that exist at once; what is made of them takes as much again, twice."""
+"""Most bytes of a prompt's logits in float32 that exist at once. Results computed from them take twice that in
+addition."""
 
 
 def log_softmax_of(
     logits_WV: torch.Tensor, tokens_W: torch.Tensor, num_alternatives: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All log probabilities `[W, V]`, those of the tokens, and values and tokens of the most likely ones."""
+    """All log probabilities `[W, V]`, those of `tokens_W`, `[W]`, and values and tokens of the most likely ones."""
     logprobs_WV = logits_WV.log_softmax(dim=-1)
     taken_W = logprobs_WV.gather(1, tokens_W[:, None])[:, 0]
     top = logprobs_WV.topk(min(num_alternatives, logits_WV.shape[1]), dim=-1)
@@ -30,7 +31,7 @@ def log_softmax_of(
 
 
 class Scores:
-    """How likely the scored tokens of a step's slices were, on their way to the host."""
+    """Log probabilities and ranks of the scored tokens of a step's slices, which are being copied to the host."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Scores:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`logits` gives the rows of logits of tokens of the batch, by their places in it."""
+        """`logits` returns the rows of logits of the batch's tokens at the given places."""
         self._slices = slices
         starts = accumulate((len(each.token_ids) for each in slices), initial=0)
         places = chain.from_iterable(
@@ -57,7 +58,7 @@ class Scores:
         self._copy = HostCopy(*(torch.cat(each) for each in zip(*parts, strict=True)), device=device)
 
     def outcomes(self) -> list[Scored]:
-        """One for each slice, of as many tokens as it has asked about; waits for the device."""
+        """One outcome for each slice, with all tokens that the slice scores. Waits for the device."""
         taken_W, ranks_W, values, tokens = self._copy.wait()
         outcomes: list[Scored] = []
         begin = 0

@@ -1,8 +1,10 @@
-"""What may follow in the texts that have a grammar, found out on threads that hold up neither the engine nor the loop.
+"""Computes which tokens may come next in texts that have a grammar, on threads that delay neither the engine nor the
+event loop.
 
-A text asks for its mask when it has got a token, and is in no step before it has it. Grammars take turns, and one
-grammar has one thread at a time; a turn ends after `_TURN_S`, but for the mask that is being made, whose cost the
-library's own bounds limit. No answer depends on that: what takes long is late, and only a bound ends it.
+A text asks for its mask when it has got a token, and takes part in no step before it has the mask. Grammars take turns,
+and one grammar has one thread at a time. A turn ends after `_TURN_S`, but the mask that is being computed is finished;
+the library's own bounds limit its cost. The time that a mask takes changes no answer: a mask that takes long is late,
+and only a bound ends the text.
 """
 
 from __future__ import annotations
@@ -23,28 +25,28 @@ from common.runtime.daemon_threads import DaemonThreads
 _log = logging.getLogger(__name__)
 
 GRACE_S = 0.01
-"""That a step waits at most for masks; not at all for those of texts whose last one was late."""
+"""Most time that a step waits for masks. It does not wait for a text whose last mask was late."""
 _MAX_KEPT = 32
-"""Compiled grammars that are kept for the next request."""
+"""Most compiled grammars that are kept for later requests."""
 _NUM_THREADS = 2
 _TURN_S = 0.002
 
 Tell = Callable[[GaveUp | None], None]
-"""Called when a mask is there, or with the reason why it will never be."""
+"""Called with None when the mask is there, or with the reason why it will never be."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A mask that somebody waits for."""
+    """A mask that a text waits for."""
 
     state: GrammarState
     token_ids: Sequence[int]
-    """Not changed before the mask is there."""
+    """Must not change before the mask is there."""
     prompt_len: int
     asked: float
     tell: Tell
     alone: bool = False
-    """Whether its matcher shares nothing."""
+    """Whether it needs a matcher that shares nothing."""
     dropped: bool = False
     result: bytes | Unread | GaveUp = Unread.TIME
 
@@ -53,30 +55,30 @@ class Masks:
     """The masks of one worker. Every method is called on the event loop's thread."""
 
     def __init__(self, grammars: Grammars | None) -> None:
-        """Without `grammars` nobody asks."""
+        """If `grammars` is None, `ask` must not be called."""
         self._grammars = grammars
         self._threads = DaemonThreads(_NUM_THREADS, "mask")
         self._turns = asyncio.Semaphore(_NUM_THREADS)
         self._compiler = DaemonThreads(1, "grammar")
-        """Of its own, as that takes longer than any mask."""
+        """It has a thread of its own, because compiling a grammar takes longer than any mask."""
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lines: dict[str, deque[_Job]] = {}
-        """Those that wait for masks of each grammar."""
+        """Grammar → jobs that wait for their masks."""
         self._servers: set[asyncio.Task[None]] = set()
-        """One for each line."""
+        """One task for each line."""
         self._jobs: dict[GrammarState, _Job] = {}
         self._expected: dict[GrammarState, None] = {}
-        """Those whose masks a step waits for."""
+        """Texts for whose masks a step waits."""
         self._all_here = asyncio.Event()
         self.num_made = 0
         self.num_late = 0
-        """Those that a step has waited for in vain."""
+        """Masks for which a step has waited in vain."""
         self.given_up: dict[str, int] = {}
-        """Texts that could not go on, by the bound that they reached."""
+        """Bound → texts that could not go on because they reached it."""
 
     def ask(self, grammar: str, state: GrammarState, token_ids: Sequence[int], prompt_len: int, tell: Tell) -> None:
-        """Find out what may follow `token_ids`, whose output begins at `prompt_len`: `state` gets it, then `tell` is
-        called, in a later turn of the loop."""
+        """Compute which tokens may follow `token_ids`, whose output begins at `prompt_len`. `state` gets the mask, then
+        `tell` is called, in a later turn of the loop."""
         assert state not in self._jobs, "it waits for one already"
         state.allowed = None
         job = self._jobs[state] = _Job(state, token_ids, prompt_len, time.perf_counter(), tell)
@@ -91,14 +93,14 @@ class Masks:
         server.add_done_callback(self._servers.discard)
 
     def forget(self, state: GrammarState | None) -> None:
-        """Nobody needs its mask any more; inert when it waits for none."""
+        """Drop the job of `state`, whose mask is not needed any more. Inert if it waits for none."""
         job = None if state is None else self._jobs.pop(state, None)
         if job is not None:
             job.dropped = True
             self._is_here(job.state)
 
     async def settle(self) -> None:
-        """Wait for the masks that can be expected at once, for `GRACE_S` at most; those that are missed are late."""
+        """Wait, for at most `GRACE_S`, for the masks that are expected at once. Masks that are missed count as late."""
         if not self._expected:
             return
         self._all_here.clear()
@@ -112,7 +114,7 @@ class Masks:
             self._expected.clear()
 
     async def _serve(self, grammar: str, line: deque[_Job]) -> None:
-        """Turn after turn, until nobody waits."""
+        """Serve the jobs of one grammar, turn after turn, until none is left."""
         try:
             while line:
                 if line[0].dropped:
@@ -141,7 +143,11 @@ class Masks:
             del self._lines[grammar]
 
     async def _compiled_for(self, grammar: str, job: _Job) -> LLMatcher | None:
-        """What the matchers of a grammar are copies of, if `job` needs it or it is there; or `job` gets one alone."""
+        """The matcher that matchers of a grammar are copied from. It is compiled if `job` needs it; otherwise it may be
+        None.
+
+        If `job` needs a matcher that shares nothing, a new one is compiled for it alone.
+        """
         assert self._grammars is not None, "nobody has refused the request"
         compiled = self._compiled.get(grammar)
         if job.state.matcher is None and (compiled is None or job.alone):
@@ -157,7 +163,8 @@ class Masks:
         return compiled
 
     def _turn(self, compiled: LLMatcher | None, jobs: Sequence[_Job]) -> int:
-        """On a thread: as many of the jobs as there is time for, but at least one."""
+        """On a mask thread: compute masks of `jobs`, in order, until the turn's time is over, but at least one. Returns
+        how many jobs were processed."""
         assert self._grammars is not None
         end = time.perf_counter() + _TURN_S
         for number, job in enumerate(jobs, 1):

@@ -15,7 +15,8 @@ from common.engine.rope import Rope
 from common.engine.weights import Weights
 
 Hidden = tuple[torch.Tensor, torch.Tensor | None]
-"""What the layers make of the tokens, `[T, E]`, and what the last one adds to it."""
+"""The hidden states `[T, E]` before the last residual addition, and the output of the last layer that is still to be
+added to them."""
 
 
 class Decoder:
@@ -31,7 +32,7 @@ class Decoder:
         return self.logits(self.hidden(batch, cache, backend), batch.logit_rows_R, backend)
 
     def hidden(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> Hidden:
-        """Compute the batch's tokens, and store their KV."""
+        """Compute the batch's tokens, and store their KV. Returns the hidden states before the final norm."""
         config, eps = self.config, self.config.rms_norm_eps
         cache.clear(batch.begun_blocks)
         h_TE = backend.embed(batch.token_ids_T, self._weights.embedding)
@@ -49,7 +50,7 @@ class Decoder:
         return h_TE, delta_TE
 
     def logits(self, hidden: Hidden, rows_R: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """The logits `[R, V]` of these of the batch's tokens."""
+        """The logits `[R, V]` of the batch's tokens `rows_R`."""
         h_TE, delta_TE = hidden
         if rows_R.numel() == 0:
             return h_TE.new_empty(0, self.config.vocab_size)

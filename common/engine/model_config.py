@@ -1,6 +1,6 @@
-"""What the engine needs to know of a checkpoint, read from its `config.json` as `transformers` reads it.
+"""What the engine needs to know about a checkpoint, read from its `config.json` as `transformers` reads it.
 
-`transformers` itself takes three seconds to import beside torch, more than everything else of a worker's start.
+`transformers` itself takes three seconds to import in addition to torch, more than the rest of a worker's start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNSTATED: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
-"""What a family means where its file says nothing, if it is not what `_Stated` has."""
+"""Values of a family for keys that its file does not state, where they differ from the defaults of `_Stated`."""
 
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
 _Layers = Annotated[int, Field(ge=1, le=2**16)]
@@ -42,8 +42,8 @@ _Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Stated(BaseModel):
-    """The keys of `config.json` that matter to the engine. Defaults are those of `transformers`; the shape, which every
-    file states, has none."""
+    """The keys of `config.json` that matter to the engine. Defaults are those of `transformers`. Keys of the model's
+    shape have no default, because every file states them."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -94,7 +94,7 @@ class ModelConfig:
     qk_norm: bool
     """RMSNorm over each head of queries and keys, before the rotation."""
     windows: tuple[int | None, ...]
-    """For each layer, how many tokens (itself included) a token attends to; None is all."""
+    """For each layer, to how many tokens (itself included) a token attends; None means all."""
     rope: RopeConfig
     max_sequence_tokens: int
     eos_token_ids: frozenset[int]
@@ -146,7 +146,7 @@ class ModelConfig:
         )
 
     def objection(self, token_ids: Sequence[int]) -> str | None:
-        """Why the model cannot go on from `token_ids`; None if it can."""
+        """Why the model cannot continue `token_ids`; None if it can."""
         if max(token_ids) >= self.vocab_size:
             return f"token {max(token_ids)} is beyond the vocabulary of {self.vocab_size}"
         if len(token_ids) >= self.max_sequence_tokens:
@@ -196,7 +196,7 @@ def _stated(raw: dict[str, Any], architecture: str, folder: Path) -> _Stated:
 
 
 def _heads(stated: _Stated, folder: Path) -> tuple[int, int]:
-    """KV heads, and the dimension of every head."""
+    """Number of KV heads, and the dimension of every head."""
     num_heads, num_kv_heads = stated.num_attention_heads, stated.num_key_value_heads or stated.num_attention_heads
     head_dim = stated.head_dim or stated.hidden_size // num_heads
     if num_heads % num_kv_heads or head_dim % 2 or head_dim == 0:
@@ -208,8 +208,9 @@ def _heads(stated: _Stated, folder: Path) -> tuple[int, int]:
 
 
 def _windows(stated: _Stated, family: str, folder: Path) -> tuple[int | None, ...]:
-    """Mistral slides in every layer; the Qwen families in those that `layer_types` names, or else from layer
-    `max_window_layers` on, if `use_sliding_window` is set; Llama in none."""
+    """The attention window of each layer. Mistral has one in every layer, and Llama in none. The Qwen families have one
+    if `use_sliding_window` is set: in the layers that `layer_types` names or, without it, from layer
+    `max_window_layers` on."""
     num_layers = stated.num_hidden_layers
     if family == "llama":
         return (None,) * num_layers
@@ -228,7 +229,7 @@ def _windows(stated: _Stated, family: str, folder: Path) -> tuple[int | None, ..
 
 
 def _rope(stated: _Stated, folder: Path) -> RopeConfig:
-    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files."""
+    """RoPE parameters, from `rope_parameters` or, in older files, from `rope_theta` and `rope_scaling`."""
     parameters = dict(stated.rope_scaling or stated.rope_parameters or {})
     parameters.setdefault("rope_theta", stated.rope_theta)
     parameters.setdefault("rope_type", parameters.get("type", "default"))
@@ -278,7 +279,8 @@ def _scaling(parameters: dict[str, Any], folder: Path) -> Scaling | None:
 
 
 def _eos_token_ids(config: _Stated, folder: Path) -> frozenset[int]:
-    """As `generate` does: those of `generation_config.json` if it states any, otherwise those of `config.json`."""
+    """End-of-sequence tokens, chosen as `generate` does: those of `generation_config.json` if it states any, otherwise
+    those of `config.json`."""
     path = folder / "generation_config.json"
     stated = _read_json(path).get("eos_token_id") if path.exists() else None
     match config.eos_token_id if stated is None else stated:
@@ -295,7 +297,7 @@ def _eos_token_ids(config: _Stated, folder: Path) -> frozenset[int]:
 
 
 def _dtype(stated: _Stated, folder: Path) -> str | None:
-    """Older files call it `torch_dtype`."""
+    """The element type that the file states, if any. Older files call it `torch_dtype`."""
     stated_name = stated.torch_dtype if stated.dtype is None else stated.dtype
     if stated_name is None:
         return None

@@ -1,7 +1,8 @@
 """Penalties on tokens that have occurred: repetition (prompt and output), then presence and frequency (output).
 
-The host counts every token but the last of each row, which a step that runs ahead does not know: the device has it.
-Shapes: N rows, W of them with penalties, V vocabulary, C cells, one for each (row with penalties, distinct token).
+The host counts every token of a row but the last. A step that runs ahead does not know the last token on the host, so
+the device adds it. Shapes: N rows, W of them with penalties, V vocabulary, C cells, one for each (row with penalties,
+distinct token).
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from common.engine.host_copy import to_device
 from common.engine.token_counts import TokenCounts
 
 LastTokens = Callable[[], torch.Tensor]
-"""The last token of each row, `[N]` on the device."""
+"""Returns the last token of each row, `[N]` on the device."""
 
 
 def penalised(
     logits_NV: torch.Tensor, samples: Sequence[Sample], last_tokens: LastTokens | None = None
 ) -> torch.Tensor:
-    """`logits_NV`, float32, less the penalties of their rows; what is given is left as it was.
+    """`logits_NV`, float32, less the penalties of their rows. The given tensor is not changed.
 
-    Without `last_tokens` the host knows them all. The distinct tokens go to the device, and no others are touched.
+    Without `last_tokens`, the last tokens are read from the samples' `token_ids`. Only the distinct tokens of each row
+    are sent to the device, and only their logits are changed.
     """
     rows = [row for row, each in enumerate(samples) if each.params.penalised]
     if not rows:
@@ -52,7 +54,7 @@ def penalised(
     of_C = of_W.repeat_interleave(num_cells_W, output_size=total)
     nums_C = nums_C + (tokens_C == last_W[of_C]) * in_output_W[of_C]
 
-    # The last tokens first, as if they were new to their rows; cells of those that are not come over them.
+    # First the last tokens, as if they were new to their rows. The cells then overwrite those that are not new.
     penalised_NV = logits_NV.clone()
     for of, tokens, nums in ((of_W, last_W, in_output_W), (of_C, tokens_C, nums_C)):
         index = rows_W[of] * logits_NV.shape[1] + tokens
@@ -66,7 +68,7 @@ def penalised(
 
 
 def _counted(sample: Sample) -> TokenCounts:
-    """All tokens but the last."""
+    """Count all tokens of the sample but the last."""
     counts = sample.counts or TokenCounts(sample.token_ids, sample.prompt_len, sample.params)
     counts.count(sample.position - 1)
     return counts

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a token's number follows from its key and counter, never from what ran before.
+"""Counter-based random numbers: a token's number follows from its key and counter, never from numbers drawn before.
 
 Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
 """
@@ -18,7 +18,7 @@ _SHIFT = np.uint64(32)
 
 
 def philox4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The 128 random bits of each counter: `[4, N]` words of 32 bits from counters `[4, N]` and keys `[2, N]`."""
+    """128 random bits for each counter: `[4, N]` words of 32 bits from counters `[4, N]` and keys `[2, N]`."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

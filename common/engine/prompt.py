@@ -1,4 +1,4 @@
-"""Computing a prompt, whichever worker does it: what the engine is asked for a chunk, and what its answer means."""
+"""Computing a prompt, on any kind of worker: the slice of a chunk, and the messages made from its results."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from common.engine.token_counts import token_counts
 def prompt_slice(
     work: Prefill | Decode, start: int, end: int, block_table: Seq[int], allowed: bytes | None = None
 ) -> Slice:
-    """Tokens `[start, end)` of `work`; with the last one, the first token of each choice is sampled, of those `allowed`
-    if there is a grammar. Tokens that follow these are scored if the request asks for it."""
+    """The slice of tokens `[start, end)` of `work`. If it ends with the last token, it samples the first token of each
+    choice, among those `allowed` if there is a grammar. The tokens that follow those of the slice are scored if the
+    request asks for it."""
     samples: tuple[Sample, ...] = ()
     if end == len(work.token_ids):
         counts = token_counts(work.sampling, work.token_ids, work.prompt_len)
@@ -42,7 +43,7 @@ def prompt_slice(
 
 
 def prompt_logprobs(work: Prefill | Decode, start: int, scored: Scored) -> list[PromptLogprobs]:
-    """Of the tokens after `start`, as messages. Raises `InvalidLogitsError` if they could not be scored."""
+    """The scores of the tokens after `start`, as messages. Raises `InvalidLogitsError` if they could not be scored."""
     if isinstance(scored, InvalidLogitsError):
         raise scored
     return [
@@ -59,7 +60,7 @@ def prompt_logprobs(work: Prefill | Decode, start: int, scored: Scored) -> list[
 def first_tokens(
     work: Prefill | Decode, outcomes: Seq[Sampled], eos_token_ids: Collection[int], max_sequence_tokens: int
 ) -> list[Tokens]:
-    """The first token of each choice, as a message. Raises `InvalidLogitsError` if one could not be sampled."""
+    """The first token of each choice, one message for each. Raises `InvalidLogitsError` if one could not be sampled."""
     num_tokens = len(work.token_ids) + 1
     tokens = []
     for choice, outcome in zip(work.choices, outcomes, strict=True):

@@ -22,34 +22,35 @@ _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RaggedBatch:
-    """Slice `b` is tokens `[query_start_B1[b], query_start_B1[b + 1])`, the last ones of its `seq_lens_B[b]`.
+    """Slice `b` is tokens `[query_start_B1[b], query_start_B1[b + 1])` of the batch. They are the last ones of the
+    `seq_lens_B[b]` tokens of its sequence.
 
-    Integers on the device are int64. What a backend needs in order to shape its work is here on the host too, so
-    that it never waits for the device.
+    Integers on the device are int64. Numbers that a backend needs to plan its work are on the host too, so that it
+    never waits for the device.
     """
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     slot_blocks_T: torch.Tensor
     slot_offsets_T: torch.Tensor
-    """Where each token's KV goes."""
+    """Block and slot in which each token's KV is stored."""
     begun_blocks: torch.Tensor
     """Blocks whose first slot is written by this batch and whose last slot is not."""
     query_start_B1: torch.Tensor
     seq_lens_B: torch.Tensor
     """Tokens of each sequence up to the end of its slice."""
     block_tables_BM: torch.Tensor
-    """Beyond a sequence's length: blocks of its own, or block 0."""
+    """Entries beyond a sequence's length are further blocks of its own, or block 0."""
     logit_rows_R: torch.Tensor
-    """Tokens whose logits are wanted: the last ones of the slices with samples."""
+    """Tokens whose logits are wanted: the last one of each slice with samples."""
     block_size: int
     num_tokens: int
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
 
     def follow(self, follows: Sequence[int | None], chosen_N: torch.Tensor) -> None:
-        """Put the tokens that the samples of the step before have chosen in the places of the slices that follow them
-        (`Slice.follows`)."""
+        """Fill in the tokens of slices that follow a sample of the step before (`Slice.follows`). `chosen_N` are the
+        tokens that the samples of that step have chosen."""
         sources = [each for each in follows if each is not None]
         if not sources:
             return
@@ -59,7 +60,7 @@ class RaggedBatch:
         self.token_ids_T[to_device(places, torch.int64, device)] = chosen_N[to_device(sources, torch.int64, device)]
 
     def last_tokens(self) -> torch.Tensor:
-        """The token before each row of logits, `[R]`."""
+        """The token before each row of logits, `[R]` int64."""
         return self.token_ids_T[self.logit_rows_R]
 
     @classmethod
@@ -70,11 +71,11 @@ class RaggedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """A `RaggedBatch` that is still on the host: its tensors as int64 arrays, by their names."""
+    """A `RaggedBatch` that is still on the host: its tensors as int64 arrays, by name."""
 
     arrays: dict[str, _Ints]
     sample_rows_N: _Ints
-    """The row of logits that each sample is taken from, in the order of the slices."""
+    """Row of logits that each sample uses, in the order of the slices."""
     follows: tuple[int | None, ...]
     """See `Slice.follows`."""
     block_size: int
@@ -87,7 +88,7 @@ class Rows:
         """Lay `slices` (at least one) out."""
         query_lens = np.array([len(each.token_ids) for each in slices])
         starts = np.array([each.start for each in slices])
-        of_tables = [_block_bytes(each.block_table) for each in slices]  # once: they may grow meanwhile
+        of_tables = [_block_bytes(each.block_table) for each in slices]  # once, because they may grow
         table_lens = np.array([len(each) for each in of_tables]) // 8
         seq_lens = starts + query_lens
         num_blocks = -(-seq_lens // block_size)
@@ -106,7 +107,8 @@ class Rows:
         tables = tables[:, : int(num_blocks.max())]
         slot_blocks, slot_offsets = tables[rows, positions // block_size], positions % block_size
 
-        # [num_blocks - 1] is the block that a slice ends in; the slice begins it if it starts at or before its slot 0.
+        # Block `num_blocks - 1` is the one that a slice ends in. The slice begins that block if it starts at or before
+        # the block's slot 0.
         partial = (seq_lens % block_size != 0) & (starts <= (num_blocks - 1) * block_size)
         begun_blocks = tables[np.arange(len(slices)), num_blocks - 1][partial]
 
@@ -134,7 +136,7 @@ class Rows:
         )
 
     def on(self, device: torch.device) -> RaggedBatch:
-        """On the device, by one copy."""
+        """The batch on the device, by one copy."""
         return RaggedBatch(
             **dict(zip(self.arrays, _together(list(self.arrays.values()), device), strict=True)),
             block_size=self.block_size,
@@ -145,12 +147,12 @@ class Rows:
 
 
 def _block_bytes(table: Sequence[int]) -> bytes:
-    """A block table as int64; without a look at each block, and in one go, if it is an array already."""
+    """A block table as bytes of int64. An array is copied as a whole, without a loop over its blocks."""
     return (table if isinstance(table, array) else array("q", table)).tobytes()
 
 
 def _together(arrays: Sequence[_Ints], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, by one copy; each begins at a multiple of 16 bytes, as kernels like it."""
+    """The arrays on the device, by one copy. Each begins at a multiple of 16 bytes, which suits the kernels."""
     sizes = [each.size + each.size % 2 for each in arrays]
     flat = np.empty(sum(sizes), dtype=np.int64)
     begin = 0

@@ -42,15 +42,15 @@ class YarnScaling:
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines, `[T, 1, D]` each: a sine of the first half of D is negated. Triton's kernels take a table
-of all positions (`Rope.table`) and the positions, `[T]`, instead."""
+"""Cosines and signed sines, `[T, 1, D]` each. The sines in the first half of D are negated. Instead, the Triton kernels
+take a table of all positions (`Rope.table`) and the positions `[T]`."""
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Base frequency and, where the context was extended, how."""
+    """The base frequency, and how the context was extended, if it was."""
 
     theta: float
     scaling: Scaling | None = None
@@ -66,13 +66,13 @@ class Rope:
         self._factor = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
 
     def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
-        """What tokens at these positions are rotated by, computed in float32 and cast to `dtype`."""
+        """Cosines and signed sines of tokens at these positions, computed in float32 and cast to `dtype`."""
         cos, sin = self._of(positions_T)
         return torch.cat((cos, cos), dim=-1)[:, None].to(dtype), torch.cat((-sin, sin), dim=-1)[:, None].to(dtype)
 
     def table(self, dtype: torch.dtype) -> torch.Tensor:
-        """Cosines, then sines, of half of D each, for every position of the model's context: `[positions, D]`, computed
-        at the first call."""
+        """Cosines, then sines, for every position of the model's context: `[positions, D]`, half of D each. Computed at
+        the first call for a `dtype`."""
         if dtype not in self._tables:
             positions = torch.arange(self._num_positions, device=self._inv_freq.device)
             self._tables[dtype] = torch.cat(self._of(positions), dim=-1).to(dtype)
@@ -92,7 +92,7 @@ def rotate(x_THD: torch.Tensor, angles: Angles) -> torch.Tensor:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Angle per position of each pair, `[head_dim / 2]` float32."""
+    """Angle per position of each pair, in radians, `[head_dim / 2]` float32."""
     inv_freq = 1.0 / (config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     match config.scaling:
         case None:
@@ -118,7 +118,7 @@ def _llama3(inv_freq: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
 
 def _yarn(inv_freq: torch.Tensor, scaling: YarnScaling, theta: float, head_dim: int) -> torch.Tensor:
     def correction_dim(rotations: float) -> float:
-        """The pair that turns `rotations` times over the original context."""
+        """Index, not rounded, of the pair that turns `rotations` times over the original context."""
         context = scaling.original_max_position_embeddings
         return (head_dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(theta))
 

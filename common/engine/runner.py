@@ -40,13 +40,13 @@ from common.engine.weights import Progress, load_weights, resolve_dtype
 _log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 256 * 2**20
-"""The KV cache of a worker on a CPU that was not given a size."""
+"""Bytes of a CPU worker's KV cache if no size was given."""
 _MEASURE_S = 1.0
-"""A run of `measure_costs` that could end later than this after the first began is left out."""
+"""`measure_costs` leaves out a run that could end later than this many seconds after the first run began."""
 _LONG_STEP_S = 0.1
-"""A step that takes so long tells what a token takes: no larger one is measured."""
+"""Seconds of a step that is long enough to tell the cost of a token: no larger step is measured."""
 _MEASURED_BLOCKS = (1, 8, 8)
-"""Sizes of the swaps that `measure_costs` times: the first warms up and tells what the next would take at most."""
+"""Sizes of the swaps that `measure_costs` times. The first one warms up, and bounds the time of the next one."""
 
 
 class Submitted:
@@ -63,13 +63,13 @@ class Submitted:
 
     @property
     def done(self) -> bool:
-        """Whether `outcomes` has nothing to wait for."""
+        """Whether `outcomes` returns without waiting."""
         return self._cache.device.type == "cpu"
 
     def outcomes(self) -> list[tuple[Sampled, ...]]:
-        """One tuple for each slice, with one outcome for each of its samples; waits for the device.
+        """One tuple for each slice, with one outcome for each of its samples. Waits for the device.
 
-        From then on the KV of the slices, and whatever was copied or swapped before, is in the cache.
+        From then on the KV of the slices, and every block copied or swapped before, is in the cache.
         """
         if self._choice is None:
             assert self._end is not None
@@ -79,7 +79,7 @@ class Submitted:
         return [tuple(next(outcomes) for _ in range(num)) for num in self._num_samples]
 
     def scores(self) -> list[Scored]:
-        """How likely the scored tokens of each slice were; once the outcomes are known, this waits for nothing."""
+        """Scores of the scored tokens of each slice. Does not wait once the outcomes are known."""
         return [TokenScores() for _ in self._num_samples] if self._scores is None else self._scores.outcomes()
 
 
@@ -94,13 +94,13 @@ class ModelRunner:
         self._swap = swap
         self._backend = backend
         self.grammars = grammars
-        """What grammars allow; None where the model's tokenizer cannot be used."""
+        """Computes grammar masks; None if the model's tokenizer cannot be used."""
         self._chosen_N = torch.empty(0, dtype=torch.int64, device=cache.device)
-        """By the samples of the last step that had any."""
+        """Tokens chosen by the samples of the last step that had samples."""
         self._graphs: DecodeGraphs | None = None
 
     def capture_graphs(self, max_num_seqs: int, progress: Progress | None = None) -> None:
-        """On a GPU: let steps of decode tokens alone, of up to so many sequences, be replays of CUDA graphs."""
+        """Capture CUDA graphs for steps of decode tokens alone, of up to `max_num_seqs` sequences. Needs a GPU."""
         longest = min(self.config.max_sequence_tokens, self._cache.num_blocks * self.layout.block_size)
         graphs = DecodeGraphs(
             self._decoder,
@@ -113,8 +113,9 @@ class ModelRunner:
         self._graphs = graphs
 
     def warm_up(self) -> None:
-        """Compile every kernel before anybody waits for it, by steps of each kind over the first blocks: a prompt, one
-        token, both together; without a sample, as in the middle of a prompt, and with each way of sampling."""
+        """Compile every kernel before a request needs it, by steps of each kind over the first blocks: a prompt, one
+        token, and both together. Each kind runs without a sample, as in the middle of a prompt, and with each way of
+        sampling."""
         num_tokens = min(2, self._cache.num_blocks) * self.layout.block_size
         tokens, table = (0,) * num_tokens, list(range(self.layout.blocks_for(num_tokens)))
         ways: list[SamplingParams | None] = [
@@ -138,7 +139,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_up_decode_attention(self) -> None:
-        """For every number of sequences and every length that the cache can hold, once for each window."""
+        """Run decode attention on each batch of `decode_batches`, once for each window."""
         config, cache = self.config, self._cache
         one_of_each = {window: config.windows.index(window) for window in config.windows}
         sizes = (cache.num_blocks, self.layout.block_size, config.max_sequence_tokens)
@@ -163,14 +164,14 @@ class ModelRunner:
         return self._cache
 
     def objection(self, token_ids: Sequence[int], sampling: SamplingParams) -> str | None:
-        """Why it cannot go on from `token_ids` in this way; None if it can."""
+        """Why the model cannot continue `token_ids` with this sampling; None if it can."""
         if sampling.grammar is not None and self.grammars is None:
             return "there is no structured output: the model's tokenizer cannot be used"
         return self.config.objection(token_ids)
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks that the swap space holds: host slots are `[0, num_host_blocks)`."""
+        """Blocks that the swap space holds. Host slots are `[0, num_host_blocks)`."""
         return self._swap.num_blocks
 
     def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
@@ -179,7 +180,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, slices: Sequence[Slice]) -> Submitted:
-        """Compute `slices`, any mix of prompt chunks and decode tokens, or none; sample, and score, what they ask for.
+        """Compute `slices`, any mix of prompt chunks and decode tokens, or none. Sample and score what they ask for.
 
         Does not wait for a GPU. The slices may follow samples of the step that was submitted before.
         """
@@ -202,7 +203,7 @@ class ModelRunner:
             hidden = self._decoder.hidden(batch, self._cache, self._backend)
             logits_RV = self._decoder.logits(hidden, batch.logit_rows_R, self._backend)
             scores = self._score(slices, hidden)
-        self._swap.join()  # before the outcomes are copied: who knows them knows that the swaps are over
+        self._swap.join()  # before the outcomes are copied: once they are known, the swaps are over
         if not samples:
             return Submitted(slices, None, self._cache, scores)
         rows_N: slice | torch.Tensor = slice(None)
@@ -215,7 +216,8 @@ class ModelRunner:
         return Submitted(slices, choice, self._cache, scores)
 
     def _score(self, slices: Sequence[Slice], hidden: Hidden) -> Scores | None:
-        """A batch that graphs compute has nothing to score: the token after a sequence's last one is not known."""
+        """Score what the slices ask for. A batch computed by graphs has nothing to score, because the token after a
+        sequence's last one is not known."""
         if not any(each.scored for each in slices):
             return None
 
@@ -250,12 +252,12 @@ def load_runner(
     progress: Progress | None = None,
     cpu_kernels: bool = True,
 ) -> ModelRunner:
-    """Load the checkpoint in `folder` and allocate its KV cache, and `swap_bytes` of host memory for swapped blocks.
+    """Load the checkpoint in `folder`, and allocate its KV cache and `swap_bytes` of host memory for swapped blocks.
 
-    Without `kv_cache_bytes` the cache has `CPU_CACHE_BYTES`, on a GPU what is free beside the weights, but for
-    `gpu_reserve_bytes`. `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16", also of the cache.
-    `progress` is called with (tensors loaded, tensors to load). `cpu_kernels` lets a CPU use the kernels in C, compiled
-    if need be. Raises `OperatorError` for whatever the operator must change.
+    If `kv_cache_bytes` is None, the cache has `CPU_CACHE_BYTES` on a CPU. On a GPU it has the memory that is free after
+    the weights are loaded, less `gpu_reserve_bytes`. `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or
+    "float16", and is that of the cache too. `progress` is called with (tensors loaded, tensors to load). `cpu_kernels`
+    lets a CPU use the kernels in C, compiled if need be. Raises `OperatorError` for whatever the operator must change.
     """
     config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config, folder, dtype)
@@ -294,18 +296,18 @@ def _require_a_block(kv_cache_bytes: int, layout: KVLayout, folder: Path) -> Non
 
 def _backend(device: torch.device, kernels: native.Kernels | None) -> Backend:
     if device.type != "cpu":
-        from common.engine.kernels.backend import TritonBackend  # needs no triton where there is no GPU
+        from common.engine.kernels.backend import TritonBackend  # here, so that only a GPU needs triton
 
         return TritonBackend(device)
     return CpuAttention() if kernels is None else NativeBackend(kernels)
 
 
 def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Costs:
-    """Time prefills and swaps of a `runner` whose cache is empty; it is left zeroed. `clock` gives seconds.
+    """Time prefills and swaps of a `runner` whose cache is empty, and leave it zeroed. `clock` returns seconds.
 
-    The largest step that is timed has `most_tokens` tokens, unless a smaller one is long enough. Takes some
-    milliseconds for a small model, and about two seconds at most for one that prefills `MIN_OBSERVED_TOKENS` tokens
-    within one.
+    The largest step that is timed has `most_tokens` tokens, unless a smaller one takes long enough. This takes some
+    milliseconds for a small model. It takes at most about two seconds for a model that prefills `MIN_OBSERVED_TOKENS`
+    tokens within one second.
     """
     cache, layout = runner.cache, runner.layout
     most_tokens = min(most_tokens, runner.config.max_sequence_tokens, cache.num_blocks * layout.block_size)
@@ -329,7 +331,7 @@ def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], flo
 
 
 def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """What a step takes beside its tokens, and each of its tokens, by a small and a large one."""
+    """(seconds of a step beside its tokens, seconds per token), from a small and a large step."""
     took_s: dict[int, float] = {}
     end = clock() + _MEASURE_S
 
@@ -342,7 +344,7 @@ def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[],
     time_run(small)  # warms up
     if clock() + took_s[small] <= end:
         time_run(small)
-    # A larger step takes no more for each token than a smaller one does.
+    # A larger step takes no more time per token than a smaller one does.
     while large < most and took_s[large] < _LONG_STEP_S:
         size = min(2 * large, most)
         if clock() + size / large * took_s[large] > end:
@@ -351,19 +353,19 @@ def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[],
         large = size
     if large > small and clock() + took_s[large] <= end:
         time_run(large)  # the first one may have been interrupted
-    if took_s[large] <= took_s[small]:  # there was one size; or a large step takes no longer than a small one
+    if took_s[large] <= took_s[small]:  # only one size, or a large step that takes no longer than a small one
         return 0.0, took_s[large] / large
     token_s = (took_s[large] - took_s[small]) / (large - small)
     return max(0.0, took_s[small] - small * token_s), token_s
 
 
 def _least_s(run: Callable[[int], None], sizes: Sequence[int], clock: Callable[[], float]) -> float:
-    """Least seconds for each unit among runs of the ascending `sizes`; the first is always run."""
+    """Least seconds per unit among runs of the ascending `sizes`. The first run always takes place."""
     least_s = 0.0
     end = clock() + _MEASURE_S
     for number, size in enumerate(sizes):
         begin = clock()
-        # A larger run costs no more for each unit than a smaller one did.
+        # A larger run costs no more per unit than a smaller one did.
         if number > 0 and begin + size * least_s > end:
             break
         run(size)

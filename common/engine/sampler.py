@@ -1,7 +1,7 @@
-"""From logits to tokens. A row's outcome depends on that row alone: its logits, parameters and random number.
+"""Chooses tokens from logits. A row's outcome depends on that row alone: its logits, parameters and random number.
 
-Every step is a batched operation on the rows whose parameters ask for it, and on no others: a batch of greedy rows
-costs one argmax. Shapes: N rows (one for each sample), V vocabulary.
+Every operation is batched over the rows whose parameters ask for it, and over no others: a batch of greedy rows costs
+one argmax. Shapes: N rows (one for each sample), V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _HIDDEN = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class _Reported:
-    """Log probabilities on the device, of the rows that ask for them (W of them), and the most likely tokens."""
+    """Log probabilities and most likely tokens of the W rows that ask for them, on the device."""
 
     rows: list[int]
     nums: list[int]
-    """How many of the most likely tokens each row wants."""
+    """How many of the most likely tokens each row asks for."""
     taken_W: torch.Tensor
     top_values: torch.Tensor
     top_tokens: torch.Tensor
 
 
 class Choice:
-    """The tokens of a step, chosen on the device; the host hears of them later."""
+    """The tokens of a step, chosen on the device, and their copy to the host, which arrives later."""
 
     def __init__(
         self, samples: Sequence[Sample], tokens_N: torch.Tensor, best_N: torch.Tensor, reported: _Reported | None
     ) -> None:
         self.tokens_N = tokens_N
-        """On the device; of a row that cannot be sampled from, any token."""
+        """Tokens on the device. A row that cannot be sampled from has an arbitrary token."""
         self._samples = samples
         self._reported = reported
         more = () if reported is None else (reported.taken_W, reported.top_values, reported.top_tokens)
         self._copy = HostCopy(tokens_N, best_N, *more, device=tokens_N.device)
 
     def outcomes(self) -> list[Sampled]:
-        """One for each sample; waits for the device."""
+        """One outcome for each sample. Waits for the device."""
         tokens_N, best_N, *more = self._copy.wait()
         reported: dict[int, TokenLogprobs] = {}
         if self._reported is not None:
@@ -62,7 +62,7 @@ class Choice:
                     pair for pair in zip(row_tokens[:num], row_values[:num], strict=True) if pair[1] != _HIDDEN
                 )
                 reported[row] = TokenLogprobs(logprob=logprob, top=best)
-        # The maximum of a row is NaN if any of it is, and infinite if nothing is left or something overflowed.
+        # The maximum of a row is NaN if one of its logits is, and infinite if no token is left or a logit overflowed.
         return [
             SampledToken(token_id, reported.get(row)) if isfinite(best) else _invalid(best, sample)
             for row, (token_id, best, sample) in enumerate(
@@ -78,12 +78,12 @@ def choose(
     backend: Backend,
     last_tokens: LastTokens | None = None,
 ) -> Choice:
-    """Choose a token for each sample from its row of `logits_NV`, which is left as it was, without waiting for it.
+    """Choose a token for each sample from its row of `logits_NV`. Does not change `logits_NV`, nor wait for the device.
 
-    In order: repetition, presence and frequency penalties; biases; what the grammars allow; no ending token before
-    `min_tokens`; log probabilities; then the most likely token, or temperature, top-k, top-p, min-p and the inverse of
-    the cumulative distribution at the random number of (seed, choice, position). `last_tokens` gives each row's token
-    before the one to come; without it these are the last ones of `token_ids`.
+    In order: repetition, presence and frequency penalties; biases; grammar masks; no ending token before `min_tokens`;
+    log probabilities. Then follows the most likely token, or temperature, top-k, top-p, min-p and the inverse of the
+    cumulative distribution at the random number of (seed, choice, position). `last_tokens` returns each row's token
+    before the one to come; without it, this is the last one of `token_ids`.
     """
     logits_NV = penalised(logits_NV.float().contiguous(), samples, last_tokens)
     logits_NV = _biased(logits_NV, samples)
@@ -100,7 +100,7 @@ def choose(
 
 
 def _biased(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """Logits plus the biases of their rows, of tokens that there are."""
+    """Logits plus the biases of their rows. Biases of tokens beyond the vocabulary are ignored."""
     cells = [
         (row, token, bias)
         for row, each in enumerate(samples)
@@ -116,7 +116,7 @@ def _biased(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
 
 
 def _within_grammars(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """Hide what the grammars of rows (W of them) do not allow."""
+    """Hide the tokens that the grammars of W of the rows do not allow."""
     rows = [row for row, each in enumerate(samples) if each.params.grammar is not None]
     if not rows:
         return logits_NV
@@ -153,7 +153,7 @@ def _without_endings(
 
 
 def _report(logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Sequence[Sample]) -> _Reported | None:
-    """Log probabilities of the rows that ask for them."""
+    """Log probabilities of the rows that ask for them; None if no row does."""
     wanted = {row: each.params.logprobs for row, each in enumerate(samples) if each.params.logprobs is not None}
     if not wanted:
         return None

@@ -15,8 +15,8 @@ from common.engine.token_counts import token_counts
 class Sequence:
     """One choice of a request: its tokens, how many of them are in the KV cache, and where.
 
-    The tokens are `[0, prompt_len)` prompt, `[prompt_len, num_tokens)` output. The KV of `[0, num_computed)` is in
-    the cache, in the blocks of `block_table`, an array because each step copies it.
+    The tokens are `[0, prompt_len)` prompt, `[prompt_len, num_tokens)` output. The KV of `[0, num_computed)` is in the
+    cache, in the blocks of `block_table`. This is an array, because each step copies it.
     """
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Sequence:
         self.num_computed = num_computed
         self.block_table = array("q", block_table)
         self.counts = token_counts(sampling, token_ids, prompt_len)
-        """For penalties: follows `token_ids`, wherever the sequence's blocks are."""
+        """Token counts for penalties. They stay with the sequence wherever its blocks are."""
         self.grammar_state = None if sampling.grammar is None else GrammarState()
 
     @property
@@ -54,7 +54,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far, on whichever worker."""
+        """Tokens generated so far, on this or other workers."""
         return len(self.token_ids) - self.prompt_len
 
     def __repr__(self) -> str:
@@ -72,10 +72,10 @@ def finish_reason(
     num_tokens: int,
     max_sequence_tokens: int,
 ) -> FinishReason | None:
-    """Whether a choice ends with the token it just produced, and why.
+    """Why a choice ends with the token that it just produced; None if it goes on.
 
     `num_output` and `num_tokens` (prompt and output) count that token; `max_sequence_tokens` is the most tokens that
-    one sequence may have. A token that both stops and is the last allowed is a "stop".
+    one sequence may have. A token that both stops the choice and is the last allowed gives "stop".
     """
     if num_output > sampling.min_tokens:
         if token_id in sampling.stop_token_ids:

@@ -9,9 +9,9 @@ from common.contract.sampling import SamplingParams
 
 
 class TokenCounts:
-    """The distinct tokens that concern the penalties of one sequence, and their occurrences in the output.
+    """The distinct tokens that matter to the penalties of one sequence, and their occurrences in the output.
 
-    Only the engine's thread counts. The sequence may grow meanwhile; what it has got does not change.
+    Only the engine's thread counts. The sequence may grow meanwhile, but its existing tokens do not change.
     """
 
     __slots__ = ("_num_counted", "_places", "_prompt_len", "_start", "_token_ids", "nums", "tokens")
@@ -20,17 +20,17 @@ class TokenCounts:
         self._token_ids = token_ids
         self._prompt_len = prompt_len
         self._start = 0 if sampling.repetition_penalty != 1.0 else prompt_len
-        """The other penalties do not concern the prompt."""
+        """First token that is counted: only the repetition penalty concerns the prompt."""
         self._num_counted = 0
         self._places: dict[int, int] = {}
-        """Token → where it is in `tokens`."""
+        """Token → its index in `tokens`."""
         self.tokens = array("i")
-        """Each token once, in the order of first occurrence."""
+        """Each distinct token once, in the order of first occurrence."""
         self.nums = array("i")
-        """Occurrences of each of them in the output."""
+        """Number of occurrences of each of them in the output."""
 
     def count(self, end: int) -> None:
-        """Count tokens `[0, end)` of the sequence; those that have been counted already cost nothing."""
+        """Count tokens `[0, end)` of the sequence. Tokens that were counted before cost nothing."""
         start, self._num_counted = self._num_counted, end
         assert start <= end, f"{start} tokens are counted, {end} are asked for"
         places = self._places
@@ -44,5 +44,5 @@ class TokenCounts:
 
 
 def token_counts(sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> TokenCounts | None:
-    """Nothing counted yet; None where there are no penalties."""
+    """Counts with nothing counted yet; None if there are no penalties."""
     return TokenCounts(token_ids, prompt_len, sampling) if sampling.penalised else None

@@ -1,10 +1,10 @@
-"""Suspects: requests that were on a worker when it crashed (`gateway.serving.suspicion`). Their first steps are apart
-from everybody else's.
+"""Suspects: requests that were on a worker when it crashed (`gateway.serving.suspicion`). Their first steps are
+computed apart from those of all other requests.
 
-Whose steps come next is told to the gateways before they begin: should the worker crash, it was one of these. Suspects
-of a first crash are tried as a group, in turns with everybody else, who have at least half of the time. Who was in the
-steps of a group when that crashed a worker is tried alone: it is cleared, or convicted, by what happens meanwhile,
-whoever else is here, and whichever gateways they come from.
+The gateways are told which suspects take part in the next steps before these steps begin. If the worker then crashes,
+it was one of them. Suspects of a first crash are tried as a group, in turns with all other requests, which have at
+least half of the time. A suspect that took part in a group's steps when they crashed a worker is tried alone. The trial
+clears or convicts it, whichever other requests are on the worker and whichever gateways they come from.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import Message, Suspicion, Trial
 
 TRIAL_TOKENS: Final = 4
-"""Tokens beyond the place of a crash with which a suspect is above suspicion."""
+"""A suspect is above suspicion once it has this many tokens beyond the place of the crash."""
 TRIAL_S: Final = 5.0
-"""Longest that everybody else stands still for one suspect; after that it runs with them, uncleared."""
+"""Longest time, in seconds, that all other requests wait for one suspect. Then it runs with them, uncleared."""
 NOTICE_S: Final = 0.005
-"""What the news is given to leave the process, before a step that may end it."""
+"""Seconds that the news has to leave the process, before a step that may end it."""
 
 
 class Trials:
-    """The suspects at one worker, in the order of their arrival, and whose turn it is."""
+    """The suspects on one worker, in the order of their arrival, and whose turn it is."""
 
     def __init__(self) -> None:
         self.turn: tuple[RequestKey, ...] = ()
-        """The suspects whose steps these are; with none, they are everybody else's."""
+        """The suspects that have the turn; empty while all other requests have it."""
         self._suspects: dict[RequestKey, Suspicion] = {}
         self._level = Suspicion.NONE
-        """Of the last turn."""
+        """Level of the suspects that had the last turn."""
         self._began = -math.inf
         self._others_wait = False
-        """Whether somebody else has stood still for the last turn."""
+        """Whether other requests are due a step, because they waited during the last turn."""
         self._others_until = -math.inf
-        """When they have had as much time as the group's last turn took."""
+        """Time at which the other requests have had as much time as the group's last turn took."""
 
     def __bool__(self) -> bool:
         return bool(self._suspects or self.turn)
@@ -47,21 +47,21 @@ class Trials:
         return key in self._suspects
 
     def suspects(self) -> tuple[RequestKey, ...]:
-        """In the order of their arrival."""
+        """The suspects, in the order of their arrival."""
         return tuple(self._suspects)
 
     def add(self, key: RequestKey, level: Suspicion) -> None:
-        """A request is here; inert if it is no suspect."""
+        """Add a request that has arrived; inert if it is not a suspect."""
         if level is not Suspicion.NONE:
             self._suspects[key] = level
 
     def discard(self, key: RequestKey) -> None:
-        """A request has left, or is a suspect no more; inert for others."""
+        """Remove a request that has left or is no longer a suspect; inert for others."""
         self._suspects.pop(key, None)
 
     def choose(self, present: Collection[RequestKey], now: float) -> Collection[RequestKey]:
-        """Who of those that could be in the next step may: a group of suspects, one of them, or everybody else. The
-        step before is over."""
+        """Which of the requests `present`, which could be in the next step, may be in it: a group of suspects, one
+        suspect, or all others. The step before must be over."""
         if self.turn and self._level is Suspicion.ALONE:
             (key,) = self.turn
             if now >= self._began + TRIAL_S:
@@ -88,12 +88,13 @@ class Trials:
 
     def _end_turn(self, now: float) -> None:
         self.turn, self._others_wait = (), True
-        if self._level is Suspicion.GROUP:  # the news of this turn and of theirs are on its account
+        if self._level is Suspicion.GROUP:  # the group pays for the news of both turns
             self._others_until = now + min(now - self._began + 2 * NOTICE_S, TRIAL_S)
 
 
 class TrialFeed:
-    """Tells the gateways whose turn it is: how many requests, and to each gateway which of its own."""
+    """Tells the gateways whose turn it is: the number of requests, and to each gateway which of its own are among
+    them."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class TrialFeed:
         gateway_of: Callable[[RequestKey], Incarnation | None],
         send: Callable[[Incarnation, Message], None],
     ) -> None:
-        """`gateway_of` tells whose a request is, or None if it has left."""
+        """`gateway_of` returns the gateway of a request, or None if the request has left."""
         self._trials = trials
         self._gateway_of = gateway_of
         self._send = send
@@ -109,17 +110,18 @@ class TrialFeed:
         self._told: tuple[RequestKey, ...] = ()
 
     def begin(self, gateway: Incarnation) -> None:
-        """A session with a gateway is open, maybe again."""
+        """A session with a gateway has opened, perhaps again."""
         self._gateways[gateway] = None
         if self._told:
             self._tell([gateway])
 
     def end(self, gateway: Incarnation) -> None:
-        """Its session is over; inert for a client that is no gateway."""
+        """The gateway's session is over. Inert for a client that is not a gateway."""
         self._gateways.pop(gateway, None)
 
     def publish(self) -> bool:
-        """To be called before each step, and when there is none to begin; whether there was any news."""
+        """Tell the gateways if the turn has changed. Returns whether it has. Call this before each step, and when no
+        step begins."""
         if self._trials.turn == self._told:
             return False
         self._told = self._trials.turn

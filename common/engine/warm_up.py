@@ -1,7 +1,7 @@
-"""Batches by which a GPU compiles attention of decode tokens before a request waits for it.
+"""Batches with which a GPU compiles decode attention before a request waits for it.
 
-How the kernel is cut, and so compiled, may depend on the number of decode tokens and on the lengths of their sequences:
-the tuning table of a GPU has entries by both.
+The tiling of the kernel, and so its compiled variant, may depend on the number of decode tokens and on the lengths of
+their sequences: the tuning table of a GPU has entries for both.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import torch
 from common.engine.ragged import RaggedBatch
 
 MOST_ROWS = 512
-"""Decode tokens of the largest batch; larger ones are cut like it."""
+"""Decode tokens of the largest batch; larger batches have the same tiling."""
 _SHORTEST = 16
-"""Length of the shortest sequences, in tokens; shorter ones are cut like them."""
+"""Length of the shortest sequences, in tokens; shorter ones have the same tiling."""
 
 
 def decode_batches(num_blocks: int, block_size: int, longest: int, device: torch.device) -> Iterator[RaggedBatch]:
-    """Decode tokens of every number and length that a cache of `num_blocks` can hold, by steps of at most a half.
+    """Batches of decode tokens, for numbers and lengths up to what a cache of `num_blocks` can hold, in the steps of
+    `_steps_up`.
 
-    So many and so long they are for the host, which decides how the work is cut; on the device each is the first token
-    of its sequence, in block 0.
+    The lengths are only for the host, which chooses the tiling. On the device each token is the first of its sequence,
+    in block 0.
     """
     longest = min(longest, num_blocks * block_size)
     lengths = sorted({size for size in _steps_up(longest) if size >= min(_SHORTEST, longest)})
@@ -49,6 +50,6 @@ def decode_batches(num_blocks: int, block_size: int, longest: int, device: torch
 
 
 def _steps_up(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 and so on, and `most`."""
+    """1, 2, 3, 4, 6, 8, 12, 16 and so on, as far as they are below `most`, and `most`."""
     sizes = {base * 2**power for base in (2, 3) for power in range(most.bit_length())}
     return sorted({1, most} | {size for size in sizes if size < most})

@@ -1,4 +1,5 @@
-"""Hugging Face checkpoints (safetensors, one file or shards) into the decoder's fused tensors, strictly."""
+"""Loads Hugging Face checkpoints (safetensors, one file or shards) into the decoder's fused tensors. Strict: no tensor
+may be missing or unexpected."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors to load)."""
 
 _PAIR = ("model.embed_tokens.weight", "lm_head.weight")
-"""The two tensors that `tie_word_embeddings` makes one."""
+"""The two tensors that are one if `tie_word_embeddings` is set."""
 _MAX_NAMED = 5
 """Most tensors that an error message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer; fused projections are concatenated along their outputs."""
+    """The weights of one decoder layer. Fused projections are concatenated along their outputs."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -45,13 +46,13 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A decoder."""
+    """The weights of a decoder."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     lm_head: Linear
-    """Has its own copy of `embedding` when the two are tied: a row is read there, a matrix multiplied here."""
+    """A copy of `embedding` if the two are tied: `embedding` is read by rows, and this is packed for products."""
 
 
 def load_weights(
@@ -62,7 +63,8 @@ def load_weights(
     progress: Progress | None = None,
     kernels: Kernels | None = None,
 ) -> Weights:
-    """Load the checkpoint in `folder` as `dtype` (a key of `DTYPE_BYTES`); on a CPU, for `kernels` if there are any.
+    """Load the checkpoint in `folder` as `dtype` (a key of `DTYPE_BYTES`). On a CPU, weights are packed for `kernels`,
+    if there are any.
 
     Raises `OperatorError`, naming tensors, if one is missing, unexpected or of the wrong shape, or a file is damaged.
     """
@@ -70,7 +72,7 @@ def load_weights(
     targets = dict(_targets(config, weights))
     files = {n: file for n, file in _files_by_tensor(folder).items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_word_embeddings:
-        # As transformers does it: one of the pair stands for both, but where both are there, each counts.
+        # As in transformers: if one of the pair is absent, the other stands for both. If both are there, each is used.
         for absent, present in (_PAIR, _PAIR[::-1]):
             if absent not in files and present in files:
                 targets[present] += targets.pop(absent)
@@ -95,7 +97,8 @@ def load_weights(
 def resolve_dtype(config: ModelConfig, folder: Path, dtype: str) -> str:
     """The element type to load with: `dtype` itself, or for "auto" the checkpoint's.
 
-    The checkpoint's is what its configuration states, otherwise what its tensors have.
+    The checkpoint's type is the one that its configuration states, otherwise that of its first tensor. Raises
+    `OperatorError` for an unknown type.
     """
     if dtype != "auto":
         if dtype not in DTYPE_BYTES:
@@ -111,7 +114,7 @@ def resolve_dtype(config: ModelConfig, folder: Path, dtype: str) -> str:
 
 
 def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> Weights:
-    """Uninitialised weights."""
+    """Weights of the right shapes, uninitialised."""
 
     def vector(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype if kernels is None else torch.float32, device=device)
@@ -141,7 +144,7 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device, ker
 
 
 def _targets(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """For each tensor of a checkpoint, what it fills."""
+    """For each tensor of a checkpoint: its name, and the tensors that it fills."""
     embedding, lm_head = _PAIR
     yield embedding, [weights.embedding]
     yield lm_head, [weights.lm_head.weight]
@@ -167,7 +170,8 @@ def _targets(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, list[
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, ordered by file."""
+    """Tensor name → its file, ordered by file. Raises `OperatorError` if the files or the index are missing or
+    wrong."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         file = folder / "model.safetensors"
@@ -192,12 +196,12 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
 
 
 def _is_hashed(name: str) -> bool:
-    """Whether a file that an index names is among those that a worker's fingerprint covers."""
+    """Whether `name`, a file named by an index, is among the files that a worker's fingerprint covers."""
     return Path(name).name == name and any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
 
 
 def _tensors(files: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, file by file."""
+    """The name and the data of every tensor, file by file."""
     for file in dict.fromkeys(files.values()):
         with _opened(file) as tensors:
             present = set(tensors.keys())

@@ -12,10 +12,15 @@ ROOT = Path(__file__).parents[2]
 COVERED = (
     "common/contract/*.py",
     "common/runtime/**/*.py",
+    "common/engine/**/*.py",
+    "kv_transfer/**/*.py",
     "gateway/**/*.py",
     "benchmarks/*.py",
     "benchmarks/load/*.py",
     "benchmarks/peers/**/*.py",
+    "prefill_worker/**/*.py",
+    "decode_worker/**/*.py",
+    "benchmarks/gpu/**/*.py",
 )
 """Globs of the files that are checked: the packages whose docstrings have been rewritten. Add a package once it is
 clean."""

@@ -1,10 +1,10 @@
-"""The kernels of a GPU, in Triton: what `common.engine.backend` asks for, each tested against torch's way of doing it.
+"""GPU kernels in Triton for the operations of `common.engine.backend`. Each is tested against torch's implementation.
 
-On a machine without a GPU they run in Triton's interpreter (`TRITON_INTERPRET=1`, set before this is imported), for
-tests. Sizes that a kernel is compiled for are in capitals.
+On a machine without a GPU, tests run them in Triton's interpreter (`TRITON_INTERPRET=1`, set before this is imported).
+Parameters in capitals are constants for which a kernel is compiled.
 """
 
 import os
 
-# A multiplication and an addition are one instruction, whatever the version of Triton does if it is not told.
+# Make a multiplication and an addition one instruction, whatever the version of Triton does by default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

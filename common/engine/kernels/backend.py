@@ -1,4 +1,4 @@
-"""The operations of a layer, by the kernels of a GPU."""
+"""The operations of a layer, computed by the kernels of a GPU."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
 
 _Runs = tuple[torch.Tensor, torch.Tensor, int]
-"""Runs, tiles of queries that are cut, and places of partial results, as `prefill_attention` takes them."""
+"""(runs, tiles of queries that are cut, number of partial results), as `prefill_attention` takes them."""
 
 
 class TritonBackend:
-    """Activations are in the type of the weights; what is between a load and a store is float32."""
+    """Activations have the type of the weights. Between a load and a store, kernels compute in float32."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        # The interpreter, which tests use, has one processor; a few let it split contexts as a GPU would.
+        # The interpreter, which tests use, has one processor. A higher number lets it split contexts as a GPU would.
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
         self._tuning = Tuning.of(device) if on_gpu else Tuning("", 0)
         self._batch: RaggedBatch | None = None
         self._num_decodes = 0
-        """Leading slices of `_batch` of one token."""
+        """Number of leading slices of `_batch` that have one token."""
         self._runs: dict[int | None, _Runs] = {}
-        """Runs of prefill attention of `_batch`, for each window that layers use."""
+        """Window → runs of prefill attention of `_batch`, for the layers with this window."""
         self._decode_runs: dict[int | None, DecodeRuns] = {}
-        """Those of decode attention."""
+        """Window → runs of decode attention of `_batch`."""
         self._captured = False
         """Whether `_batch` is computed by a graph that is being captured."""
         self._combines = False
@@ -73,8 +73,9 @@ class TritonBackend:
     def attend(
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
     ) -> torch.Tensor:
-        """See `Backend.attend`. Leading slices of one token are split along their contexts, beside chunks too."""
-        # A graph must make its runs itself, from the lengths that it finds.
+        """See `Backend.attend`. Leading slices of one token are split along their contexts, also in a batch with
+        chunks."""
+        # A graph must make its runs itself at each replay, from the lengths that it finds then.
         captured = q_THD.is_cuda and torch.cuda.is_current_stream_capturing()
         if batch is not self._batch or captured != self._captured:
             self._batch, self._captured, self._num_decodes = batch, captured, _num_decodes(batch)
@@ -168,24 +169,24 @@ class TritonBackend:
     def _cut(
         self, batch: RaggedBatch, tiling: PrefillTiling, group: int, num_kv_heads: int, window: int | None
     ) -> _Runs:
-        """For all layers of a step that have the same window."""
+        """Cut the queries of a batch into runs, for all layers with this window."""
         tiles = query_tiles(
             batch.query_lens, batch.seq_lens, tiling.num_tokens(group), tiling.tile, window, self._num_decodes
         )
         runs = query_runs(tiles, longest_run(tiles, num_kv_heads, self._num_processors, tiling.least_tiles))
         splits, device = runs.splits, batch.query_start_B1.device
         if not self._combines:
-            splits, self._combines = splits or [(0, 0, 0, 0)], True  # nothing to combine, but compiled: in a warm-up
+            splits, self._combines = splits or [(0, 0, 0, 0)], True  # a warm-up must compile the combining kernel
         return to_device(runs.runs, torch.int32, device), to_device(splits, torch.int32, device), runs.num_places
 
 
 def _num_decodes(batch: RaggedBatch) -> int:
-    """Leading slices of one token: schedulers put decode tokens before chunks."""
+    """Number of leading slices of one token: schedulers put decode tokens before chunks."""
     return next((row for row, num in enumerate(batch.query_lens) if num > 1), len(batch.query_lens))
 
 
 def _shape(q_THD: torch.Tensor, kv_layer: torch.Tensor) -> dict[str, int]:
-    """What `Tuning` goes by."""
+    """The shape by which `Tuning` chooses a tiling."""
     _, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, _, block_size, _ = kv_layer.shape
     return {

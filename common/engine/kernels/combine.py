@@ -1,4 +1,4 @@
-"""One attention of the partial results of several runs over a context ("Flash-Decoding", 2023).
+"""Combines the partial attention results of several runs over one context ("Flash-Decoding", 2023).
 
 Shapes: P places of partial results, K KV heads, R rows of a place (tokens times the query heads that share a KV head),
 D head dimension, S results that may have several runs.
@@ -13,7 +13,7 @@ import triton.language as tl
 from common.engine.kernels.tiles import padded
 
 _AT_ONCE = tl.constexpr(16)
-"""Partial results that are read at a time."""
+"""Number of partial results that are read at a time."""
 
 
 def combine(
@@ -23,10 +23,11 @@ def combine(
     group: int,
     out_THD: torch.Tensor,
 ) -> None:
-    """Write the attention of tokens whose contexts are cut into `out_THD`.
+    """Combine the partial results of tokens whose contexts are cut, and write their attention to `out_THD`.
 
-    A row of `splits_S4` is (first token, tokens, first place, places); one of a single place is left as it is. A place
-    has weighted sums of values, and of each row the largest exponent, base 2, and the sum of the weights.
+    A row of `splits_S4` is (first token, tokens, first place, places). A result with a single place is left as it is. A
+    place has weighted sums of values in `partial_PKRD`. In `stats_PKR2` it has, for each row, the largest exponent,
+    base 2, and the sum of the weights.
     """
     _, num_kv_heads, num_rows, head_dim = partial_PKRD.shape
     _combine[num_rows, num_kv_heads, splits_S4.shape[0]](
@@ -55,7 +56,7 @@ def _combine(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
 ):
-    """A row of a result."""
+    """Combine one row of one result."""
     row, kv_head = tl.program_id(0), tl.program_id(1)
     split_ptr = splits_ptr + tl.program_id(2) * 4
     token = tl.load(split_ptr) + row // group

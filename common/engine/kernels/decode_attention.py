@@ -1,8 +1,8 @@
 """Attention of one token per sequence to the paged cache, split along the context ("Flash-Decoding", 2023).
 
-A program takes the query heads of one KV head, of one sequence, over a run of key tiles: `decode_runs`. The grid is
-fixed by the batch, so that a captured graph can be replayed; programs without a run end at once. The only run of a
-sequence is written to the output; of several the results are combined by a second kernel.
+A program computes the query heads of one KV head, for one sequence, over one run of key tiles (`decode_runs`). The grid
+is fixed for a batch, so that a captured graph can be replayed; programs without a run end at once. If a sequence has
+one run, that run writes the output. If it has several, a second kernel combines their results.
 
 Shapes: B sequences, H query heads, K KV heads, G = H / K, D head dimension, M blocks of the longest table, R runs.
 """
@@ -22,22 +22,24 @@ from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTiling:
-    """How the kernel is cut and compiled."""
+    """The sizes and options with which the kernel is compiled, and how it splits contexts."""
 
     tile: int = 64
-    """Keys that a program takes at a time; a power of two."""
+    """Keys per tile; a power of two."""
     num_warps: int = 4
     num_stages: int = 5
-    """The address of a tile comes from the block table, by another load: so many keep two tiles on their way."""
+    """The address of a tile depends on another load, from the block table, so this many stages keep two tiles under
+    way."""
     programs_per_processor: float = 2.0
-    """Contexts are split until there are so many programs for each multiprocessor."""
+    """Contexts are split until there are this many programs per multiprocessor."""
     least_tiles: int = 2
-    """Tiles of a run: below this, splitting costs more than it gains."""
+    """Least tiles of a run. With fewer, splitting costs more than it gains."""
 
     def runs(
         self, seq_lens_B: torch.Tensor, *, window: int | None, max_seq_len: int, num_kv_heads: int, num_processors: int
     ) -> DecodeRuns:
-        """Of sequences up to `max_seq_len` long, by which the grid is made; for every layer with this window."""
+        """Split contexts into runs, for every layer with this window. `max_seq_len`, the greatest possible length,
+        decides the size of the grid."""
         return decode_runs(
             seq_lens_B,
             window=window,
@@ -60,10 +62,10 @@ def decode_attention(
     tiling: DecodeTiling,
     out_BHD: torch.Tensor,
 ) -> None:
-    """Write each token's attention to its sequence into `out_BHD`: positions `[max(0, len - window), len)`.
+    """Write each token's attention to positions `[max(0, len - window), len)` of its sequence into `out_BHD`.
 
-    `kv_layer` is `[num_blocks, K, 2, block_size, D]`, any stride between blocks and between heads. A length of 0 gives
-    zeros. The runs are those of this tiling, these lengths and this window.
+    `kv_layer` is `[num_blocks, K, 2, block_size, D]`, with any stride between blocks and between heads. A length of 0
+    gives zeros. The runs must have been made for this tiling, these lengths and this window.
     """
     batch, num_heads, head_dim = q_BHD.shape
     _, num_kv_heads, _, block_size, _ = kv_layer.shape

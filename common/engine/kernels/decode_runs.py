@@ -1,9 +1,9 @@
-"""Which program of decode attention takes which sequence over which keys: a list made on the device, once a step.
+"""The work of decode attention as a list of runs, one per program. The list is made on the device, once per step.
 
-A context is cut into runs that are about as long as it takes for every multiprocessor to have its share, by the lengths
-of all sequences, so that one long sequence among short ones does not keep a few multiprocessors busy while the others
-wait. The list has room for as many runs as there can be, which is what the grid of a captured graph has: few more than
-there are, for each sequence has one, and all of them together have one for each share.
+A run is a range of key tiles of one sequence. The length of the runs follows from the lengths of all sequences, so that
+every multiprocessor gets its share. Then a long sequence among short ones does not keep a few multiprocessors busy
+while the others wait. The list, and with it the grid of a captured graph, has room for the greatest possible number of
+runs: one for each sequence and one for each share. So few programs have no run.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ import triton
 import triton.language as tl
 
 _AT_ONCE = tl.constexpr(128)
-"""Lengths that are read, and runs that are written, at a time."""
+"""Number of lengths that are read, and of runs that are written, at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeRuns:
-    """R runs, at most, of B sequences; integers of 32 bits, on the device."""
+    """At most R runs of B sequences, as 32-bit integers on the device."""
 
     runs_R4: torch.Tensor
-    """(sequence, first tile of keys, one past the last, 1 if the sequence has no other run). A run's partial result has
-    its number for a place."""
+    """(sequence, first tile of keys, one past the last, 1 if the sequence has no other run). The partial result of a
+    run has the run's number as its place."""
     num_runs_1: torch.Tensor
-    """How many there are."""
+    """Number of runs."""
     splits_B4: torch.Tensor
-    """(sequence, 1, first place, places), as `combine` wants them."""
+    """(sequence, 1, first place, places), as `combine` takes them."""
 
 
 def most_runs(batch: int, wanted: int, max_tiles: int, least_tiles: int) -> int:
-    """Most runs of so many sequences of up to `max_tiles` tiles of keys: where this is `batch`, nothing is cut."""
+    """Greatest number of runs of `batch` sequences of up to `max_tiles` tiles of keys each. If it is `batch`, no
+    sequence is cut."""
     return min(batch + wanted, batch * max(1, (max_tiles + least_tiles // 2) // least_tiles))
 
 
 def decode_runs(
     seq_lens_B: torch.Tensor, *, window: int | None, max_seq_len: int, tile: int, wanted: int, least_tiles: int
 ) -> DecodeRuns:
-    """Cut contexts into about `wanted` runs of tiles of `tile` keys, none shorter than about `least_tiles`.
+    """Cut contexts into about `wanted` runs of tiles of `tile` keys, none shorter than about `least_tiles` tiles.
 
-    No length is above `max_seq_len`; a sequence of length 0 has a run without keys.
+    No length may exceed `max_seq_len`. A sequence of length 0 has one run without keys.
     """
     batch, device = seq_lens_B.shape[0], seq_lens_B.device
     most_keys = max_seq_len if window is None else min(max_seq_len, window + tile - 1)  # a window may begin in a tile
@@ -67,21 +68,22 @@ def decode_runs(
 
 @triton.jit
 def _span(lens_ptr, rows, inside, window, tile):
-    """The tiles of keys that sequences see: (first, one past the last)."""
+    """The tiles of keys that each sequence sees: (first, one past the last)."""
     lens = tl.load(lens_ptr + rows, mask=inside, other=0).to(tl.int32)
     return tl.maximum(lens - window, 0) // tile, tl.cdiv(lens, tile)
 
 
 @triton.jit
 def _runs_of(num_tiles, share):
-    """(tiles of a run, runs) of contexts of so many tiles, one run at least."""
+    """(tiles per run, number of runs) for contexts of `num_tiles` tiles, with about `share` tiles per run; at least one
+    run each."""
     size = tl.maximum(tl.cdiv(num_tiles, tl.maximum((num_tiles + share // 2) // share, 1)), 1)
     return size, tl.maximum(tl.cdiv(num_tiles, size), 1)
 
 
 @triton.jit(do_not_specialize=["window", "tile", "wanted", "least_tiles"])
 def _cut(lens_ptr, runs_ptr, num_runs_ptr, splits_ptr, window, tile, wanted, least_tiles):
-    """The runs of one sequence, after those of the sequences before it."""
+    """Write the runs of one sequence, after those of the sequences before it."""
     row, batch = tl.program_id(0), tl.num_programs(0)
     total = 0
     for start in range(0, batch, _AT_ONCE):

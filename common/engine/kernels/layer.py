@@ -1,7 +1,7 @@
 """The small operations of a layer, each one pass over its rows: norms, rotation and KV write, gates.
 
-They compute in float32 and round once, when they store. Shapes: T tokens, E hidden size, F outputs of a projection, H
-query heads, K KV heads, D head dimension.
+They compute in float32, and round when they store. Shapes: T tokens, E hidden size, F outputs of a projection, H query
+heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _HEADS_TILE = 8
 
 
 def add_norm(h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add `delta_TE` to `h_TE`, in place; its root mean square normalisation, weighted, in its type."""
+    """Add `delta_TE` to `h_TE` in place. Returns the weighted root mean square normalisation of `h_TE`, in its type.
+    All tensors must be contiguous."""
     num_tokens, size = h_TE.shape
     out_TE = torch.empty_like(h_TE)
     assert all(each.is_contiguous() for each in (h_TE, delta_TE, weight_E) if each is not None)
@@ -63,11 +64,11 @@ def rotate_and_write(
     eps: float,
     angles: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Queries `[T, H, D]`, rotated; keys, rotated, and values go to their slots of `kv_layer`.
+    """Rotate queries and keys, and write keys and values to their slots of `kv_layer`. Returns the queries `[T, H, D]`.
 
-    Rows of `qkv_TF` hold H queries, K keys and K values. With `norms`, queries and keys are normalised before. `angles`
-    are a table of `common.engine.rope.Rope.table` and the positions `[T]`, int64. A token whose block is negative is
-    written nowhere.
+    A row of `qkv_TF` holds H queries, K keys and K values. With `norms`, queries and keys are normalised first.
+    `angles` are a table from `common.engine.rope.Rope.table` and the positions `[T]`, int64. If a token's block is
+    negative, its keys and values are not written.
     """
     _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     num_tokens = qkv_TF.shape[0]
@@ -124,7 +125,7 @@ def _rotate_and_write(
     HEADS: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """One token, some heads: both halves of each, `[HEADS, HALF_PAD]`."""
+    """Process up to `HEADS` heads of one token, each as two halves `[HEADS, HALF_PAD]`."""
     HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -167,7 +168,7 @@ def _rotate_and_write(
 
 
 def silu_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, `[T, F / 2]`; a row of `gate_up_TF` holds the gates, then what they let through."""
+    """`silu(gate) * up`, `[T, F / 2]`. A row of `gate_up_TF` holds all gates, then all ups."""
     num_tokens, twice = gate_up_TF.shape
     assert gate_up_TF.is_contiguous()
     out = gate_up_TF.new_empty(num_tokens, twice // 2)

@@ -1,9 +1,9 @@
-"""Attention of chunks of prompts, of any length, to the paged cache: what a ragged batch of any mix needs.
+"""Attention of prompt chunks of any length to the paged cache, for a ragged batch of any mix.
 
-A program takes a tile of queries: some tokens of one sequence, with all the query heads that share a KV head. Keys that
-every row of the tile sees need no mask; those at the diagonal, or at a window's edge, have one. The softmax is online
-("FlashAttention-2", arXiv 2307.08691, algorithm 1). Where the tiles are too few for the device, several programs share
-one, each over a run of its keys: `query_runs`.
+A program computes a tile of queries: some tokens of one sequence, with all the query heads that share a KV head. Key
+tiles that every row sees need no mask; key tiles at the diagonal, or at a window's edge, are masked. The softmax is
+online ("FlashAttention-2", arXiv 2307.08691, algorithm 1). Where the tiles are too few for the device, several programs
+share one tile of queries, each over a run of its keys (`query_runs`).
 
 Shapes: T tokens of B slices, H query heads, K KV heads, G = H / K, D head dimension, R runs, S tiles of queries that
 are cut into several.
@@ -23,20 +23,21 @@ from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTiling:
-    """How the kernel is cut and compiled."""
+    """The sizes and options with which the kernel is compiled, and how it cuts keys into runs."""
 
     rows: int = 128
-    """Rows of queries, tokens times heads, that a program takes; a power of two."""
+    """Rows of queries (tokens times heads) per program; a power of two."""
     tile: int = 64
-    """Keys that it takes at a time; a power of two."""
+    """Keys per tile; a power of two."""
     num_warps: int = 8
     num_stages: int = 3
-    """The address of a tile comes from the block table, by another load: so many keep one tile on its way."""
+    """The address of a tile depends on another load, from the block table, so this many stages keep one tile under
+    way."""
     least_tiles: int = 8
-    """Tiles of keys of a run: below this, cutting costs more than it gains."""
+    """Least tiles of keys of a run. With fewer, cutting costs more than it gains."""
 
     def num_tokens(self, group: int) -> int:
-        """Tokens of a tile of queries; at least one."""
+        """Tokens per tile of queries; at least one."""
         return max(1, self.rows // group)
 
 
@@ -57,9 +58,9 @@ def prefill_attention(
 ) -> None:
     """Write the causal attention of each token of the runs to its sequence in the cache into `out_THD`.
 
-    Slice `b` is the last `query_start_B1[b + 1] - query_start_B1[b]` tokens of its `seq_lens_B[b]`. The runs are those
-    of `query_runs`, for this tiling and window, with `num_places` partial results. `kv_layer` is
-    `[num_blocks, K, 2, block_size, D]`, any stride between blocks and between heads.
+    Slice `b` is the last `query_start_B1[b + 1] - query_start_B1[b]` of the `seq_lens_B[b]` tokens of its sequence.
+    `runs_R5` and `splits_S4` are those of `query_runs` for this tiling and window, with `num_places` partial results.
+    `kv_layer` is `[num_blocks, K, 2, block_size, D]`, with any stride between blocks and between heads.
     """
     _, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, _, block_size, _ = kv_layer.shape
@@ -70,7 +71,7 @@ def prefill_attention(
     num_rows = padded(num_tokens * group)
     partial = q_THD.new_empty(max(1, num_places), num_kv_heads, num_rows, head_dim, dtype=torch.float32)
     stats = q_THD.new_empty(max(1, num_places), num_kv_heads, num_rows, 2, dtype=torch.float32)
-    # Programs start in this order, the heads of a run side by side: the longest first, whatever their number.
+    # Programs start in the order of the grid: the heads of a run side by side, and the longest runs first.
     _prefill[num_kv_heads, runs_R5.shape[0]](
         q_THD,
         kv_layer,
@@ -153,11 +154,11 @@ def _prefill(
     if WIDEN:
         q_MD = q_MD.to(tl.float32)
 
-    # Position p sees (p - window, p]. Rows that are nobody's see what the last row sees.
+    # Position p sees (p - window, p]. Rows beyond the tile's tokens see what the last token's rows see.
     lowest = seq_len - query_len + first_token
     highest = tl.minimum(lowest + TOKENS, seq_len) - 1
     position_M = tl.minimum(lowest + rows // GROUP, highest)
-    # Tiles [clear_begin, clear_end) are seen by every row.
+    # Every row sees all keys of the tiles [clear_begin, clear_end).
     clear_begin = tl.cdiv(tl.maximum(highest - window + 1, 0), TILE)
     clear_end = tl.maximum((lowest + 1) // TILE, clear_begin)
 
@@ -213,7 +214,7 @@ def _take(
     WIDEN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One tile of keys and values."""
+    """Take one tile of keys and values into the running softmax."""
     start = tile * TILE
     positions = start + tl.arange(0, TILE)
     written = positions < seq_len

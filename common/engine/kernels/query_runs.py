@@ -1,8 +1,9 @@
-"""Which program of prefill attention takes which queries over which keys, in which order.
+"""The work of prefill attention as a list of runs: which program computes which queries over which keys, in which
+order.
 
-A tile of queries is some tokens of one slice, with all the query heads that share a KV head. It is computed by one
-program for each KV head, or, where the tiles are too few for the device, cut along its keys into runs, whose results
-are combined. Plain integers, made on the host once a step for each window.
+A tile of queries is some tokens of one slice, with all the query heads that share a KV head. One program per KV head
+computes it. Where the tiles are too few for the device, a tile is cut along its keys into runs, whose results are
+combined. The lists are plain integers, made on the host once per step and window.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 WHOLE = 2**31 - 1
-"""Tiles of keys of a run where nothing is cut."""
+"""A length of runs, in tiles of keys, at which nothing is cut."""
 NO_PLACE = -1
 _PARTS = (1, 2, 3, 4)
-"""Runs for each multiprocessor that are tried."""
+"""Numbers of runs per multiprocessor that are tried."""
 _RUN_COST = 1
-"""To store the partial result of a run, in the time that a tile of keys takes."""
+"""Cost of storing the partial result of a run, in the time that a tile of keys takes."""
 _COMBINE_COST = 5
-"""To start the kernel that combines them, and wait for it; in the same unit."""
+"""Cost of starting the kernel that combines partial results, and of waiting for it, in the same unit."""
 
 
 class QueryTile(NamedTuple):
@@ -30,19 +31,20 @@ class QueryTile(NamedTuple):
     first: int
     num_tokens: int
     token: int
-    """The place of `first` in the batch."""
+    """Place of token `first` in the batch."""
     begin: int
     end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryRuns:
-    """What the kernels read; integers of 32 bits."""
+    """The lists that the kernels read as 32-bit integers."""
 
     runs: list[tuple[int, int, int, int, int]]
-    """(slice, first token within it, first tile of keys, one past the last, place of the partial result).
+    """(slice, first token within it, first tile of keys, one past the last, place of the partial result), the longest
+    run first.
 
-    The longest first. Of a tile of queries that is not cut the place is NO_PLACE.
+    The place is NO_PLACE for a tile of queries that is not cut.
     """
     splits: list[tuple[int, int, int, int]]
     """(first token in the batch, tokens, first place, places) of each tile of queries that is cut."""
@@ -57,9 +59,10 @@ def query_tiles(
     window: int | None,
     skipped: int = 0,
 ) -> list[QueryTile]:
-    """Tiles of up to `num_tokens` tokens, of every slice but the first `skipped`; those that see most keys come first.
+    """Cut every slice but the first `skipped` into tiles of up to `num_tokens` tokens. The tiles that see most keys
+    come first.
 
-    They take longest: what starts last should be short.
+    These take longest, and the tiles that start last should be short.
     """
     tiles, token = [], sum(query_lens[:skipped])
     for index in range(skipped, len(query_lens)):
@@ -75,10 +78,10 @@ def query_tiles(
 
 
 def longest_run(tiles: Sequence[QueryTile], num_kv_heads: int, num_processors: int, least_tiles: int) -> int:
-    """Most tiles of keys that a run should have, at least `least_tiles`; WHOLE where cutting costs more than it gains.
+    """Most tiles of keys that a run should have, at least `least_tiles`; WHOLE if cutting costs more than it gains.
 
-    By a model of the device: a multiprocessor runs one program at a time, and takes the next one when it is free. The
-    heads are alike, so each has its share of the multiprocessors.
+    It is found by a model of the device: a multiprocessor runs one program at a time, and takes the next one when it is
+    free. All KV heads cost the same, so each has its share of the multiprocessors.
     """
     num = max(1, num_processors // num_kv_heads)
     costs = [tile.end - tile.begin for tile in tiles]
@@ -96,7 +99,8 @@ def longest_run(tiles: Sequence[QueryTile], num_kv_heads: int, num_processors: i
 
 
 def busy_for(costs: Sequence[int], num_processors: int) -> int:
-    """When the last one is done of programs that start in this order, each as soon as a processor is free."""
+    """The time at which the last program ends. Programs start in the order of `costs`, each as soon as a processor is
+    free."""
     free_at = [0] * num_processors
     for cost in costs:
         heapq.heapreplace(free_at, free_at[0] + cost)
@@ -104,7 +108,7 @@ def busy_for(costs: Sequence[int], num_processors: int) -> int:
 
 
 def query_runs(tiles: Sequence[QueryTile], longest: int) -> QueryRuns:
-    """Cut `tiles` into runs of up to `longest` tiles of keys."""
+    """Cut `tiles` into runs of at most `longest` tiles of keys each."""
     runs, splits, place = [], [], 0
     for tile in tiles:
         if tile.end - tile.begin <= longest:
@@ -121,13 +125,13 @@ def query_runs(tiles: Sequence[QueryTile], longest: int) -> QueryRuns:
 
 
 def _run_size(tile: QueryTile, longest: int) -> int:
-    """Tiles of keys of each run, about as many in the last one as in the others."""
+    """Tiles of keys per run. The last run of a tile has about as many as the others."""
     num_keys = tile.end - tile.begin
     return -(-num_keys // -(-num_keys // longest))
 
 
 def _costs(tile: QueryTile, longest: int) -> list[int]:
-    """Of the runs of a tile."""
+    """Costs of the runs of a tile."""
     num_keys = tile.end - tile.begin
     if num_keys <= longest:
         return [num_keys]

@@ -1,12 +1,17 @@
-"""From logits to tokens: the most likely one, or a random one, as `common.engine.draw` does it, without a sort.
+"""Chooses tokens from logits: the most likely one, or a random one as `common.engine.draw` does, but without a sort.
 
-A row is cut into chunks so that a small batch fills the device. A random token takes one pass for the weight of each
-chunk, and a look into the one in which the distribution reaches the random number. Where top-k or top-p hide tokens,
-two passes before gather the few that can be kept into a window: those nearer to the most likely one than the least of
-sixteen distances, the rungs, within which there are enough, in number or in weight. Among them the least likely token
-that is kept is found: the distance of a logit from the largest is a float that is not negative, such floats are ordered
-as their bits are, and so the threshold is found four bits at a time, by counting, or weighing, what lies below each of
-sixteen edges. Of a distribution so flat that the window is too small for it, the whole row is searched.
+A row is cut into chunks, so that a small batch fills the device. A random token takes one pass that sums the weights of
+each chunk, and a search within the chunk in which the cumulative weight reaches the random number.
+
+A row with top-k or top-p takes two passes before. They gather the few tokens that can be kept into a window. The
+*distance* of a token is how far its logit is below the largest one, over the temperature. The first pass counts and
+weighs the tokens within each of sixteen distances, the *rungs*. The second pass gathers the tokens within the least
+rung that holds enough, in number (top-k) or in weight (top-p). If a distribution is so flat that they do not fit into
+the window, the whole row is searched instead.
+
+Among the gathered tokens, the kernel then searches the largest distance that is kept. A distance is a float that is not
+negative, and such floats are ordered as their bits are. So it is found four bits at a time: by the number, or the
+weight, of the tokens below each of sixteen edges.
 
 Shapes: N rows, V vocabulary, C chunks, R rungs.
 """
@@ -20,18 +25,19 @@ import triton.language as tl
 from common.engine.kernels.tiles import padded
 
 _CHUNK = 8192
-"""Tokens of a chunk."""
+"""Tokens per chunk."""
 _TILE = 1024
 _NUM_RUNGS = 16
-"""Distances from the best logit, for which it is counted how much is nearer."""
+"""Number of rungs: distances from the largest logit, within each of which tokens are counted and weighed."""
 _WINDOW = 4096
-"""Tokens that are searched, instead of all."""
+"""Most tokens that the window holds."""
 _EVERYTHING = tl.constexpr(0x7F800000)
-"""The bits of infinity: no token is further away."""
+"""The bits of infinity, as a limit that keeps every token."""
 
 
 def best(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of each row of float32, NaN if there is one, and its token, int64, the first one of equals."""
+    """The largest logit of each row, float32, NaN if the row has one, and its token, int64. Of equal logits, the first
+    one counts."""
     num_rows, size = logits_NV.shape
     num_chunks = triton.cdiv(size, _CHUNK)
     values_NC = logits_NV.new_empty(num_rows, num_chunks)
@@ -95,10 +101,11 @@ def draw(
     *,
     hiding: bool,
 ) -> torch.Tensor:
-    """A token, int64, for each row of float32 logits, whose largest is `best_N`.
+    """Draw a token, int64, for each row of float32 logits, whose largest is `best_N`.
 
-    `temperature_N`, `top_p_N` and `min_p_N` are float32, `top_k_N` int32, 0 for all; `random_N` is float64 in (0, 1).
-    `hiding`: whether some row has a top-k, top-p or min-p. Rows that are not finite get any token.
+    `temperature_N`, `top_p_N` and `min_p_N` are float32; `top_k_N` is int32, and 0 keeps all tokens; `random_N` is
+    float64 in (0, 1). `hiding` says whether some row has a top-k, top-p or min-p. A row that is not finite gets an
+    arbitrary token.
     """
     num_rows, size = logits_NV.shape
     num_chunks = triton.cdiv(size, _CHUNK)
@@ -139,7 +146,8 @@ def draw(
 
 @triton.jit
 def _distances(row_ptr, start, size, best, temperature, TILE: tl.constexpr):
-    """How far each logit of a tile is below the largest, over the temperature; infinitely, beyond the row's end."""
+    """The distance of each logit of a tile below the largest logit, over the temperature; infinite beyond the row's
+    end."""
     columns = start + tl.arange(0, TILE)
     logits = tl.load(row_ptr + columns, mask=columns < size, other=float("-inf"))
     return (best - logits) / temperature
@@ -147,13 +155,13 @@ def _distances(row_ptr, start, size, best, temperature, TILE: tl.constexpr):
 
 @triton.jit
 def _weights(distances, limit):
-    """Probabilities, but for their sum, of the tokens that are kept."""
+    """Probabilities, not normalised, of the tokens; 0 for tokens whose distance has bits above `limit`."""
     return tl.where(distances.to(tl.int32, bitcast=True) <= limit, tl.exp(-distances), 0.0)
 
 
 @triton.jit
 def _rungs(RUNGS: tl.constexpr):
-    """Distances: from a half on, a factor of the square root of 2 apart; the last is infinite."""
+    """The rungs: distances from 0.5 on, each the square root of 2 times the one before; the last one is infinite."""
     rungs = tl.arange(0, RUNGS)
     return tl.where(rungs < RUNGS - 1, 0.5 * tl.exp2(0.5 * rungs.to(tl.float32)), float("inf"))
 
@@ -173,7 +181,7 @@ def _climb(
     RUNGS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """How many tokens of a chunk are within each rung, and their weight."""
+    """Count and weigh the tokens of a chunk within each rung."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top_k = tl.load(top_k_ptr + row)
     if ((top_k > 0) & (top_k < size)) | (tl.load(top_p_ptr + row) < 1.0):
@@ -212,7 +220,8 @@ def _gather(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A chunk's logits within the first rung that has enough, into the window, if there is room for all of the row."""
+    """Copy a chunk's logits within the first rung that has enough into the window, if the window has room for those of
+    the whole row."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_chunks = tl.num_programs(1)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -246,7 +255,7 @@ def _gather(
 
 @triton.jit
 def _least_limit(row_ptr, size, best, temperature, limit, wanted, WEIGH: tl.constexpr, TILE: tl.constexpr):
-    """The least limit, `limit` at most, at which the kept tokens are `wanted` or more in number, or in weight."""
+    """The least limit, at most `limit`, at which the kept tokens reach `wanted` in number or, if WEIGH, in weight."""
     found = 0
     for digit in range(8):
         shift = tl.maximum(27 - 4 * digit, 0)
@@ -286,7 +295,8 @@ def _limit(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The bits of the largest distance that is kept: of top-k, then of top-p among what that keeps, then of min-p."""
+    """Find the bits of the largest distance that is kept: by top-k, then by top-p among the tokens kept, then by
+    min-p."""
     row = tl.program_id(0).to(tl.int64)
     best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
@@ -315,7 +325,7 @@ def _limit(
             limit = _least_limit(values_ptr, num, best, temperature, limit, top_p * total, True, TILE)
     if min_p > 0.0:
         furthest = (-tl.log(min_p)).to(tl.int32, bitcast=True)
-        limit = tl.minimum(limit, tl.maximum(furthest, 0))  # of 1 it is minus zero
+        limit = tl.minimum(limit, tl.maximum(furthest, 0))  # a min_p of 1 gives minus zero
     tl.store(limit_ptr + row, limit)
 
 
@@ -357,7 +367,7 @@ def _pick(
     CHUNKS_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The first token at which the distribution reaches the random number; never one of weight 0."""
+    """Pick the first token at which the cumulative weight reaches the random number; never a token of weight 0."""
     row = tl.program_id(0).to(tl.int64)
     best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
     limit = tl.load(limit_ptr + row)
@@ -379,5 +389,5 @@ def _pick(
         token = tl.minimum(token, tl.min(tl.where(found, columns, size), axis=0))
         last_kept = tl.maximum(last_kept, tl.max(tl.where(weights > 0.0, columns, 0), axis=0))
         reached += tl.sum(weights, axis=0)
-    # Summed in another order than the chunk's weight, the last one may just miss the number.
+    # The sum here is in another order than that of the chunk's weight, so the last token may just miss the number.
     tl.store(token_ptr + row, tl.where(token < size, token, last_kept).to(tl.int64))

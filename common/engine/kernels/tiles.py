@@ -1,4 +1,4 @@
-"""What the two attention kernels share: where a tile of keys lies in the paged cache, and a step of online softmax.
+"""Parts of both attention kernels: the addresses of a tile of keys in the paged cache, and a step of online softmax.
 
 Shapes: M rows of queries (tokens times the query heads that share a KV head), N keys of a tile, D head dimension.
 """
@@ -13,19 +13,19 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels of this process run in Triton's interpreter."""
 LOG2_E = 1.4426950408889634
 MIN_DOT = 16
-"""Least rows, columns and depth of `tl.dot`."""
+"""Least rows, columns and depth that `tl.dot` takes."""
 
 
 def widens(tensor: torch.Tensor) -> bool:
-    """Whether a kernel must turn what it loads of `tensor` into float32 before it multiplies.
+    """Whether a kernel must convert what it loads from `tensor` to float32 before it multiplies.
 
-    The interpreter takes bfloat16 for integers.
+    This is so for bfloat16 in the interpreter, which takes bfloat16 for integers.
     """
     return INTERPRETED and tensor.dtype == torch.bfloat16
 
 
 def padded(size: int, least: int = MIN_DOT) -> int:
-    """The power of two that holds `size`."""
+    """The least power of two that is at least `size`, and at least `least`."""
     return max(least, int(triton.next_power_of_2(size)))
 
 
@@ -35,7 +35,7 @@ def key_offsets(
 ):  # fmt: skip
     """Offsets `[TILE]` of the keys at positions `[start, start + TILE)` of one head; `start` is a multiple of TILE.
 
-    Tiles that lie in one block need one entry of the block table.
+    If a tile lies within one block, one entry of the block table is enough.
     """
     if BLOCK_SIZE % TILE == 0:
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
@@ -57,7 +57,8 @@ def load_tile(
     MASKED: tl.constexpr,
     like,
 ):
-    """Keys or values `[TILE, D_PAD]`, in the type of `like`; if MASKED, zero where nothing is written."""
+    """Keys or values `[TILE, D_PAD]`, in the type of `like`, or in float32 if WIDEN. If MASKED, slots that are not
+    written give zeros."""
     dims = tl.arange(0, D_PAD)
     place = kv_ptr + key_offsets_N[:, None] + dims[None, :]
     if MASKED:
@@ -71,11 +72,12 @@ def load_tile(
 
 @triton.jit
 def soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED: tl.constexpr):
-    """Take a tile of keys into the running softmax: (accumulator, maximum, sum), base 2.
+    """Take a tile of keys and values into the running softmax. Returns (accumulator, maximum, sum); exponents have base
+    2.
 
     A row that has seen no key yet has maximum -inf and sum 0 ("Online normalizer calculation for softmax", arXiv
-    1805.02867). Of float32 a product is three of TF32, which lose no more than its rounding does and have the tensor
-    cores.
+    1805.02867). A product of float32 is computed as three products of TF32. They run on the tensor cores, and lose no
+    more than the rounding of float32 does.
     """
     scores = tl.dot(q_MD, tl.trans(k_ND), input_precision="tf32x3")
     if MASKED:

@@ -1,8 +1,9 @@
-"""Which tiling a kernel is compiled with: a table made by measurement, for each GPU and shape, and defaults.
+"""The tiling with which a kernel is compiled: from a table of measurements for each GPU and shape, or a default.
 
-`tuning.json` maps a GPU's name to entries; an entry has the kernel, the shape that it was measured for and the tiling.
-A shape that is not in the table takes the nearest one that is, of the same head dimension and type; a GPU that is not
-in it has defaults, which fit into the registers and the shared memory of every GPU from compute capability 8.0 on.
+`tuning.json` maps a GPU's name to entries. An entry has the kernel, the shape for which it was measured, and the
+tiling. A shape that is not in the table takes the nearest one that is, of the same head dimension and type. A GPU that
+is not in the table has defaults, which fit into the registers and the shared memory of every GPU from compute
+capability 8.0 on.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ TABLE = Path(__file__).with_name("tuning.json")
 
 
 class Tuning:
-    """The entries of one GPU."""
+    """The tilings for one GPU."""
 
     def __init__(self, gpu: str, shared_bytes: int, table: dict[str, Any] | None = None) -> None:
-        """`gpu` as `torch.cuda.get_device_name` gives it; `shared_bytes` that a multiprocessor has."""
+        """`gpu` is the name that `torch.cuda.get_device_name` gives; `shared_bytes` is the shared memory of a
+        multiprocessor."""
         self._shared_bytes = shared_bytes
         self._entries = (_table() if table is None else table).get(gpu, [])
 
     @classmethod
     def of(cls, device: torch.device) -> Tuning:
-        """What is known of this GPU."""
+        """The tilings for the GPU `device`."""
         gpu = torch.cuda.get_device_properties(device)
         return cls(gpu.name, gpu.shared_memory_per_multiprocessor)
 
     def decode(
         self, *, head_dim: int, itemsize: int, block_size: int, group: int, num_rows: int, max_seq_len: int
     ) -> DecodeTiling:
-        """For sequences times KV heads (`num_rows`) that are up to `max_seq_len` long; elements of `itemsize` bytes."""
+        """The tiling of decode attention for `num_rows` (sequences times KV heads) of at most `max_seq_len` tokens.
+        Elements have `itemsize` bytes."""
         shape = {"group": group, "num_rows": num_rows, "max_seq_len": max_seq_len, "block_size": block_size}
         if tuned := self._nearest("decode", head_dim, itemsize, shape):
             return DecodeTiling(**tuned)
@@ -47,10 +50,10 @@ class Tuning:
         return DecodeTiling(num_stages=5 if size * itemsize <= 256 else 3, tile=64 if itemsize == 2 else 4096 // size)
 
     def prefill(self, *, head_dim: int, itemsize: int, block_size: int, group: int) -> PrefillTiling:
-        """For any chunks."""
+        """The tiling of prefill attention, for chunks of any length."""
         if tuned := self._nearest("prefill", head_dim, itemsize, {"group": group, "block_size": block_size}):
             return PrefillTiling(**tuned)
-        if itemsize == 4:  # three products of half as many bits, for each: more rows do not fit into the registers
+        if itemsize == 4:  # float32: three TF32 products for each one, so more rows do not fit into the registers
             return PrefillTiling(rows=16, tile=32 if padded(head_dim) <= 128 else 16, num_warps=4)
         if padded(head_dim) <= 128:
             return PrefillTiling()
@@ -59,7 +62,7 @@ class Tuning:
         return PrefillTiling(rows=64, tile=32, num_warps=4)
 
     def _nearest(self, kernel: str, head_dim: int, itemsize: int, shape: dict[str, int]) -> dict[str, Any]:
-        """The tiling of the entry whose shape is nearest, by ratios; empty without any."""
+        """The tiling of the entry whose shape is nearest, measured by ratios; empty if there is no entry."""
         wanted = (kernel, head_dim, itemsize)
         entries = [each for each in self._entries if (each["kernel"], each["head_dim"], each["itemsize"]) == wanted]
 

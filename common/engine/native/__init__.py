@@ -1,7 +1,7 @@
-"""Kernels in C for CPUs: compiled once for each machine, kept in the user's cache, done without where they cannot be.
+"""Kernels in C for CPUs, compiled once for each machine and kept in the user's cache.
 
-A machine needs a C compiler (`cc`) and about two seconds, the first time. Where there is none, or it fails, the engine
-computes with torch alone and says so.
+Compiling needs a C compiler (`cc`), and takes about two seconds. If there is no compiler, or it fails, the engine
+computes with torch alone and logs a warning.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120.0
 PANEL = 16
-"""Outputs of a panel of packed weights."""
+"""Outputs per panel of packed weights."""
 SPINS = 3000
-"""Rounds that a thread waits for the next kernel before it sleeps, some tens of microseconds: to be woken would take
-longer than most kernels run. Not for who has set GOMP_SPINCOUNT, or another OMP_WAIT_POLICY than passive."""
+"""Rounds that a thread spins for the next kernel before it sleeps: some tens of microseconds, because waking up takes
+longer than most kernels run. Not applied if GOMP_SPINCOUNT is set, or OMP_WAIT_POLICY to another value than passive."""
 
 
 def serves(head_dim: int) -> bool:
-    """Whether there are kernels for heads of that size."""
+    """Whether there are kernels for heads of this dimension."""
     return head_dim % 8 == 0 and head_dim <= 512
 
 
 class Kernels:
     """The compiled functions. They release the interpreter's lock while they run, and use as many threads as torch.
 
-    Activations are float32, weights and KV of any type. A row's result does not depend on the others. Shapes: T tokens,
-    E hidden size, H query heads, K KV heads, D head dimension (see `serves`), N sequences; `kv_layer` is
-    `[num_blocks, K, 2, block_size, D]`, what is one head's of a block contiguous.
+    Activations are float32; weights and KV are float32, bfloat16 or float16. A row's result does not depend on the
+    other rows. Shapes: T tokens, E hidden size, H query heads, K KV heads, D head dimension (see `serves`), N
+    sequences. `kv_layer` is `[num_blocks, K, 2, block_size, D]`, where the part of one head in one block is contiguous.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -67,7 +67,7 @@ class Kernels:
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
     ) -> torch.Tensor:
-        """`x @ weight.T + bias`: `[T, in]` to `[T, out]`, with a weight from `pack` and a bias of float32.
+        """`x @ weight.T + bias`: `[T, in]` to `[T, out]`. `packed` is a weight from `pack`, and the bias is float32.
 
         Products are exact and summed in float32, in the order of the input features, whatever the number of rows.
         """
@@ -91,8 +91,8 @@ class Kernels:
         scale: float,
         out_NHD: torch.Tensor,
     ) -> None:
-        """Attention of N tokens, each the last of `lens_N` tokens of its sequence, to the blocks of `tables_NM`, into
-        `out_NHD`."""
+        """Write the attention of N tokens into `out_NHD`. Each is the last of the `lens_N` tokens of its sequence,
+        whose blocks are in `tables_NM`. Raises `MemoryError`."""
         assert (tables_NM.dtype, lens_N.dtype) == (torch.int64, torch.int64)
         assert tables_NM.stride(1) == 1
         assert lens_N.is_contiguous()
@@ -123,8 +123,8 @@ class Kernels:
         scale: float,
         out_THD: torch.Tensor,
     ) -> None:
-        """Attention of the tokens at positions `start` and on, into `out_THD`: of one sequence, whose blocks are
-        `table_M` and hold these tokens too."""
+        """Write the attention of a sequence's tokens at positions `start` and on into `out_THD`. The sequence's blocks
+        are `table_M`, and hold the KV of these tokens already. Raises `MemoryError`."""
         assert (table_M.dtype, table_M.stride(0)) == (torch.int64, 1)
         assert start + len(q_THD) <= len(table_M) * kv_layer.shape[3]
         assert out_THD.shape == q_THD.shape
@@ -150,7 +150,7 @@ class Kernels:
         blocks_T: torch.Tensor,
         offsets_T: torch.Tensor,
     ) -> None:
-        """Store keys and values, rounded to the cache's type, in slots of blocks (int64)."""
+        """Store keys and values, rounded to the cache's type, in slots `offsets_T` of blocks `blocks_T` (int64)."""
         num_tokens, num_kv_heads, head_dim = k_TKD.shape
         assert (k_TKD.dtype, v_TKD.dtype) == (torch.float32, torch.float32)
         assert k_TKD.stride() == v_TKD.stride(), (k_TKD.stride(), v_TKD.stride())
@@ -175,7 +175,7 @@ class Kernels:
     def add_norm(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add `delta_TE` to `h_TE`, in place; returns its root mean square normalisation, weighted."""
+        """Add `delta_TE` to `h_TE` in place. Returns the weighted root mean square normalisation of `h_TE`."""
         out_TE = torch.empty(h_TE.shape)
         num_rows, size = h_TE.shape
         assert delta_TE is None or delta_TE.shape == h_TE.shape
@@ -194,7 +194,7 @@ class Kernels:
         eps: float,
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Rotate queries and keys, `H + K` heads at the beginning of each row, in place, by `Rope.angles`; with `norms`
+        """Rotate queries and keys in place by `Rope.angles`. They are the first `H + K` heads of each row. With `norms`
         of queries and of keys, `[D]` each, they are normalised first."""
         cos_T1D, sin_T1D = angles
         num_rows, row_size = qkv_TF.shape
@@ -218,14 +218,15 @@ class Kernels:
         )
 
     def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up`, of rows of which one half are gates, the other one ups."""
+        """`silu(gate) * up`. The first half of each row holds the gates, the second half the ups."""
         num_rows, size = gate_up_TF.shape
         out_TF = torch.empty(num_rows, size // 2)
         self._silu_mul(_floats(gate_up_TF), num_rows, size // 2, out_TF.data_ptr(), _threads())
         return out_TF
 
     def best(self, x_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest number of each row, NaN if there is one, and its index, the first one of equals."""
+        """The largest number of each row, NaN if the row has one, and its index, int64. Of equal numbers, the first one
+        counts."""
         num_rows, size = x_TV.shape
         values_T, indices_T = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
         self._best(_floats(x_TV), num_rows, size, values_T.data_ptr(), indices_T.data_ptr(), _threads())
@@ -241,9 +242,11 @@ class Kernels:
         log_min_p_T: torch.Tensor,
         random_T: torch.Tensor,
     ) -> torch.Tensor:
-        """A token for each row of logits, `[T]` int64: the first at which the cumulative weights of those that top-k,
-        then top-p, then min-p leave reach `random_T` (float64) of their sum. `best_T` is the largest of a row; a
-        `top_k_T` of 0 leaves all."""
+        """Draw a token for each row of logits, `[T]` int64. Top-k, then top-p, then min-p remove tokens. The token
+        drawn is the first at which the cumulative weight of those left reaches `random_T` (float64) times their sum.
+
+        `best_T` is the largest logit of each row. A `top_k_T` of 0 removes none. Raises `MemoryError`.
+        """
         num_rows, size = x_TV.shape
         assert (top_k_T.dtype, random_T.dtype) == (torch.int64, torch.float64)
         tokens_T = torch.empty(num_rows, dtype=torch.int64)
@@ -272,7 +275,7 @@ def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any
 
 
 def _floats(x: torch.Tensor | None) -> int | None:
-    """The address of contiguous float32 numbers."""
+    """The address of contiguous float32 numbers; None for None."""
     if x is None:
         return None
     assert x.dtype == torch.float32, x.dtype
@@ -281,7 +284,7 @@ def _floats(x: torch.Tensor | None) -> int | None:
 
 
 def _queries(q_NHD: torch.Tensor) -> tuple[int, int]:
-    """Their address, and the numbers from row to row."""
+    """The address of queries, and the distance between their rows, in numbers."""
     assert q_NHD.dtype == torch.float32, q_NHD.dtype
     assert q_NHD.stride()[1:] == (q_NHD.shape[2], 1), q_NHD.stride()
     return q_NHD.data_ptr(), q_NHD.stride(0)
@@ -296,7 +299,7 @@ def _cache(kv_layer: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _heads(q_NHD: torch.Tensor, kv_layer: torch.Tensor) -> tuple[int, int, int, int, int]:
-    """Rows, KV heads, query heads of each, block size, head dimension."""
+    """(rows, KV heads, query heads per KV head, block size, head dimension)."""
     num_rows, num_heads, head_dim = q_NHD.shape
     _, num_kv_heads, _, block_size, _ = kv_layer.shape
     assert head_dim == kv_layer.shape[4]
@@ -309,9 +312,9 @@ def _threads() -> int:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight `[out, in]` as the kernels read it: `[panels, in, 16]`, in its own type, padded with zeros.
+    """Pack a weight `[out, in]` for the kernels: `[panels, in, 16]`, in its own type, padded with zeros.
 
-    The 16 of bf16 are in the order 0, 8, 1, 9, and so on.
+    The 16 outputs of a bfloat16 panel are in the order 0, 8, 1, 9, and so on.
     """
     out_features, in_features = weight.shape
     full, rest = divmod(out_features, PANEL)
@@ -329,9 +332,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The kernels, compiled if need be; None, and a line in the log, where that fails."""
+    """The kernels, compiled if need be. Returns None, and logs a warning, if that fails."""
     if os.environ.get("OMP_WAIT_POLICY", "passive").lower() == "passive":
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))  # is read when the library is loaded
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))  # read when the library is loaded
     try:
         return _load()
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
@@ -341,7 +344,8 @@ def kernels() -> Kernels | None:
 
 
 def _load() -> Kernels:
-    """From the cache, or compiled into it. Without a cache: compiled for this process alone, and nothing is left."""
+    """Load the library from the cache, or compile it into the cache. Without a cache, it is compiled for this process
+    alone, and no file is left."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         raise OSError("there is no C compiler (cc)")
@@ -350,9 +354,9 @@ def _load() -> Kernels:
     cache = _cache_folder()
     library = cache / f"kernels-{identity.hexdigest()[:32]}.so" if cache is not None else None
     if library is not None and library.exists():
-        with contextlib.suppress(OSError):  # a damaged one is made again
+        with contextlib.suppress(OSError):  # a damaged library is compiled again
             return Kernels(ctypes.CDLL(str(library)))
-    # Under a name of its own first: another process may be compiling, or loading, the same.
+    # Under a name of its own at first, because another process may be compiling, or loading, the same library.
     with tempfile.TemporaryDirectory(prefix="baton-", dir=cache) as scratch:
         made = Path(scratch) / "kernels.so"
         command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
@@ -364,7 +368,8 @@ def _load() -> Kernels:
 
 
 def _cache_folder() -> Path | None:
-    """Nobody else's to write to, as what is loaded from there is run; None where there is no such folder."""
+    """The cache folder; None if there is none to which this user alone can write, because its libraries are
+    executed."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -379,7 +384,7 @@ def _cache_folder() -> Path | None:
 
 
 def _cpu() -> bytes:
-    """What the compiler's `native` depends on."""
+    """The properties of the CPU on which the compiler's `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The operations of a layer, in C on a CPU."""
+"""The operations of a layer on a CPU, computed by the kernels in C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.engine.rope import Angles, Rope
 
 
 class NativeBackend:
-    """Everything between the cache and the weights is float32. Wants head dimensions that `native.serves`."""
+    """Everything between the cache and the weights is float32. The head dimension must be one that `native.serves`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -53,7 +53,7 @@ class NativeBackend:
     def attend(
         self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
     ) -> torch.Tensor:
-        """See `Backend.attend`. Runs of slices of one token share a call."""
+        """See `Backend.attend`. Adjacent slices of one token share a call."""
         out_THD = torch.empty(q_THD.shape)
         row, token = 0, 0
         while row < len(batch.query_lens):

@@ -1,14 +1,14 @@
-/* What a decoder computes on a CPU: products with weights, attention, and what lies between. Compiled at first use
-   (`common.engine.native`), in GCC's vector types.
+/* The CPU's part of a decoder: products with weights, attention, and the small operations between them. Compiled at
+   first use (`common.engine.native`), with GCC's vector types.
 
-   Sums are in a fixed order, whatever the number of rows: a row's result does not depend on the rows beside it. A
-   product is one chain in the order of the input features. Attention of a chunk's tokens is too; that of a single token
-   is summed in eight chains.
+   Sums are in a fixed order, whatever the number of rows, so a row's result does not depend on the rows beside it. A
+   product is one chain of additions in the order of the input features. So is the attention of a chunk's tokens; that
+   of a single token is summed in eight chains.
 
-   Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type, those of bf16 in the
-   order of `load_pair`; the last panel is padded with zeros. A tile of up to 6 rows and 16 outputs is held in registers
-   (after Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008, section
-   4). */
+   Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type. Panels of bf16 are in
+   the order of `load_pair`. The last panel is padded with zeros. A tile of up to 6 rows and 16 outputs is held in
+   registers (after Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008,
+   section 4). */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -29,7 +29,7 @@ enum {
     TILE = 6,     /* most rows of a tile */
     ROWS = 192,   /* most rows that are multiplied with a panel before the next one */
     MAX_HEAD_DIM = 512,
-    AHEAD = 4096, /* bytes by which weights are asked for ahead of their use */
+    AHEAD = 4096, /* bytes by which weights are prefetched before their use */
 };
 
 INLINE long size_of(int type) { return type == F32 ? 4 : 2; }
@@ -52,7 +52,7 @@ INLINE v8 load(const char *p, int type) {
 
 INLINE void store(char *p, v8 x, int type) {
     if (type == F32) memcpy(p, &x, 32);
-    if (type == BF16) { /* to the nearest, ties to even; a NaN stays one */
+    if (type == BF16) { /* rounds to the nearest, ties to even; a NaN stays one */
         u32x8 bits = (u32x8)x, nan = (u32x8)(x != x);
         bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
         u16x8 half = __builtin_convertvector((nan & 0x7fc0) | (~nan & bits), u16x8);
@@ -68,8 +68,8 @@ INLINE v8 floats(const float *p) { return load((const char *)p, F32); }
 
 INLINE v8 splat(float x) { return (v8){x, x, x, x, x, x, x, x}; }
 
-/* 16 numbers. Of bf16 the first 8 are the lower halves of 8 words, the others the upper ones: widening a half is one
-   instruction then. */
+/* Load 16 numbers. In bf16, the first 8 are the lower halves of 8 words and the others are the upper halves, so that
+   widening a half takes one instruction. */
 INLINE void load_pair(const char *p, int type, v8 *first, v8 *second) {
     if (type == BF16) {
         u32x8 both;
@@ -82,8 +82,8 @@ INLINE void load_pair(const char *p, int type, v8 *first, v8 *second) {
     }
 }
 
-/* Add to `sums [rows][16 * panels]` the products of `rows` rows of x, `stride` apart, with K rows of each panel. What is
-   at `ahead`, and every `pace` bytes from there, is asked for meanwhile. */
+/* Add to `sums [rows][16 * panels]` the products of `rows` rows of x, `stride` apart, with K rows of each panel.
+   Meanwhile prefetch what is at `ahead`, and at every `pace` bytes from there. */
 INLINE void tile(int rows, int panels, int type, const float *x, long stride, long K, const char *w, long panel_bytes,
                  const char *ahead, long pace, float *sums) {
     const long row_bytes = PANEL * size_of(type);
@@ -107,8 +107,8 @@ INLINE void tile(int rows, int panels, int type, const float *x, long stride, lo
         UNROLL for (int p = 0; p < 2 * panels; p++) store((char *)(sums + 8 * (2 * panels * r + p)), held[r][p], F32);
 }
 
-/* Up to 6 rows and one panel. The type is a constant in each of these functions: that is what lets the compiler keep a
-   tile in registers. */
+/* Up to 6 rows and one panel. The type is a constant in each of these functions, so that the compiler can keep a tile
+   in registers. */
 #define TILE_OF(NAME, TYPE)                                                                                            \
     static void NAME(int rows, const float *x, long stride, long K, const char *w, const char *ahead, long pace,       \
                      float *sums) {                                                                                    \
@@ -126,15 +126,15 @@ TILE_OF(tile_float32, F32)
 TILE_OF(tile_bfloat16, BF16)
 TILE_OF(tile_float16, F16)
 
-/* The sums, `[rows][width]`, plus bias, as outputs `[first, first + width)` of N, of which there may be fewer. */
+/* Store the sums, `[rows][width]`, plus bias, as outputs `[first, first + width)` of N. Sums beyond N are dropped. */
 INLINE void finish(const float *sums, long rows, long width, const float *bias, float *out, long N, long first) {
     const long num = N - first < width ? N - first : width;
     for (long r = 0; r < rows; r++)
         for (long i = 0; i < num; i++) out[r * N + first + i] = sums[r * width + i] + (bias ? bias[first + i] : 0);
 }
 
-/* One panel, for up to ROWS rows, in tiles of nearly equal height. A single tile asks for what it will need in a moment;
-   of several each asks for its share of the next panel, as only the first has to wait for this one. */
+/* One panel, for up to ROWS rows, in tiles of nearly equal height. A single tile prefetches what it needs next. Of
+   several tiles, each prefetches its share of the next panel, because only the first tile waits for this panel. */
 #define PANEL_OF(NAME, TILE_NAME, TYPE)                                                                                \
     static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,             \
                      long first) {                                                                                     \
@@ -155,7 +155,8 @@ PANEL_OF(panel_float32, tile_float32, F32)
 PANEL_OF(panel_bfloat16, tile_bfloat16, BF16)
 PANEL_OF(panel_float16, tile_float16, F16)
 
-/* A group of `panels` panels, for all rows. One or two rows take several at a time: a chain would wait for itself. */
+/* A group of `panels` panels, for all rows. One or two rows are multiplied with several panels at a time, because with
+   one panel each addition would wait for the one before it in its chain. */
 #define GROUP_OF_PANELS(NAME, PANEL_NAME, TYPE)                                                                        \
     static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, long first, \
                      long panels) {                                                                                    \
@@ -205,7 +206,7 @@ KERNELS(float16, F16)
 static __thread float *scratch;
 static __thread long scratch_size;
 
-/* Room for so many numbers, for this thread; NULL when there is no memory. */
+/* Room for `size` numbers, for this thread; NULL if there is not enough memory. */
 static float *room_for(long size) {
     if (scratch_size < size) {
         free(scratch);
@@ -219,7 +220,7 @@ INLINE float sum_of(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[
 
 typedef int32_t i32x8 __attribute__((vector_size(32)));
 
-/* e to the power of x <= 0, within 3 units in the last place (Cody and Waite's reduction, a polynomial of degree 6). */
+/* e^x for x <= 0, within 3 units in the last place (Cody and Waite's reduction, a polynomial of degree 6). */
 INLINE v8 exp_of(v8 x) {
     const i32x8 low = x < splat(-87.0f);
     x = (v8)((low & (i32x8)splat(-87.0f)) | (~low & (i32x8)x));
@@ -250,7 +251,7 @@ INLINE v8 sums_of(const v8 *x) {
     return SHUFFLE(four[0], four[1], 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLE(four[0], four[1], 1, 3, 5, 7, 9, 11, 13, 15);
 }
 
-/* What all tokens of a step and layer have in common. */
+/* Properties of the cache that all tokens of a step and layer have in common. */
 struct cache {
     const char *layer;     /* the layer's part of the first head of block 0: [2, block_size, head_dim] */
     long block_bytes;      /* from a block to the next */
@@ -260,8 +261,8 @@ struct cache {
     float scale;
 };
 
-/* Of 16 numbers of bf16 in a row `load_pair` gives the even ones first. These bring others into that order, and back,
-   multiplied by a factor. */
+/* `load_pair` gives the even ones of 16 adjacent bf16 numbers first. `spread` brings other numbers into that order, and
+   `gather` brings them back; both multiply them by a factor. */
 INLINE void spread(int type, const float *from, long D, float factor, float *to) {
     for (long d = 0; d < D; d += 16)
         for (long i = 0; i < 16 && d + i < D; i++)
@@ -274,7 +275,8 @@ INLINE void gather(int type, const float *from, long D, float factor, float *to)
             to[d + i] = from[d + (type == BF16 && D - d >= 16 ? i / 2 + i % 2 * 8 : i)] * factor;
 }
 
-/* Scores of `rows` queries, D apart, against 8 / rows slots; those of a query go to a row of `size`. */
+/* Scores of `rows` queries, D apart, against 8 / rows slots. The scores of each query go to its row of `out`, `size`
+   apart. */
 INLINE void score(int rows, int type, const float *q, long D, const char *k, float *out, long size) {
     const int slots = 8 / rows;
     const long step = D * size_of(type);
@@ -302,13 +304,14 @@ INLINE void score(int rows, int type, const float *q, long D, const char *k, flo
         memcpy(out + r * size, (const float *)&all + r * slots, slots * sizeof(float));
 }
 
-/* Ask for memory that will be read soon. Done bit by bit between computations: many requests at once would stall. */
+/* Prefetch memory that will be read soon. Call this for small pieces between computations, because many requests at
+   once would stall. */
 INLINE void ask_for(const char *p, long bytes) {
     for (long i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-/* Scores of `rows` queries against `num` slots of a block, which has room for `room`. As many bytes at `ahead`, unless
-   that is NULL, are asked for meanwhile. */
+/* Scores of `rows` queries against `num` slots of a block, in which `room` slots are left. Meanwhile prefetch as many
+   bytes at `ahead`, unless that is NULL. */
 INLINE void scores_of(int rows, int type, const float *q, long D, const char *k, long num, long room,
                       const char *ahead, float *out, long size) {
     const int slots = 8 / rows;
@@ -319,7 +322,7 @@ INLINE void scores_of(int rows, int type, const float *q, long D, const char *k,
         score(rows, type, q, D, k + s * step, out + s, size);
     }
     if (s >= num) return;
-    char last[8 * MAX_HEAD_DIM * sizeof(float)]; /* slots at a block's end, of which there are too few */
+    char last[8 * MAX_HEAD_DIM * sizeof(float)]; /* the last slots of a block, if fewer than `slots` */
     memset(last, 0, slots * step);
     memcpy(last, k + s * step, (num - s) * step);
     float found[8];
@@ -327,8 +330,8 @@ INLINE void scores_of(int rows, int type, const float *q, long D, const char *k,
     for (int r = 0; r < rows; r++) memcpy(out + r * size + s, found + r * slots, (num - s) * sizeof(float));
 }
 
-/* The weights e^(score - most), in place, of the first `num` of `size` scores, a multiple of 8; returns one over their
-   sum. What is beyond `num` becomes too small to count. */
+/* Turn the first `num` of `size` scores, a multiple of 8, into weights e^(score - largest score), in place. Return 1
+   over their sum. Scores beyond `num` become too small to count. */
 INLINE float softmax(float *row, long num, long size) {
     for (long s = num; s < size; s++) row[s] = -__builtin_inff();
     v8 most = floats(row);
@@ -348,8 +351,8 @@ INLINE float softmax(float *row, long num, long size) {
     return 1.0f / sum_of(total);
 }
 
-/* Add `num` slots' values, weighted, to `width` vectors of the sums of `rows` queries, D apart. Those at `ahead`, unless
-   that is NULL, are asked for meanwhile. */
+/* Add `num` slots' values, weighted, to `width` vectors of the sums of `rows` queries, D apart. Meanwhile prefetch the
+   values at `ahead`, unless that is NULL. */
 INLINE void weigh(int rows, int width, int type, const char *v, long D, long num, const char *ahead,
                   const float *weights, long size, float *sums) {
     const long step = D * size_of(type);
@@ -371,7 +374,7 @@ INLINE void weigh(int rows, int width, int type, const char *v, long D, long num
         UNROLL for (int i = 0; i < width; i++) store((char *)(sums + r * D + 8 * i), held[r][i], F32);
 }
 
-/* All dimensions of the sums of `rows` queries, as many at a time as fit into registers. */
+/* Call `weigh` for all dimensions of the sums of `rows` queries, for as many at a time as fit into registers. */
 INLINE void weigh_all(int rows, int type, const char *v, long D, long num, const char *ahead, const float *weights,
                       long size, float *sums) {
     long d = 0;
@@ -387,16 +390,16 @@ INLINE const char *keys_of(const struct cache *c, int64_t block, long head) {
     return c->layer + block * c->block_bytes + head * c->head_bytes;
 }
 
-/* One token's queries of the KV heads `[first, first + heads)` against its slots `[begin, end)`: scores of all, then
-   their weights, then the values. Block by block and there head by head. The keys of a head in a block are one piece, and
-   so are its values; pieces lie apart, so the next one is asked for meanwhile. */
+/* Attention of one token, for the KV heads `[first, first + heads)`, to its slots `[begin, end)`: first all scores,
+   then their weights, then the values. The order is block by block, and head by head within a block. The keys of a head
+   in a block are one piece, and so are its values. Pieces lie apart, so the next one is prefetched meanwhile. */
 INLINE void attend(int type, const struct cache *c, const float *q, const int64_t *table, long first, long heads,
                    long begin, long end, float *room, long size, float *out) {
     const long D = c->head_dim, G = c->group, rows = heads * G, step = D * size_of(type), bytes = c->block_size * step;
     float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D;
     for (long r = 0; r < rows; r++) spread(type, q + r * D, D, c->scale, queries + r * D);
-    /* Each slot of a block of each head, in the keys or values, which are `WHERE` bytes behind the keys; `num` slots of
-       this block, which has `rest`. */
+    /* Do `DO` for the slots of each head in each block, in the keys or in the values, which are `WHERE` bytes behind
+       the keys. `num` slots of this block are used, and `rest` are left in it. */
 #define EACH(WHERE, DO)                                                                                                \
     for (long s = begin, num; s < end; s += num) {                                                                     \
         const long rest = c->block_size - s % c->block_size, block = s / c->block_size;                                \
@@ -424,9 +427,10 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
     for (long r = 0; r < rows; r++) gather(type, sums + r * D, D, factors[r], out + r * D);
 }
 
-/* out `[N, H, D]` for tokens with queries `[H, D]`, in rows `q_stride` apart; token i is the last of `lens[i]` tokens
-   of the sequence whose blocks are `tables + i * width`, and sees the last `window` of them, or all if that is 0.
-   Returns 0, or 1 without memory. The heads of a token stay together, unless there are few tokens for the threads. */
+/* Attention of single tokens: out `[N, H, D]` for queries `[H, D]` in rows `q_stride` apart. Token i is the last of
+   `lens[i]` tokens of the sequence whose blocks are `tables + i * width`. It sees the last `window` of them, or all if
+   `window` is 0. Returns 0, or 1 if there is not enough memory. The heads of a token stay together, unless there are
+   few tokens for the threads. */
 #define DECODE(NAME, TYPE)                                                                                             \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, long head_bytes,                      \
              const int64_t *tables, long width, const int64_t *lens, long N, long kv_heads, long group,                \
@@ -456,10 +460,10 @@ DECODE(baton_decode_float32, F32)
 DECODE(baton_decode_bfloat16, BF16)
 DECODE(baton_decode_float16, F16)
 
-enum { QUERIES = 24 }; /* queries whose scores are computed together: they share what is read of the keys */
+enum { QUERIES = 24 }; /* queries whose scores are computed together, so that the keys are read once for all */
 
-/* Keys `[first, first + 16)` of a head as a panel `[head_dim][16]`, and their values as rows of panels of 16
-   dimensions, `[panel][size][16]`, of which `values` is the first; zeros from `end` on. */
+/* Pack the keys `[first, first + 16)` of a head as a panel `[head_dim][16]`. Pack their values as rows of panels of 16
+   dimensions, `[panel][size][16]`, the first of which starts at `values`. Slots from `end` on give zeros. */
 INLINE void pack_slots(int type, const struct cache *c, const int64_t *table, long head, long first, long end,
                        float *keys, float *values, long size) {
     const long D = c->head_dim, step = D * size_of(type);
@@ -479,8 +483,8 @@ INLINE void pack_slots(int type, const struct cache *c, const int64_t *table, lo
     }
 }
 
-/* Queries `[begin, end)` of a head's group, counted over tokens and heads of the group, against the packed slots
-   `[first, first + size)`. `room` is for QUERIES * (size + 2 * head_dim + 1) numbers. */
+/* Attention of the queries `[begin, end)` of a head's group, counted over tokens and heads of the group, to the packed
+   slots `[first, first + size)`. `room` is for QUERIES * (size + 2 * head_dim + 1) numbers. */
 static void attend_tile(const struct cache *c, const float *q, long q_stride, long head, long start, long begin,
                         long end, long first, long window, const float *keys, const float *values, long size,
                         float *room, float *out) {
@@ -510,10 +514,10 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
     }
 }
 
-/* out `[N, H, D]` for the tokens at positions `[start, start + N)` of the sequence whose blocks are `table`, with
-   queries `[H, D]` in rows `q_stride` apart; each sees what is before it, and itself, the last `window` of these, or
-   all if that is 0. Head by head, so that only one head's keys and values are unpacked at a time. Returns 0, or 1 without
-   memory. */
+/* Attention of a chunk: out `[N, H, D]` for the tokens at positions `[start, start + N)` of the sequence whose blocks
+   are `table`, with queries `[H, D]` in rows `q_stride` apart. A token sees itself and the tokens before it: the last
+   `window` of these, or all if `window` is 0. The order is head by head, so that only one head's keys and values are
+   unpacked at a time. Returns 0, or 1 if there is not enough memory. */
 #define PREFILL(NAME, TYPE)                                                                                            \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, long head_bytes,                      \
              const int64_t *table, long start, long N, long kv_heads, long group, long block_size, long head_dim,      \
@@ -550,9 +554,9 @@ PREFILL(baton_prefill_float16, F16)
 
 /* --- between the products ----------------------------------------------------------------------------------------- */
 
-enum { WORTH_THREADS = 1 << 16 }; /* numbers for which it pays to wake other threads */
+enum { WORTH_THREADS = 1 << 16 }; /* numbers from which on it pays to wake other threads */
 
-/* What brings `x [n]` to a root mean square of 1. */
+/* The factor that brings `x [n]` to a root mean square of 1. */
 INLINE float norm_factor(const float *x, long n, float eps) {
     v8 sums = splat(0);
     long i = 0;
@@ -586,8 +590,8 @@ void baton_add_norm(float *h, const float *delta, const float *weight, float eps
 }
 
 /* Rotate the first `heads` heads of `D` numbers of each row of x, in place: every pair (i, i + D / 2) by its token's
-   angle; cosines and signed sines are `[T, D]`. With `q_norm` and `k_norm` `[D]` the first `q_heads`, and the others,
-   are normalised first. */
+   angle. Cosines and signed sines are `[T, D]`. With `q_norm` and `k_norm`, `[D]` each, heads are normalised first: the
+   first `q_heads` by `q_norm`, the others by `k_norm`. */
 void baton_rotate(float *x, long row_size, long heads, long q_heads, long D, const float *q_norm, const float *k_norm,
                   float eps, const float *cosines, const float *sines, long T, int threads) {
     const long half = D / 2;
@@ -613,7 +617,8 @@ void baton_rotate(float *x, long row_size, long heads, long q_heads, long D, con
     }
 }
 
-/* Keys and values, `kv_heads` heads of `head_dim` numbers each in rows `row_size` apart, into their tokens' slots. */
+/* Store keys and values in their tokens' slots. They have `kv_heads` heads of `head_dim` numbers each, in rows
+   `row_size` apart. */
 #define WRITE(NAME, TYPE)                                                                                              \
     void NAME(const float *k, const float *v, long row_size, char *layer, long block_bytes, long head_bytes,           \
               const int64_t *blocks, const int64_t *offsets, long T, long kv_heads, long block_size, long head_dim) {  \
@@ -641,7 +646,7 @@ INLINE v8 silu_of(v8 x) {
     return x * ((v8)((negative & (i32x8)e) | (~negative & (i32x8)splat(1))) / (splat(1) + e));
 }
 
-/* out `[T, F]` = silu(gate) * up, of rows that hold F gates and then F ups. */
+/* out `[T, F]` = silu(gate) * up. A row of `gate_up` holds F gates, then F ups. */
 void baton_silu_mul(const float *gate_up, long T, long F, float *out, int threads) {
     _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * F > WORTH_THREADS)")
     for (long t = 0; t < T; t++) {
@@ -655,7 +660,8 @@ void baton_silu_mul(const float *gate_up, long T, long F, float *out, int thread
     }
 }
 
-/* The largest number of each row of x `[T, V]` and its index, the first one of equals; NaN if there is one. */
+/* The largest number of each row of x `[T, V]`, NaN if the row has one, and its index. Of equal numbers, the first one
+   counts. */
 void baton_best(const float *x, long T, long V, float *values, int64_t *indices, int threads) {
     _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * V > WORTH_THREADS)")
     for (long t = 0; t < T; t++) {
@@ -670,7 +676,7 @@ void baton_best(const float *x, long T, long V, float *values, int64_t *indices,
                 const i32x8 more = each > best[j];
                 best[j] = (v8)((more & (i32x8)each) | (~more & (i32x8)best[j]));
                 where[j] = (more & (int32_t)i) | (~more & where[j]);
-                invalid += each * splat(0); /* infinite ones too, which have to be looked at */
+                invalid += each * splat(0); /* infinite numbers too: such rows are checked below */
             }
         }
         float top = -__builtin_inff(), sum = sum_of(invalid);
@@ -695,15 +701,15 @@ void baton_best(const float *x, long T, long V, float *values, int64_t *indices,
 
 enum { BUCKETS = 2048, SEGMENT = 256 };
 
-/* Numbers <= 0 in an order in which the largest has the least key. */
+/* A key for numbers <= 0: the largest number has the least key. */
 INLINE uint32_t key_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     return bits & 0x7fffffff;
 }
 
-/* The largest number of x, all <= 0, such that at least `count` of them, or `mass` of their weights, are no less: found by
-   its key, 11 bits and then 10 and 10 at a time. */
+/* The largest number t of x, all <= 0, such that at least `count` numbers, or numbers with `mass` of the weights, are
+   no less than t. It is found by its key: 11 bits first, then 10 and 10. */
 static float threshold(const float *x, const float *weights, long V, long count, double mass) {
     uint32_t found = 0;
     for (int shift = 20, bits = 11; shift >= 0; shift -= 10, bits = 10) {
@@ -718,7 +724,7 @@ static float threshold(const float *x, const float *weights, long V, long count,
         uint32_t bucket = 0, last = 0;
         for (; bucket < 1u << bits; bucket++) {
             if (!counts[bucket]) continue;
-            last = bucket; /* the mass may be missed by a rounding */
+            last = bucket; /* rounding may leave the sum just below the mass */
             if (count > 0 ? counts[bucket] >= count : masses[bucket] >= mass) break;
             count -= count > 0 ? counts[bucket] : 0;
             mass -= masses[bucket];
@@ -740,7 +746,7 @@ INLINE double segment(const float *weights, long num) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-/* e^x for x `[V]`, padded to a multiple of 8, but 0 below `least`, and where it is next to nothing; returns their sum. */
+/* e^x for x `[V]`, padded to a multiple of 8; 0 below `least` and where e^x is negligible. Returns their sum. */
 static double weigh_row(const float *x, float *weights, long V, float least) {
     const v8 lowest = splat(least > -87.0f ? least : -87.0f);
     for (long i = 0; i < V; i += 8) {
@@ -753,7 +759,8 @@ static double weigh_row(const float *x, float *weights, long V, float least) {
     return total;
 }
 
-/* The first token at which the cumulative weights reach `wanted`, which is at most what `weigh_row` has returned. */
+/* The first token at which the cumulative weight reaches `wanted`, which is at most the sum that `weigh_row` has
+   returned. */
 static long token_at(const float *weights, long V, double wanted) {
     double before = 0;
     long i = 0, token = -1;
@@ -769,9 +776,10 @@ static long token_at(const float *weights, long V, double wanted) {
     return token < 0 ? 0 : token;
 }
 
-/* A token for each row of x `[T, V]`: the first at which the cumulative weights, e^((x - best) / temperature) of those that
-   top-k, top-p and min-p leave, reach `random` of their sum. A top_k of 0, a top_p of 1 and a `min_p`, which is a
-   logarithm, of minus infinity leave all. Returns 0, or 1 without memory. */
+/* Draw a token for each row of x `[T, V]`. top_k, top_p and min_p remove tokens; the others have the weights
+   `e^((x - best) / temperature)`. The token drawn is the first at which the cumulative weight reaches `random` times
+   their sum. A top_k of 0, a top_p of 1, and a min_p of minus infinity (it is a logarithm) remove none. Returns 0, or 1
+   if there is not enough memory. */
 int baton_draw(const float *x, long T, long V, const float *best, const float *temperature, const int64_t *top_k,
                const float *top_p, const float *min_p, const double *random, int64_t *tokens, int threads) {
     const long padded = (V + 7) / 8 * 8;
