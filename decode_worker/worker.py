@@ -623,8 +623,8 @@ class DecodeWorker:
             self._fail(generation.request, outcome.cause, str(outcome))
             return
         sequence = generation.sequence
-        sequence.num_computed = sequence.num_tokens
-        num_tokens = sequence.num_tokens + 1
+        sequence.num_computed = len(sequence.token_ids)
+        num_tokens = sequence.num_computed + 1
         reason = finish_reason(
             outcome.token_id,
             num_tokens - sequence.prompt_len,
@@ -636,15 +636,16 @@ class DecodeWorker:
         generation.append(outcome.token_id, outcome.logprobs, reason)
         self._generation_tokens += 1
         self._send_tokens(generation)
-        request = generation.request
-        if request.key in self._scheduler.trials and request.num_new >= TRIAL_TOKENS:
-            self._scheduler.trials.discard(request.key)
+        request, trials = generation.request, self._scheduler.trials
+        if trials and request.key in trials and request.num_new >= TRIAL_TOKENS:
+            trials.discard(request.key)
         if reason is not None:
             took_s = self._clock() - generation.began
             self._sequence_s += (took_s - self._sequence_s) * (_SEQUENCE_WEIGHT if self._sequence_s else 1.0)
             self._scheduler.remove(generation)
-            self._finish_if_ended(generation.request)
-        self._ask_mask(generation)
+            self._finish_if_ended(request)
+        if sequence.grammar_state is not None:
+            self._ask_mask(generation)
 
     def _send_tokens(self, generation: Generation) -> None:
         """Send the tokens that the gateway has not been sent: with the step's others if there is one, and nothing else

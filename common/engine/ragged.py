@@ -86,31 +86,30 @@ class Rows:
     @classmethod
     def of(cls, slices: Sequence[Slice], block_size: int) -> Rows:
         """Lay `slices` (at least one) out."""
-        query_lens = np.array([len(each.token_ids) for each in slices])
+        lens = [len(each.token_ids) for each in slices]
+        query_lens = np.array(lens)
         starts = np.array([each.start for each in slices])
-        of_tables = [_block_bytes(each.block_table) for each in slices]  # once, because they may grow
-        table_lens = np.array([len(each) for each in of_tables]) // 8
         seq_lens = starts + query_lens
         num_blocks = -(-seq_lens // block_size)
-        assert query_lens.min() >= 1, "a slice without tokens"
-        assert (table_lens >= num_blocks).all(), f"{table_lens} blocks for slices that need {num_blocks}"
-
         query_start = np.zeros(len(slices) + 1, dtype=np.int64)
         np.cumsum(query_lens, out=query_start[1:])
         num_tokens = int(query_start[-1])
         token_ids = np.fromiter(chain.from_iterable(each.token_ids for each in slices), np.int64, num_tokens)
-        rows = np.repeat(np.arange(len(slices)), query_lens)
-        positions = np.arange(num_tokens) + (starts - query_start[:-1])[rows]
-
-        tables = np.zeros((len(slices), int(table_lens.max())), dtype=np.int64)
-        tables[np.arange(tables.shape[1]) < table_lens[:, None]] = np.frombuffer(b"".join(of_tables), np.int64)
-        tables = tables[:, : int(num_blocks.max())]
-        slot_blocks, slot_offsets = tables[rows, positions // block_size], positions % block_size
+        rows = order = np.arange(len(slices))
+        positions = starts
+        assert min(lens) >= 1, "a slice without tokens"
+        if num_tokens > len(slices):
+            rows = np.repeat(order, query_lens)
+            positions = np.arange(num_tokens) + (starts - query_start[:-1])[rows]
+        tables = _tables(slices, num_blocks)
+        slot_offsets = positions % block_size
+        slot_blocks = tables[rows, positions // block_size]
 
         # Block `num_blocks - 1` is the one that a slice ends in. The slice begins that block if it starts at or before
         # the block's slot 0.
-        partial = (seq_lens % block_size != 0) & (starts <= (num_blocks - 1) * block_size)
-        begun_blocks = tables[np.arange(len(slices)), num_blocks - 1][partial]
+        last_starts = (num_blocks - 1) * block_size
+        partial = (seq_lens - last_starts < block_size) & (starts <= last_starts)
+        begun_blocks = tables[order[partial], num_blocks[partial] - 1]
 
         num_samples = np.array([len(each.samples) for each in slices])
         sampled = num_samples > 0
@@ -131,7 +130,7 @@ class Rows:
             follows=tuple(each.follows for each in slices),
             block_size=block_size,
             num_tokens=num_tokens,
-            query_lens=tuple(query_lens.tolist()),
+            query_lens=tuple(lens),
             seq_lens=tuple(seq_lens.tolist()),
         )
 
@@ -146,13 +145,27 @@ class Rows:
         )
 
 
+def _tables(slices: Sequence[Slice], num_blocks: _Ints) -> _Ints:
+    """The block tables, `[B, M]`, zeros beyond the end of a shorter one. `num_blocks` of each are needed."""
+    of_tables = [_block_bytes(each.block_table) for each in slices]  # once, because they may grow
+    lens = [len(each) for each in of_tables]
+    table_lens = np.array(lens) // 8
+    assert (table_lens >= num_blocks).all(), f"{table_lens} blocks for slices that need {num_blocks}"
+    longest = max(lens)
+    rows = bytearray().join([each.ljust(longest, b"\0") for each in of_tables])
+    return np.frombuffer(rows, np.int64).reshape(len(slices), longest // 8)[:, : int(num_blocks.max())]
+
+
 def _block_bytes(table: Sequence[int]) -> bytes:
     """A block table as bytes of int64. An array is copied as a whole, without a loop over its blocks."""
     return (table if isinstance(table, array) else array("q", table)).tobytes()
 
 
 def _together(arrays: Sequence[_Ints], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, by one copy. Each begins at a multiple of 16 bytes, which suits the kernels."""
+    """The arrays on the device, by one copy. Each begins at a multiple of 16 bytes, which suits the kernels. On a CPU
+    the arrays themselves, where they are contiguous."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(each)) for each in arrays]
     sizes = [each.size + each.size % 2 for each in arrays]
     flat = np.empty(sum(sizes), dtype=np.int64)
     begin = 0

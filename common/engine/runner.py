@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -56,6 +57,7 @@ class Submitted:
         self, slices: Sequence[Slice], choice: Choice | None, cache: KVCache, scores: Scores | None = None
     ) -> None:
         self._num_samples = [len(one.samples) for one in slices]
+        self._one_each = self._num_samples.count(1) == len(slices)
         self._choice = choice
         self._scores = scores
         self._cache = cache
@@ -75,8 +77,11 @@ class Submitted:
             assert self._end is not None
             self._end.wait()
             return [() for _ in self._num_samples]
-        outcomes = iter(self._choice.outcomes())
-        return [tuple(next(outcomes) for _ in range(num)) for num in self._num_samples]
+        outcomes = self._choice.outcomes()
+        if self._one_each:
+            return list(zip(outcomes))  # noqa: B905 (a tuple of one for each)
+        each = iter(outcomes)
+        return [tuple(islice(each, num)) for num in self._num_samples]
 
     def scores(self) -> list[Scored]:
         """Scores of the scored tokens of each slice. Does not wait once the outcomes are known."""
