@@ -285,7 +285,7 @@ class _Api:
             with self._failures_counted(request, stopwatch):
                 await _send_chunks(events, job, answer, pieces)
                 if job.include_usage:
-                    await events.send(encode(answer.usage_chunk(_usage(job, stopwatch))))
+                    await events.send(encode(answer.usage_chunk(_usage(job, stopwatch))), more=True)
                 await events.send_done()
         except Exception as error:
             if not events.started or is_gone(request):
@@ -356,17 +356,19 @@ async def _send_chunks(
     chunks = ChunkEncoder(answer, usage_follows=job.include_usage)
     begun: set[int] = set()
     num_tokens = 0
+    num_open = sum(generation.num_choices for generation in job.generations)
     async for piece in pieces:
         first = piece.choice not in begun
         begun.add(piece.choice)
         num_tokens += piece.num_tokens
+        num_open -= piece.finish_reason is not None
         worded = piece.text or piece.reasoning or piece.call is not None
         reported = piece.token_ids or piece.reports or piece.prompt_reports
         if first or worded or reported or piece.finish_reason is not None:
             usage = None
             if job.continuous_usage:
                 usage = Usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens)
-            await events.send(chunks.encode(piece, first, usage), more=piece.more)
+            await events.send(chunks.encode(piece, first, usage), more=piece.more or not num_open)
         elif not piece.more:
             await events.flush()
 

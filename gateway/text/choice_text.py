@@ -40,9 +40,10 @@ class CallTally:
     """Apparent calls; all of each, or the rest of it, is in the text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Piece:
-    """The result of one delta. The text may lag behind the tokens, because its end may have to be held back."""
+    """The result of one delta. The text may lag behind the tokens, because its end may have to be held back. Nobody
+    changes one; it is not frozen since there is one for each token, and that would double the time to make it."""
 
     choice: int
     """Index within the request."""
