@@ -181,8 +181,8 @@ class Theatre:
 
     @asynccontextmanager
     async def dispatcher(self, **options: Any) -> AsyncIterator[tuple[Dispatcher, Registry]]:
-        """A gateway's dispatcher in this process. A worker that dies late of what befell it before is started again, and
-        one that a failed test has left draining serves again."""
+        """A gateway's dispatcher in this process. A worker that dies late of what befell it before is started again. A
+        worker that a failed test has left draining serves again."""
         async with AsyncExitStack() as stack:
             for last_try in (False, False, True):
                 self.revive()
