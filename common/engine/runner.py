@@ -79,7 +79,7 @@ class Submitted:
             return [() for _ in self._num_samples]
         outcomes = self._choice.outcomes()
         if self._one_each:
-            return list(zip(outcomes))  # noqa: B905 (a tuple of one for each)
+            return list(zip(outcomes))
         each = iter(outcomes)
         return [tuple(islice(each, num)) for num in self._num_samples]
 

@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from common.contract.codec import decode, encode
-from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
+from common.contract.ids import Handle, Incarnation, RequestId, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
     Abort,
@@ -26,6 +26,7 @@ from common.contract.messages import (
     Message,
     Phase,
     Role,
+    StepTokens,
     Tokens,
     Welcome,
 )
@@ -379,7 +380,11 @@ async def test_a_client_whose_connection_breaks_and_that_stays_away_is_lost(net:
     assert net.now_s == 0.0, "no silence was waited for"
 
 
-async def test_what_waits_for_a_broken_connection_is_bounded(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [False, True])
+async def test_what_waits_for_a_broken_connection_is_bounded(
+    net: Net, monkeypatch: pytest.MonkeyPatch, columns: bool
+) -> None:
+    """A hundred messages, or steps of as many tokens."""
     monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
     monkeypatch.setattr(ends, "MAX_OUTBOX_MESSAGES", 100)
     worker = net.worker()
@@ -392,11 +397,13 @@ async def test_what_waits_for_a_broken_connection_is_bounded(net: Net, monkeypat
         while not session.broken:
             worker.server.send(client.me, tokens(1))
             await asyncio.sleep(0)
-    for position in range(100 - len(session.outbox)):
-        worker.server.send(client.me, tokens(position))
+    left = 100 - len(session.outbox)
+    step = StepTokens(handles=(Handle(1),) * left, positions=(1,) * left, token_ids=(1,) * left)
+    for message in [step] if columns else [tokens(1)] * left:
+        worker.server.send(client.me, message)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert (worker.lost, len(session.outbox)) == ([], 100)
+    assert (worker.lost, session.outbox.overfull) == ([], False)
     worker.server.send(client.me, tokens(1))
     await worker.changes.until(lambda: worker.lost == [client.me])
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from common.contract.codec import encode_some
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Decode, Message, Prefill
+from common.contract.messages import Decode, Message, Prefill, StepTokens
 from common.runtime.clock import Pulse
 
 MAX_OUTBOX_MESSAGES = 65_536
-"""Most messages that wait for one peer that does not read; with one more the peer counts as lost."""
+"""Most messages that wait for one peer that does not read; with one more the peer counts as lost. Each token in a
+`StepTokens` counts as one."""
 RECONNECT_S = 0.4
 """Seconds after a broken connection within which the peer must speak again; otherwise it counts as lost."""
 BACKPRESSURE_RETRY_S = 0.01
@@ -42,6 +43,8 @@ class Outbox:
     def __init__(self, me: Incarnation) -> None:
         self._me = me
         self._messages: deque[Message] = deque()
+        self._weight = 0
+        """Number of messages, each token in a `StepTokens` counted as one."""
         self._frame: tuple[bytes, int] | None = None
         """(the first messages, encoded; their number), kept so that a retry does not encode them again."""
 
@@ -51,7 +54,7 @@ class Outbox:
     @property
     def overfull(self) -> bool:
         """Whether more than `MAX_OUTBOX_MESSAGES` messages wait."""
-        return len(self._messages) > MAX_OUTBOX_MESSAGES
+        return self._weight > MAX_OUTBOX_MESSAGES
 
     @property
     def unsent_work(self) -> frozenset[RequestKey]:
@@ -61,6 +64,7 @@ class Outbox:
     def append(self, message: Message) -> None:
         """Append a message."""
         self._messages.append(message)
+        self._weight += _weight(message)
 
     def frame(self) -> bytes:
         """Encode the first messages, as many as one frame holds.
@@ -76,8 +80,12 @@ class Outbox:
         assert self._frame is not None
         (_, count), self._frame = self._frame, None
         for _ in range(count):
-            self._messages.popleft()
+            self._weight -= _weight(self._messages.popleft())
         return count
+
+
+def _weight(message: Message) -> int:
+    return len(message.handles) if isinstance(message, StepTokens) else 1
 
 
 def turns(messages: Sequence[Message], num_bytes: int) -> Iterator[Sequence[Message]]:
