@@ -191,11 +191,12 @@ class ModelRunner:
         rows = Rows.of(slices, self.layout.block_size)
         samples: list[Sample] = [each for one in slices for each in one.samples]
         scores = None
-        logits_RV = None
-        if self._graphs is not None:
-            logits_RV = self._graphs.logits(rows, self._chosen_N)
+        likeliest = None
+        replayed = None if self._graphs is None else self._graphs.compute(rows, self._chosen_N)
+        if self._graphs is not None and replayed is not None:
+            logits_RV, likeliest = replayed.logits_NV, replayed.likeliest
             last_tokens_R = self._graphs.last_tokens
-        if logits_RV is None:
+        else:
             batch = rows.on(self._cache.device)
             batch.follow(rows.follows, self._chosen_N)
             last_tokens_R = batch.last_tokens
@@ -207,9 +208,14 @@ class ModelRunner:
             return Submitted(slices, None, self._cache, scores)
         rows_N: slice | torch.Tensor = slice(None)
         if len(samples) != logits_RV.shape[0]:  # several choices are sampled from one row
-            rows_N = to_device(rows.sample_rows_N, torch.int64, logits_RV.device)
+            rows_N, likeliest = to_device(rows.sample_rows_N, torch.int64, logits_RV.device), None
         choice = choose(
-            logits_RV[rows_N], samples, self.config.eos_token_ids, self._backend, lambda: last_tokens_R()[rows_N]
+            logits_RV[rows_N],
+            samples,
+            self.config.eos_token_ids,
+            self._backend,
+            lambda: last_tokens_R()[rows_N],
+            likeliest,
         )
         self._chosen_N = choice.tokens_N
         return Submitted(slices, choice, self._cache, scores)
