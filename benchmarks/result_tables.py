@@ -233,7 +233,8 @@ def gpu_compile(run: Run) -> str:
     """The kernels' use of a multiprocessor's resources."""
     rows = [
         [
-            f"{each['kernel']}, {each['dtype']}, head dimension {each['head_dim']}",
+            f"{each['kernel']}, {each['dtype']}, "
+            + (each["product"] if "product" in each else f"head dimension {each['head_dim']}"),
             str(each["registers"]),
             str(each["stack_bytes"]),
             f"{each['shared_bytes'] / 1024:.0f}",
@@ -242,7 +243,7 @@ def gpu_compile(run: Run) -> str:
             each["products"],
         ]
         for each in run["figures"]["binaries"]
-        if each["kernel"] in ("decode", "prefill")
+        if each["kernel"] in ("decode", "prefill", "skinny")
     ]
     head = ["kernel", "registers", "stack, bytes", "shared, KiB", "warps", "programs at a time", "products"]
     return table(head, rows)
@@ -287,6 +288,21 @@ def gpu_small_kernels(run: Run) -> str:
             for kind in ("greedy", "temperature", "top_k_top_p")
         ]
     return table(["kernel", "µs", "its bytes alone, µs"], rows)
+
+
+def gpu_products(run: Run) -> str:
+    """Products of few rows by the kernel and by torch."""
+    rows = [
+        [
+            f"{each['model']}: {each['product']} {each['outputs']} x {each['inputs']}",
+            str(each["rows"]),
+            f"{each['us']:.1f}",
+            f"{each['torch_us']:.1f}",
+            f"{each['floor_us']:.1f}",
+        ]
+        for each in run["figures"]["product"]
+    ]
+    return table(["product", "rows", "µs, untuned", "torch, µs", "the weight's bytes alone, µs"], rows)
 
 
 def gpu_engine(run: Run) -> str:
@@ -540,4 +556,5 @@ PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "gpu decode attention": ("gpu-kernels", gpu_decode_attention),
     "gpu prefill attention": ("gpu-kernels", gpu_prefill_attention),
     "gpu small kernels": ("gpu-kernels", gpu_small_kernels),
+    "gpu products": ("gpu-kernels", gpu_products),
 }

@@ -34,7 +34,7 @@ from common.engine.model_config import ModelConfig
 from common.engine.native.backend import NativeBackend
 from common.engine.ragged import Rows
 from common.engine.sampler import Choice, choose
-from common.engine.warm_up import decode_batches
+from common.engine.warm_up import decode_batches, few_rows
 from common.engine.weights import Progress, load_weights, resolve_dtype
 
 _log = logging.getLogger(__name__)
@@ -134,6 +134,7 @@ class ModelRunner:
             for slices in ([prompt], [last], [last, prompt]):
                 self.step(slices)
         self._warm_up_decode_attention()
+        self._warm_up_products()
         self._cache.clear(torch.tensor(table, device=self._cache.device))
 
     @torch.inference_mode()
@@ -146,6 +147,12 @@ class ModelRunner:
             q_THD = cache.blocks.new_zeros(batch.num_tokens, config.num_heads, config.head_dim)
             for window, layer in one_of_each.items():
                 self._backend.attend(q_THD, cache.layer(layer), batch, window, config.head_dim**-0.5)
+
+    @torch.inference_mode()
+    def _warm_up_products(self) -> None:
+        """Of few rows, which a GPU may multiply by a kernel of its own."""
+        for batch in few_rows(self.layout.block_size, self._cache.device):
+            self._decoder.forward(batch, self._cache, self._backend)
 
     @property
     def config(self) -> ModelConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,15 @@ from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.graphs import Computed, DecodeGraphs, ladder
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
+from common.engine.kernels.skinny import SkinnyTiling, skinny
+from common.engine.kernels.tuning import Tuning
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
 from common.engine.ragged import Rows
 from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.engine.weights import load_weights
+from kernels.tuned import keep_rows, skinny_entries
 
 BLOCK_SIZE = 16
 CHUNK = 24
@@ -80,6 +84,35 @@ def test_tokens_are_those_of_the_reference(
     expected = tokens_of(runner_of(folder, torch.device("cpu"), ReferenceAttention()), prompts, 6)
     assert [len(each) for each in expected] == [5, 5, 4]
     assert tokens_of(runner_of(folder, device, TritonBackend(device)), prompts, 6) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_of_few_rows_by_the_kernel_give_the_same_tokens(
+    device: torch.device, checkpoint: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(5, VOCAB_SIZE, (size,), generator=generator).tolist() for size in (30, 17, 1)]
+    folder = checkpoint(family)
+    expected = tokens_of(runner_of(folder, torch.device("cpu"), ReferenceAttention()), prompts, 4)
+    backend = TritonBackend(device)
+    keep_rows(monkeypatch)
+    runner = runner_of(folder, device, backend)
+    tilings = {1: SkinnyTiling(columns=32, depth=32), 4: SkinnyTiling(columns=16, depth=16, splits=3)}
+    entries = skinny_entries(runner._decoder._weights, 4, tilings | {2: tilings[1], 8: tilings[4], 16: tilings[1]})
+    backend._tuning = Tuning("tuned", 0, {"tuned": entries})
+    calls: list[tuple[int, ...]] = []
+
+    def counted(x_MK: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        calls.append(tuple(x_MK.shape))
+        return skinny(x_MK, *args, **options)
+
+    monkeypatch.setattr("common.engine.kernels.backend.skinny", counted)
+    assert tokens_of(runner, prompts, 4) == expected
+    per_step = 4 * runner.config.num_layers + 1
+    # The first two steps have more than 16 tokens, and the first of them no logits.
+    assert len(calls) == 1 + 2 * per_step
+    assert calls[0] == (2, runner.config.hidden_size)
+    assert {rows for rows, _ in calls[1:]} == {3}
 
 
 class EagerGraphs(DecodeGraphs):

@@ -192,6 +192,8 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
 
     attention = {"batch": 8, "length": 1024, "us": 20.0, "of_copy_rate": 0.5, "over_fa3_fit": 1.25, "sdpa_us": 99.0}
     rows = {"batch": 64, "vocabulary": 128256, "greedy_us": 9.0, "temperature_us": 30.0, "top_k_top_p_us": 310.0}
+    product = {"model": "llama", "product": "gate", "outputs": 28672, "inputs": 4096, "rows": 4}
+    product |= {"us": 90.0, "torch_us": 95.5, "floor_us": 80.25}
     recorded(
         "gpu-kernels",
         {
@@ -200,6 +202,7 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
             "prefill_attention": [{"chunk": 2048, "context": 8192, "us": 500.0, "tflops": 412.0}],
             "layer": [{"kernel": "add_norm", "tokens": 64, "us": 4.0, "floor_us": 1.5}],
             "sampler": [rows],
+            "product": [product],
         },
     )
     decode = {"batch": 1, "context": 2048, "step_ms": 4.2, "over_floor": 1.13}
@@ -213,6 +216,7 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
     assert "| 2048 of 8192 | 500 | 412 |" in part("gpu prefill attention")
     assert "| add_norm, 64 tokens | 4.0 | 1.5 |" in part("gpu small kernels")
     assert "| top_k_top_p, 64 rows of 128256 | 310 |  |" in part("gpu small kernels")
+    assert "| llama: gate 28672 x 4096 | 4 | 90.0 | 95.5 | 80.2 |" in part("gpu products")
     assert "| llama, decode 1 x 2048 | 4.20 ms | 1.13 times |" in part("gpu-engine")
     assert "| llama, prefill 8192 | 200 ms | 56% of a product's rate |" in part("gpu-engine")
     assert "| 4 x 2 MiB | 170 | 49.3 | 48.0 |" in part("gpu-transfer")

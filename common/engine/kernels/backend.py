@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import embedding
 
-from common.engine.backend import Norms
+from common.engine.backend import Norms, PlainProducts
 from common.engine.batch import Sample
 from common.engine.draw import random_numbers, temperatures
 from common.engine.host_copy import to_device
@@ -16,7 +16,9 @@ from common.engine.kernels.decode_attention import decode_attention
 from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
-from common.engine.kernels.tuning import Tuning
+from common.engine.kernels.skinny import SkinnyTiling, skinny
+from common.engine.kernels.tuning import Kind, Tuning
+from common.engine.linear import FEW_ROWS, Linear
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
 
@@ -24,7 +26,7 @@ _Runs = tuple[torch.Tensor, torch.Tensor, int]
 """Runs, tiles of queries that are cut, and places of partial results, as `prefill_attention` takes them."""
 
 
-class TritonBackend:
+class TritonBackend(PlainProducts):
     """Activations are in the type of the weights; what is between a load and a store is float32."""
 
     def __init__(self, device: torch.device) -> None:
@@ -50,6 +52,41 @@ class TritonBackend:
     def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
         """See `Backend.embed`."""
         return embedding(token_ids_T, table_VE)
+
+    def norm_project(
+        self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
+    ) -> torch.Tensor:
+        """See `Backend.norm_project`."""
+        tiling = self._skinny("norm", h_TE, linear)
+        if tiling is None:
+            return super().norm_project(h_TE, delta_TE, norm_E, eps, linear)
+        return skinny(_added(h_TE, delta_TE), linear.weight, linear.bias, tiling, norm=(norm_E, eps))
+
+    def norm_gate(
+        self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
+    ) -> torch.Tensor:
+        """See `Backend.norm_gate`."""
+        tiling = self._skinny("gate", h_TE, linear)
+        if tiling is None:
+            return super().norm_gate(h_TE, delta_TE, norm_E, eps, linear)
+        return skinny(_added(h_TE, delta_TE), linear.weight, linear.bias, tiling, norm=(norm_E, eps), gated=True)
+
+    def project_onto(self, h_TE: torch.Tensor, x_TF: torch.Tensor, linear: Linear) -> torch.Tensor | None:
+        """See `Backend.project_onto`."""
+        tiling = self._skinny("onto", x_TF, linear)
+        if tiling is None:
+            return super().project_onto(h_TE, x_TF, linear)
+        skinny(x_TF, linear.weight, linear.bias, tiling, onto_MN=h_TE)
+        return None
+
+    def _skinny(self, kind: Kind, x_MK: torch.Tensor, linear: Linear) -> SkinnyTiling | None:
+        """How the kernel for few rows is cut; None where torch is to multiply: it does if nothing was measured."""
+        if len(x_MK) > FEW_ROWS or (kind != "onto" and x_MK.dtype == torch.float16):
+            return None
+        outputs, inputs = linear.out_features, x_MK.shape[1]
+        return self._tuning.skinny(
+            kind, rows=len(x_MK), outputs=outputs, inputs=inputs, itemsize=x_MK.itemsize
+        )  # fmt: skip
 
     def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """See `Backend.angles`."""
@@ -177,6 +214,11 @@ class TritonBackend:
         if not self._combines:
             splits, self._combines = splits or [(0, 0, 0, 0)], True  # nothing to combine, but compiled: in a warm-up
         return to_device(runs.runs, torch.int32, device), to_device(splits, torch.int32, device), runs.num_places
+
+
+def _added(h_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> torch.Tensor:
+    """`h_TE`, to which `delta_TE` was added in place."""
+    return h_TE if delta_TE is None else h_TE.add_(delta_TE)
 
 
 def _num_decodes(batch: RaggedBatch) -> int:
