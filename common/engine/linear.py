@@ -73,6 +73,8 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, in]` to `[rows, out]`, in the type of `x`; at least one row."""
+        if self._packed is None and x.dtype == self._stored:
+            return linear(x, self.weight, self.bias)
         if self._packed is None:
             return linear(x.to(self._stored), self.weight, self.bias).to(x.dtype)
         if self._kernels is not None:

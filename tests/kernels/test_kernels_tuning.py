@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import triton
+
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.skinny import SkinnyTiling
+from common.engine.kernels.tiles import num_tiles, padded
 from common.engine.kernels.tuning import Tuning
 
 SHORT, LONG = DecodeTiling(tile=32, num_warps=2), DecodeTiling(tile=128, programs_per_processor=4.0)
@@ -76,3 +79,10 @@ def test_a_product_of_few_rows_is_torchs_unless_a_kernel_was_quicker() -> None:
     assert tuning.skinny("norm", rows=1, **shape | {"outputs": 4097}) is None
     assert Tuning("B", ROOMY, {"A": table}).skinny("norm", rows=1, **shape) is None
     assert decode_of(tuning) == SHORT, "attention has entries of its own"
+
+
+def test_sizes_are_those_of_triton() -> None:
+    for size in (*range(1, 70), 1023, 1024, 1025, 128256):
+        assert padded(size, least=1) == triton.next_power_of_2(size)
+        assert padded(size) == max(16, triton.next_power_of_2(size))
+        assert all(num_tiles(size, tile) == triton.cdiv(size, tile) for tile in (1, 3, 64, 1024))

@@ -12,7 +12,7 @@ from common.engine.batch import Sample
 from common.engine.draw import random_numbers, temperatures
 from common.engine.host_copy import to_device
 from common.engine.kernels import layer, sampler
-from common.engine.kernels.decode_attention import decode_attention
+from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
 from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
@@ -22,8 +22,8 @@ from common.engine.linear import FEW_ROWS, Linear
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
 
-_Runs = tuple[torch.Tensor, torch.Tensor, int]
-"""Runs, tiles of queries that are cut, and places of partial results, as `prefill_attention` takes them."""
+_Runs = tuple[PrefillTiling, torch.Tensor, torch.Tensor, int]
+"""The tiling; runs, tiles of queries that are cut, and places of partial results, as `prefill_attention` takes them."""
 
 
 class TritonBackend(PlainProducts):
@@ -39,7 +39,7 @@ class TritonBackend(PlainProducts):
         """Leading slices of `_batch` of one token."""
         self._runs: dict[int | None, _Runs] = {}
         """Runs of prefill attention of `_batch`, for each window that layers use."""
-        self._decode_runs: dict[int | None, DecodeRuns] = {}
+        self._decode_runs: dict[int | None, tuple[DecodeTiling, DecodeRuns]] = {}
         """Those of decode attention."""
         self._captured = False
         """Whether `_batch` is computed by a graph that is being captured."""
@@ -81,12 +81,11 @@ class TritonBackend(PlainProducts):
 
     def _skinny(self, kind: Kind, x_MK: torch.Tensor, linear: Linear) -> SkinnyTiling | None:
         """How the kernel for few rows is cut; None where torch is to multiply: it does if nothing was measured."""
-        if len(x_MK) > FEW_ROWS or (kind != "onto" and x_MK.dtype == torch.float16):
+        num_rows, inputs = x_MK.shape
+        if num_rows > FEW_ROWS or (kind != "onto" and x_MK.dtype == torch.float16):
             return None
-        outputs, inputs = linear.out_features, x_MK.shape[1]
-        return self._tuning.skinny(
-            kind, rows=len(x_MK), outputs=outputs, inputs=inputs, itemsize=x_MK.itemsize
-        )  # fmt: skip
+        outputs = linear.out_features
+        return self._tuning.skinny(kind, rows=num_rows, outputs=outputs, inputs=inputs, itemsize=x_MK.itemsize)
 
     def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """See `Backend.angles`."""
@@ -133,25 +132,27 @@ class TritonBackend(PlainProducts):
         out_THD: torch.Tensor,
     ) -> None:
         num, num_kv_heads = self._num_decodes, kv_layer.shape[1]
-        longest = max(batch.seq_lens[:num])
-        tiling = self._tuning.decode(
-            **_shape(q_THD, kv_layer), num_rows=num * num_kv_heads, max_seq_len=longest
-        )  # fmt: skip
         seq_lens_B = batch.seq_lens_B[:num]
         if window not in self._decode_runs:
-            self._decode_runs[window] = tiling.runs(
+            longest = max(batch.seq_lens[:num])
+            tiling = self._tuning.decode(
+                **_shape(q_THD, kv_layer), num_rows=num * num_kv_heads, max_seq_len=longest
+            )  # fmt: skip
+            runs = tiling.runs(
                 seq_lens_B,
                 window=window,
                 max_seq_len=longest,
                 num_kv_heads=num_kv_heads,
                 num_processors=self._num_processors,
             )
+            self._decode_runs[window] = tiling, runs
+        tiling, runs = self._decode_runs[window]
         decode_attention(
             q_THD[:num],
             kv_layer,
             batch.block_tables_BM[:num],
             seq_lens_B,
-            self._decode_runs[window],
+            runs,
             window=window,
             scale=scale,
             tiling=tiling,
@@ -167,11 +168,11 @@ class TritonBackend(PlainProducts):
         scale: float,
         out_THD: torch.Tensor,
     ) -> None:
-        shape = _shape(q_THD, kv_layer)
-        tiling = self._tuning.prefill(**shape)
         if window not in self._runs:
+            shape = _shape(q_THD, kv_layer)
+            tiling = self._tuning.prefill(**shape)
             self._runs[window] = self._cut(batch, tiling, shape["group"], kv_layer.shape[1], window)
-        runs_R5, splits_S4, num_places = self._runs[window]
+        tiling, runs_R5, splits_S4, num_places = self._runs[window]
         prefill_attention(
             q_THD,
             kv_layer,
@@ -213,7 +214,8 @@ class TritonBackend(PlainProducts):
         splits, device = runs.splits, batch.query_start_B1.device
         if not self._combines:
             splits, self._combines = splits or [(0, 0, 0, 0)], True  # nothing to combine, but compiled: in a warm-up
-        return to_device(runs.runs, torch.int32, device), to_device(splits, torch.int32, device), runs.num_places
+        runs_R5, splits_S4 = (to_device(each, torch.int32, device) for each in (runs.runs, splits))
+        return tiling, runs_R5, splits_S4, runs.num_places
 
 
 def _added(h_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.kernels.tiles import padded
+from common.engine.kernels.tiles import num_tiles, padded
 
 _CHUNK = 8192
 """Tokens of a chunk."""
@@ -33,7 +33,7 @@ _EVERYTHING = tl.constexpr(0x7F800000)
 def best(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest of each row of float32, NaN if there is one, and its token, int64, the first one of equals."""
     num_rows, size = logits_NV.shape
-    num_chunks = triton.cdiv(size, _CHUNK)
+    num_chunks = num_tiles(size, _CHUNK)
     values_NC = logits_NV.new_empty(num_rows, num_chunks)
     tokens_NC = logits_NV.new_empty(num_rows, num_chunks, dtype=torch.int32)
     best_N = logits_NV.new_empty(num_rows)
@@ -101,7 +101,7 @@ def draw(
     `hiding`: whether some row has a top-k, top-p or min-p. Rows that are not finite get any token.
     """
     num_rows, size = logits_NV.shape
-    num_chunks = triton.cdiv(size, _CHUNK)
+    num_chunks = num_tiles(size, _CHUNK)
     assert logits_NV.stride(1) == 1
     chunks_pad = padded(num_chunks, least=1)
     limit_N = torch.full_like(top_k_N, int(_EVERYTHING.value))

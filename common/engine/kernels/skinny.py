@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.kernels.tiles import MIN_DOT, widens
+from common.engine.kernels.tiles import num_tiles, padded, widens
 from common.engine.linear import FEW_ROWS
 
 _SUM_TILE = 256
@@ -71,10 +71,10 @@ def skinny(
     assert weight_NK.shape[1] == inputs
     assert norm is None or x_MK.dtype != torch.float16
     out_MN = x_MK.new_empty(num_rows, outputs) if onto_MN is None else onto_MN
-    depth = min(tiling.depth, max(MIN_DOT, int(triton.next_power_of_2(inputs))))
-    split_depth = triton.cdiv(triton.cdiv(inputs, tiling.splits), depth) * depth
-    num_splits = triton.cdiv(inputs, split_depth)
-    programs = triton.cdiv(outputs, tiling.columns)
+    depth = min(tiling.depth, padded(inputs))
+    split_depth = num_tiles(num_tiles(inputs, tiling.splits), depth) * depth
+    num_splits = num_tiles(inputs, split_depth)
+    programs = num_tiles(outputs, tiling.columns)
     kept = num_splits > 1
     partial_SMN = x_MK.new_empty(num_splits if kept else 0, num_rows, weight_NK.shape[0], dtype=torch.float32)
     squares_SM = x_MK.new_empty(num_splits if kept else 0, num_rows, dtype=torch.float32)
@@ -89,7 +89,7 @@ def skinny(
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     if kept:
-        _skinny_sum[triton.cdiv(outputs, _SUM_TILE), num_rows](
+        _skinny_sum[num_tiles(outputs, _SUM_TILE), num_rows](
             partial_SMN, squares_SM, bias, out_MN, eps,
             OUTPUTS=outputs, INPUTS=inputs, SPLITS=num_splits, COLUMNS=_SUM_TILE, **flags, num_warps=4,
         )  # fmt: skip
