@@ -13,11 +13,14 @@ import argparse
 import re
 from collections.abc import Sequence
 
+from benchmarks import gpu_tables, result_tables
 from benchmarks.overview_tables import OVERVIEWS
 from benchmarks.record import ROOT, Run, recorded
 from benchmarks.result_pictures import draw
-from benchmarks.result_tables import PARTS, TABLES, kv_sizes
+from benchmarks.result_tables import kv_sizes
 
+TABLES = result_tables.TABLES | gpu_tables.TABLES
+PARTS = result_tables.PARTS | gpu_tables.PARTS
 PAGE = ROOT / "docs" / "results.md"
 PAGES = (ROOT / "README.md", PAGE, ROOT / "docs" / "faults.md")
 PICTURES = PAGE.with_suffix("")

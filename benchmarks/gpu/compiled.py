@@ -23,14 +23,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.gpu.products import MODELS, Product, Scene
 from common.contract.kv_layout import KVLayout
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import query_runs, query_tiles
+from common.engine.kernels.skinny import SkinnyTiling
 from common.engine.kernels.tiles import INTERPRETED
 from common.engine.kernels.tuning import Tuning
 from common.engine.kv_cache import KVCache
+from common.engine.linear import FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,15 @@ RESERVED_BYTES = 2**10
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK, GROUP = 64, 4
 _KV_HEADS = 2
+_PROCESSORS = 132
+"""Multiprocessors, by which work is cut."""
 _PRODUCTS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
 """PTX instructions that multiply matrices, newest first; the first one that a program contains is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A launch, or several that belong together; `kernel` is "decode", "prefill", "layer" or "sampler"."""
+    """A launch, or some that belong together: "decode", "prefill", "layer", "sampler" or "product"."""
 
     capability: int
     """Compute capability of the GPU to compile for, times ten."""
@@ -75,8 +80,9 @@ class Case:
     head_dim: int = 128
     block_size: int = BLOCK
     group: int = GROUP
-    tiling: DecodeTiling | PrefillTiling | None = None
-    """None: the tiling of an unknown GPU."""
+    tiling: DecodeTiling | PrefillTiling | SkinnyTiling | None = None
+    """By default what an unknown GPU has."""
+    product: Product | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +107,15 @@ def binaries(capability: int) -> Iterator[dict[str, Any]]:
     yield {"kind": "compiler", "capability": capability, "triton": triton.__version__}
     cases = list(default_cases(capability))
     for case, made in zip(cases, compile_all(cases), strict=True):
-        shape = {"dtype": case.dtype, "head_dim": case.head_dim, "block_size": case.block_size, "group": case.group}
+        shape: dict[str, Any] = {
+            "dtype": case.dtype, "head_dim": case.head_dim, "block_size": case.block_size, "group": case.group
+        }  # fmt: skip
+        if case.product is not None:
+            shape = {"dtype": case.dtype, "product": str(case.product)}
+        of = f"d {case.head_dim:3}" if case.product is None else str(case.product)
         for each in made:
             text = (
-                f"{each.kernel:18} {case.dtype:8} d {case.head_dim:3}: {each.registers:3} registers, stack "
+                f"{each.kernel:18} {case.dtype:8} {of}: {each.registers:3} registers, stack "
                 f"{each.stack_bytes:3} B, shared {each.shared_bytes / 1024:5.1f} KiB, {each.num_warps:2} warps, "
                 f"{each.programs} at a time, {each.products}"
             )
@@ -117,6 +128,8 @@ def default_cases(capability: int) -> Iterator[Case]:
         yield Case(capability=capability, kernel=kernel, dtype=dtype, head_dim=head_dim)
     for kernel in ("layer", "sampler"):
         yield Case(capability=capability, kernel=kernel)
+    for product in MODELS["llama-3-8b"]:
+        yield Case(capability=capability, kernel="product", product=product)
 
 
 def compile_all(cases: Sequence[Case]) -> Iterator[list[Binary]]:
@@ -168,6 +181,8 @@ def _binaries(case: Case) -> list[Binary]:
         _attend(case, Tuning("", Multiprocessor.of(case.capability).shared_bytes))
     elif case.kernel == "layer":
         _layer(case.dtype, case.head_dim, case.block_size)
+    elif case.kernel == "product":
+        _product(case)
     else:
         _sample()
     return [_binary(each, case.capability) for each in _compiled]
@@ -185,7 +200,7 @@ def _attend(case: Case, tuning: Tuning) -> None:
         decode_tiling = case.tiling or tuning.decode(**shape, num_rows=2 * _KV_HEADS, max_seq_len=1024)
         assert isinstance(decode_tiling, DecodeTiling)
         decode_runs = decode_tiling.runs(
-            lens, window=None, max_seq_len=1024, num_kv_heads=_KV_HEADS, num_processors=132
+            lens, window=None, max_seq_len=1024, num_kv_heads=_KV_HEADS, num_processors=_PROCESSORS
         )  # fmt: skip
         decode_attention(
             q, kv_layer, tables, lens, decode_runs, window=None, scale=scale, tiling=decode_tiling, out_BHD=q
@@ -225,6 +240,14 @@ def _sample(vocab_size: int = 131072) -> None:
     logits, ones = torch.empty(2, vocab_size), torch.ones(2)
     sampler.best(logits)
     sampler.draw(logits, ones, ones, ones.int(), ones, ones, ones.double(), hiding=True)
+
+
+def _product(case: Case) -> None:
+    product = case.product
+    assert product is not None
+    tiling = case.tiling or SkinnyTiling.untuned(product.num_columns, _PROCESSORS)
+    assert isinstance(tiling, SkinnyTiling)
+    Scene(product, FEW_ROWS, torch.device("cpu"), copies=1).kernel_calls(tiling)[0]()
 
 
 def _binary(compiled: Any, capability: int) -> Binary:

@@ -39,16 +39,21 @@ def check(out: Path, scratch: Path) -> list[Measurement]:
 
 
 def kernels(out: Path, scratch: Path) -> list[Measurement]:
-    """Every kernel, against the device's rates and beside torch's attention."""
-    return [_of("kernels", f"kernels {name}", f"kernels:{name}", 100) for name in ("decode", "prefill", "others")]
+    """Every kernel against the device, and beside torch's."""
+    of_layer = [_of("kernels", f"kernels {name}", f"kernels:{name}", 100) for name in ("decode", "prefill", "others")]
+    return [*of_layer, _of("kernels", "kernels products", "products:measured", 100)]
 
 
 def tune(out: Path, scratch: Path) -> list[Measurement]:
     """The tuning table of this GPU."""
-    return [
+    attention = [
         _of("tune", f"tune {kernel} {dim}", f"tune:{kernel}", timeout_s, head_dim=dim, out=str(out))
         for dim in HEAD_DIMS
         for kernel, timeout_s in (("decode", 120.0), ("prefill", 90.0))
+    ]
+    return [
+        *attention,
+        *(_of("tune", f"tune products {model}", "tune:few_rows", 120, model=model, out=str(out)) for model in MODELS),
     ]
 
 

@@ -10,17 +10,20 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, products
 from benchmarks.gpu.compiled import Case, compile_all
 from benchmarks.gpu.kernels import Heads
+from benchmarks.gpu.products import Product
 from benchmarks.gpu.timing import graph_us, num_copies
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
+from common.engine.kernels.skinny import SkinnyTiling
 from common.engine.kernels.tuning import TABLE
 
 _SHAPES = ((1, 1024), (1, 16384), (8, 1024), (8, 16384), (32, 4096), (64, 8192), (256, 1024))
@@ -30,11 +33,12 @@ _CONTEXT = 16384
 _PROGRAMS = (1.0, 4.0)
 """Programs per multiprocessor of decode attention, tried with the tilings that were best with the default."""
 _NUM_BEST = 4
+_MOST_SPLITS = 16
 _MOST_STACK_BYTES = 128
 """Most stack bytes of a thread. A kernel that spills more is not measured."""
 _HEADS = {heads.dim: heads for heads in (kernels.LLAMA_8B, kernels.LLAMA_1B)}
 
-_Tiling = TypeVar("_Tiling", DecodeTiling, PrefillTiling)
+_Tiling = TypeVar("_Tiling", DecodeTiling, PrefillTiling, SkinnyTiling)
 
 
 def decode(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
@@ -55,6 +59,24 @@ def prefill(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
     yield {"kind": "entry", "entry": entry, "text": text}
 
 
+def few_rows(model: str, out: str) -> Iterator[dict[str, Any]]:
+    """An entry for each product of a model and number of rows: a tiling, or none if torch is quicker; as `decode`."""
+    device = torch.device("cuda")
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    for product in products.MODELS[model]:
+        tilings = fitting_product(product, product_candidates(product, processors))
+        scenes = {rows: products.Scene(product, rows, device) for rows in products.ROWS}
+
+        def us(rows: int, tiling: SkinnyTiling, scenes: dict[int, products.Scene] = scenes) -> float:
+            scenes[rows].error(tiling)
+            return graph_us(scenes[rows].kernel_calls(tiling))
+
+        torch_us = {rows: graph_us(scene.torch_calls()) for rows, scene in scenes.items()}
+        for entry, text in best_product(product, tilings, us, torch_us):
+            write(entry, torch.cuda.get_device_name(), TABLE, Path(out))
+            yield {"kind": "entry", "entry": entry, "text": text}
+
+
 def write(entry: dict[str, Any], gpu: str, table_path: Path, out: Path) -> None:
     """Put an entry into the table in place of that for the same kernel and shape, and copy the table to `out`."""
     table = json.loads(table_path.read_text())
@@ -67,7 +89,7 @@ def write(entry: dict[str, Any], gpu: str, table_path: Path, out: Path) -> None:
 
 
 def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return entry["kernel"], entry["head_dim"], entry["itemsize"], tuple(sorted(entry["shape"].items()))
+    return entry["kernel"], entry.get("head_dim"), entry["itemsize"], tuple(sorted(entry["shape"].items()))
 
 
 def decode_candidates() -> list[DecodeTiling]:
@@ -88,35 +110,48 @@ def prefill_candidates() -> list[PrefillTiling]:
     ]
 
 
+def product_candidates(product: Product, num_processors: int) -> list[SkinnyTiling]:
+    """Worth a try: a program for each multiprocessor, or some, by splits where there are few outputs."""
+    found = []
+    for columns, depth, stages in itertools.product((16, 32, 64), (128, 256), (3, 5)):
+        programs = -(-product.num_columns // columns)
+        splits = {min(max(1, round(each * num_processors / programs)), _MOST_SPLITS) for each in (1, 2, 4)}
+        found += [SkinnyTiling(columns=columns, depth=depth, num_stages=stages, splits=each) for each in sorted(splits)]
+    return found
+
+
 def fitting(kernel: str, heads: Heads, tilings: Sequence[_Tiling]) -> list[_Tiling]:
-    """The tilings of which a multiprocessor has room for a program, and which spill little.
+    """Those of attention that `_fit`."""
+    shape = {"kernel": kernel, "head_dim": heads.dim, "block_size": _BLOCK_SIZE, "group": heads.group}
+    return _fit(tilings, shape)
+
+
+def fitting_product(product: Product, tilings: Sequence[SkinnyTiling]) -> list[SkinnyTiling]:
+    """Those of a product that `_fit`."""
+    return _fit(tilings, {"kernel": "product", "product": product})
+
+
+def _fit(tilings: Sequence[_Tiling], shape: dict[str, Any]) -> list[_Tiling]:
+    """Those of which a multiprocessor has room for a program, and which keep most of what they use in registers.
 
     It compiles them on every core, which takes most of the time of tuning.
     """
     major, minor = torch.cuda.get_device_capability()
-    cases = [
-        Case(
-            capability=10 * major + minor, kernel=kernel, head_dim=heads.dim, block_size=_BLOCK_SIZE,
-            group=heads.group, tiling=tiling,
-        )
-        for tiling in tilings
-    ]  # fmt: skip
-    compared = zip(cases, compile_all(cases), strict=True)
-    unfit = [
-        case.tiling
-        for case, binaries in compared
-        if any(each.programs == 0 or each.stack_bytes > _MOST_STACK_BYTES for each in binaries)
+    cases = [Case(capability=10 * major + minor, tiling=tiling, **shape) for tiling in tilings]
+    return [
+        tiling
+        for tiling, binaries in zip(tilings, compile_all(cases), strict=True)
+        if all(each.programs > 0 and each.stack_bytes <= _MOST_STACK_BYTES for each in binaries)
     ]
-    return [each for each in tilings if each not in unfit]
 
 
 def timed(tilings: Sequence[_Tiling], us: Callable[[_Tiling], float]) -> list[tuple[float, _Tiling]]:
-    """(microseconds, tiling) of each tiling, the fastest first, without tilings that the device cannot run."""
+    """(microseconds, tiling), the fastest first; without those that the device does not run, or not right."""
     taken = []
     for tiling in tilings:
         try:
             taken.append((us(tiling), tiling))
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             print(f"{tiling}: {error}", flush=True)
     assert taken, "none runs"
     return sorted(taken, key=lambda each: each[0])
@@ -149,6 +184,32 @@ def best_prefill(heads: Heads, tilings: Sequence[PrefillTiling]) -> tuple[dict[s
     taken, tiling = timed(tilings, lambda tiling: graph_us([kernels.prefill_call(scene, tiling)]))[0]
     text = f"prefill of {_CONTEXT}, d {heads.dim}: {taken:8.1f} us with {tiling}"
     return entry_of("prefill", heads, {"group": heads.group, "block_size": _BLOCK_SIZE}, tiling), text
+
+
+def best_product(
+    product: Product,
+    tilings: Sequence[SkinnyTiling],
+    us: Callable[[int, SkinnyTiling], float],
+    torch_us: dict[int, float],
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """For each number of rows the fastest tiling, or none if torch is; as an entry and in words.
+
+    All are tried with the fewest and the most rows, and the best of these with the others.
+    """
+    least, *between, most = sorted(torch_us)
+    first = {rows: timed(tilings, partial(us, rows)) for rows in (least, most)}
+    best = list(dict.fromkeys(tiling for found in first.values() for _, tiling in found[:_NUM_BEST]))
+    for rows in (least, *between, most):
+        taken, tiling = (first[rows] if rows in first else timed(best, partial(us, rows)))[0]
+        quicker = taken < torch_us[rows]
+        entry = {
+            "kernel": product.kind,
+            "itemsize": 2,
+            "shape": {"rows": rows, "outputs": product.outputs, "inputs": product.inputs},
+            "tiling": asdict(tiling) if quicker else None,
+        }
+        text = f"{product}, {rows:2} rows: {taken:8.1f} us with {tiling}, torch {torch_us[rows]:.1f}"
+        yield entry, text
 
 
 def entry_of(kernel: str, heads: Heads, shape: dict[str, int], tiling: DecodeTiling | PrefillTiling) -> dict[str, Any]:

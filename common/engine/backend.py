@@ -1,4 +1,5 @@
-"""The operations that a device computes for the decoder between the matrix products, and their implementation in torch.
+"""What a device computes for the decoder, and how torch does it; the matrix products are those of the weights, or a
+kernel's that does what is beside them, too.
 
 Shapes: T tokens, E hidden size, F outputs of a projection, H query heads, K KV heads, D head dimension, V vocabulary, R
 rows of logits, P of them that are sampled at random. `kv_layer` is one layer of the cache,
@@ -17,6 +18,7 @@ from torch.nn.functional import rms_norm as normalize
 
 from common.engine.batch import Sample
 from common.engine.draw import draw
+from common.engine.linear import Linear
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope, rotate
 
@@ -35,6 +37,19 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Add `delta_TE` to `h_TE` in place. Returns the weighted root mean square normalisation of `h_TE`,
         `[T, E]`."""
+
+    def norm_project(
+        self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
+    ) -> torch.Tensor:
+        """`linear` of what `add_norm` gives, `[T, F]`."""
+
+    def norm_gate(
+        self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
+    ) -> torch.Tensor:
+        """`silu_mul` of what `norm_project` gives, `[T, F / 2]`."""
+
+    def project_onto(self, h_TE: torch.Tensor, x_TF: torch.Tensor, linear: Linear) -> torch.Tensor | None:
+        """`linear(x_TF)`, which is to be added to `h_TE`; None if that is done."""
 
     def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """The angles of tokens at these positions, in the form that `rotate_and_write` takes."""
@@ -74,8 +89,38 @@ class Backend(Protocol):
         """Draw a token for each row, whose largest logit is `best_P`; see `common.engine.draw`."""
 
 
-class TorchBackend(ABC):
-    """All operations but attention and the write of KV, in the type of the weights. Rounds where transformers does."""
+class PlainProducts:
+    """Products, and what comes before and after them, one by one."""
+
+    def norm_project(
+        self: Backend,
+        h_TE: torch.Tensor,
+        delta_TE: torch.Tensor | None,
+        norm_E: torch.Tensor,
+        eps: float,
+        linear: Linear,
+    ) -> torch.Tensor:
+        """See `Backend.norm_project`."""
+        return linear(self.add_norm(h_TE, delta_TE, norm_E, eps))
+
+    def norm_gate(
+        self: Backend,
+        h_TE: torch.Tensor,
+        delta_TE: torch.Tensor | None,
+        norm_E: torch.Tensor,
+        eps: float,
+        linear: Linear,
+    ) -> torch.Tensor:
+        """See `Backend.norm_gate`."""
+        return self.silu_mul(linear(self.add_norm(h_TE, delta_TE, norm_E, eps)))
+
+    def project_onto(self, h_TE: torch.Tensor, x_TF: torch.Tensor, linear: Linear) -> torch.Tensor | None:
+        """See `Backend.project_onto`."""
+        return linear(x_TF)
+
+
+class TorchBackend(PlainProducts, ABC):
+    """All of it but attention, in the type of the weights, rounding where transformers does."""
 
     def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
         """See `Backend.embed`."""

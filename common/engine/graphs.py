@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one replay replaces hundreds of launches.
 
-A graph is captured for each batch size of a ladder, over buffers whose addresses do not change. A batch is copied into
-these buffers: its block tables in one copy, all other inputs in another. Places up to the graph's size stay empty: they
-have no tokens, and write nothing. A token that the step before has chosen is looked up inside the graph.
+A graph is captured for each batch size of a ladder, over buffers that stay where they are. A batch is copied into them,
+all but its block tables at once, and filled up to the next size with places that are nobody's: no tokens, and written
+nowhere. A token that the step before has chosen is looked up inside the graph, which ends with logits in float32 and
+the most likely token of each place: the sampler has nothing to launch for a batch that is greedy.
 
 Shapes: N sequences of a batch, P places of a graph, M blocks of the longest table, V vocabulary.
 """
@@ -10,6 +11,7 @@ Shapes: N sequences of a batch, P places of a graph, M blocks of the longest tab
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from common.engine.host_copy import to_device
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.ragged import RaggedBatch, Rows
+from common.engine.sampler import Likeliest
 
 Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs to capture)."""
@@ -31,6 +34,19 @@ _INPUTS = ("token_ids_T", "positions_T", "slot_blocks_T", "slot_offsets_T", "seq
 chose the place's token, or `_NOBODY`. A step of decode tokens begins no more blocks than it has sequences."""
 _SOURCES, _BEGUN = _INPUTS.index("sources"), _INPUTS.index("begun_blocks")
 _OF_NOBODY = np.array([0, 0, NOWHERE, 0, 0, _NOBODY, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a graph leaves behind, of its places or of the batch in the first of them; until the next replay."""
+
+    logits_NV: torch.Tensor
+    """float32."""
+    likeliest: Likeliest
+
+    def first(self, num: int) -> Computed:
+        """Of so many."""
+        return Computed(self.logits_NV[:num], self.likeliest.first(num))
 
 
 def ladder(most: int) -> list[int]:
@@ -57,10 +73,9 @@ class DecodeGraphs:
         self._sizes = ladder(max_num_seqs)
         self._max_blocks = max_blocks
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        """Number of places → graph."""
-        self._logits_PV = torch.empty(0)
-        """Logits of the last replay. Every graph writes them here."""
-
+        """Places → graph."""
+        self._computed = self._room(0)
+        """Where every graph leaves what it computes; there is room once the first is captured."""
         self._inputs = torch.empty(len(_INPUTS), max_num_seqs, dtype=torch.int64, device=cache.device)
         """One row for each of `_INPUTS`, in their order."""
         self._inputs.copy_(to_device(_nobodys(max_num_seqs), torch.int64, cache.device))
@@ -79,20 +94,19 @@ class DecodeGraphs:
         for index, size in enumerate(reversed(self._sizes)):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles kernels, and lets libraries allocate what they need
-                logits_PV = self._forward(size)
+                if index == 0:
+                    self._computed = self._room(size)
+                self._forward(self._computed.first(size))
             torch.cuda.current_stream().wait_stream(stream)
-            if index == 0:
-                self._logits_PV = torch.empty_like(logits_PV)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._logits_PV[:size] = self._forward(size)
+                self._forward(self._computed.first(size))
             self._graphs[size] = graph
             if progress is not None:
                 progress(index + 1, len(self._sizes))
 
-    def logits(self, rows: Rows, chosen_N: torch.Tensor) -> torch.Tensor | None:
-        """Compute a batch and store its KV, as `Decoder.forward` does. Returns the logits `[N, V]`, valid until the
-        next call.
+    def compute(self, rows: Rows, chosen_N: torch.Tensor) -> Computed | None:
+        """Compute a batch and store its KV, as `Decoder.forward` does; the results stay until the next call.
 
         `chosen_N` are the tokens that the step before has chosen. Returns None, and does nothing, if the batch is too
         large, or if one of its slices is not a single token with a sample.
@@ -105,10 +119,10 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= num)
         self._num_rows = num
         self._fill(rows, chosen_N)
-        return self._replay(size)[:num]
+        return self._replay(size).first(num)
 
     def last_tokens(self) -> torch.Tensor:
-        """The token before each row of the last `logits`, `[N]`."""
+        """The token before each row of logits of the last batch, `[N]`."""
         return self._token_ids(self._num_rows)
 
     def _token_ids(self, size: int) -> torch.Tensor:
@@ -117,9 +131,9 @@ class DecodeGraphs:
         token_ids = self._inputs[_INPUTS.index("token_ids_T"), :size]
         return torch.where(sources == _NOBODY, token_ids, self._chosen[sources.clamp_min(0)])
 
-    def _replay(self, size: int) -> torch.Tensor:
+    def _replay(self, size: int) -> Computed:
         self._graphs[size].replay()
-        return self._logits_PV
+        return self._computed
 
     def _fill(self, rows: Rows, chosen_N: torch.Tensor) -> None:
         """Copy a batch into the first places, empty the others, and zero the blocks that the batch begins."""
@@ -138,9 +152,17 @@ class DecodeGraphs:
         if num_begun := rows.arrays["begun_blocks"].size:
             self._cache.clear(self._inputs[_BEGUN, :num_begun])
 
-    def _forward(self, size: int) -> torch.Tensor:
-        """Compute the places of a graph of this size. Returns their logits `[P, V]`."""
-        return self._decoder.forward(self._places(size), self._cache, self._backend)
+    def _room(self, size: int) -> Computed:
+        """For what a graph of this size computes."""
+        device = self._cache.device
+        logits_PV = torch.empty(size, self._decoder.config.vocab_size, dtype=torch.float32, device=device)
+        return Computed(logits_PV, Likeliest.empty(size, device))
+
+    def _forward(self, into: Computed) -> None:
+        """What a graph does: compute as many places as `into` has."""
+        places = self._places(len(into.logits_NV))
+        into.logits_NV.copy_(self._decoder.forward(places, self._cache, self._backend))
+        into.likeliest.fill(into.logits_NV, self._backend)
 
     def _places(self, size: int) -> RaggedBatch:
         """The batch of all places of a graph. The host plans the work by sequence lengths, so there every sequence has

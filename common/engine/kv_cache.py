@@ -27,6 +27,7 @@ class KVCache:
         lead = -memory.data_ptr() % _PAGE_BYTES
         shape = (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
         self._blocks = memory[lead : lead + self.num_bytes].view(TORCH_DTYPES[layout.dtype]).view(shape)
+        self._layers = self._blocks.unbind(2)
 
     @property
     def address(self) -> int:
@@ -45,7 +46,7 @@ class KVCache:
 
     def layer(self, index: int) -> torch.Tensor:
         """View `[num_blocks, num_kv_heads, 2, block_size, head_dim]` of one layer."""
-        return self._blocks[:, :, index]
+        return self._layers[index]
 
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero `blocks`.

@@ -2,7 +2,7 @@
 
 | device | type | representation |
 |---|---|---|
-| CUDA | any | `[out, in]`, as in the checkpoint |
+| CUDA | any | `[out, in]`, as in the checkpoint; few rows may have a kernel: `common.engine.kernels.skinny` |
 | CPU with instructions for the type | bfloat16, float16 | packed for oneDNN, once rather than in every call |
 | CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type: `common.engine.native` |
 | CPU without either | float32, or widened to it | `[in, out]`: three times the speed of `[out, in]` for one token |
@@ -17,6 +17,9 @@ import torch
 from torch.nn.functional import linear
 
 from common.engine.native import Kernels, pack
+
+FEW_ROWS = 16
+"""Most rows of a product for which a GPU may have a kernel of its own."""
 
 
 def multiplies_natively(dtype: torch.dtype) -> bool:
@@ -50,7 +53,7 @@ class Linear:
         else:
             self.weight = torch.empty(out_features, in_features, dtype=stored, device=device)
         self.bias = torch.empty(out_features, dtype=stored, device=device) if bias else None
-        self._out_features = out_features
+        self.out_features = out_features
         self._stored = stored
         self._packed: torch.Tensor | None = None
 
@@ -69,11 +72,13 @@ class Linear:
         del self.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `[rows, in]`, with at least one row, to `[rows, out]`, in the type of `x`."""
+        """`[rows, in]` to `[rows, out]`, in the type of `x`; at least one row."""
+        if self._packed is None and x.dtype == self._stored:
+            return linear(x, self.weight, self.bias)
         if self._packed is None:
             return linear(x.to(self._stored), self.weight, self.bias).to(x.dtype)
         if self._kernels is not None:
-            return self._kernels.linear(x, self._packed, self.bias, self._out_features)
+            return self._kernels.linear(x, self._packed, self.bias, self.out_features)
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x.to(self._stored), self._packed, self.bias, "none", [], ""
         )

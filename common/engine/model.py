@@ -1,6 +1,7 @@
 """The decoder: Llama, Mistral, Qwen2 and Qwen3 are one architecture with options.
 
-Shapes: T tokens, E hidden size, H query heads, K KV heads, D head dimension, R rows of logits, V vocabulary.
+Shapes: T tokens, E hidden size, H query heads, K KV heads, D head dimension, F inputs or outputs of a projection,
+R rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from common.engine.rope import Rope
 from common.engine.weights import Weights
 
 Hidden = tuple[torch.Tensor, torch.Tensor | None]
-"""The hidden states `[T, E]` before the last residual addition, and the output of the last layer that is still to be
-added to them."""
+"""What the layers make of the tokens, `[T, E]`, and what is still to be added to it."""
 
 
 class Decoder:
@@ -39,14 +39,13 @@ class Decoder:
         angles = backend.angles(self._rope, batch.positions_T, h_TE.dtype)
         delta_TE: torch.Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
-            x_TE = backend.add_norm(h_TE, delta_TE, layer.input_norm, eps)
+            qkv_TF = backend.norm_project(h_TE, delta_TE, layer.input_norm, eps, layer.qkv)
             kv_layer = cache.layer(index)
-            q_THD = backend.rotate_and_write(
-                layer.qkv(x_TE), kv_layer, batch, config.num_heads, layer.qk_norms, eps, angles
-            )
+            q_THD = backend.rotate_and_write(qkv_TF, kv_layer, batch, config.num_heads, layer.qk_norms, eps, angles)
             attended_THD = backend.attend(q_THD, kv_layer, batch, config.windows[index], config.head_dim**-0.5)
-            x_TE = backend.add_norm(h_TE, layer.output(attended_THD.flatten(1)), layer.mlp_norm, eps)
-            delta_TE = layer.down(backend.silu_mul(layer.gate_up(x_TE)))
+            delta_TE = backend.project_onto(h_TE, attended_THD.flatten(1), layer.output)
+            gated_TF = backend.norm_gate(h_TE, delta_TE, layer.mlp_norm, eps, layer.gate_up)
+            delta_TE = backend.project_onto(h_TE, gated_TF, layer.down)
         return h_TE, delta_TE
 
     def logits(self, hidden: Hidden, rows_R: torch.Tensor, backend: Backend) -> torch.Tensor:
@@ -55,5 +54,5 @@ class Decoder:
         if rows_R.numel() == 0:
             return h_TE.new_empty(0, self.config.vocab_size)
         delta_RE = None if delta_TE is None else delta_TE[rows_R]
-        x_RE = backend.add_norm(h_TE[rows_R], delta_RE, self._weights.final_norm, self.config.rms_norm_eps)
-        return self._weights.lm_head(x_RE)
+        weights, eps = self._weights, self.config.rms_norm_eps
+        return backend.norm_project(h_TE[rows_R], delta_RE, weights.final_norm, eps, weights.lm_head)

@@ -35,7 +35,7 @@ from common.engine.model_config import ModelConfig
 from common.engine.native.backend import NativeBackend
 from common.engine.ragged import Rows
 from common.engine.sampler import Choice, choose
-from common.engine.warm_up import decode_batches
+from common.engine.warm_up import decode_batches, few_rows
 from common.engine.weights import Progress, load_weights, resolve_dtype
 
 _log = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ class ModelRunner:
             for slices in ([prompt], [last], [last, prompt]):
                 self.step(slices)
         self._warm_up_decode_attention()
+        self._warm_up_products()
         self._cache.clear(torch.tensor(table, device=self._cache.device))
 
     @torch.inference_mode()
@@ -152,6 +153,12 @@ class ModelRunner:
             q_THD = cache.blocks.new_zeros(batch.num_tokens, config.num_heads, config.head_dim)
             for window, layer in one_of_each.items():
                 self._backend.attend(q_THD, cache.layer(layer), batch, window, config.head_dim**-0.5)
+
+    @torch.inference_mode()
+    def _warm_up_products(self) -> None:
+        """Of few rows, which a GPU may multiply by a kernel of its own."""
+        for batch in few_rows(self.layout.block_size, self._cache.device):
+            self._decoder.forward(batch, self._cache, self._backend)
 
     @property
     def config(self) -> ModelConfig:
@@ -197,11 +204,12 @@ class ModelRunner:
         rows = Rows.of(slices, self.layout.block_size)
         samples: list[Sample] = [each for one in slices for each in one.samples]
         scores = None
-        logits_RV = None
-        if self._graphs is not None:
-            logits_RV = self._graphs.logits(rows, self._chosen_N)
+        likeliest = None
+        replayed = None if self._graphs is None else self._graphs.compute(rows, self._chosen_N)
+        if self._graphs is not None and replayed is not None:
+            logits_RV, likeliest = replayed.logits_NV, replayed.likeliest
             last_tokens_R = self._graphs.last_tokens
-        if logits_RV is None:
+        else:
             batch = rows.on(self._cache.device)
             batch.follow(rows.follows, self._chosen_N)
             last_tokens_R = batch.last_tokens
@@ -213,9 +221,14 @@ class ModelRunner:
             return Submitted(slices, None, self._cache, scores)
         rows_N: slice | torch.Tensor = slice(None)
         if len(samples) != logits_RV.shape[0]:  # several choices are sampled from one row
-            rows_N = to_device(rows.sample_rows_N, torch.int64, logits_RV.device)
+            rows_N, likeliest = to_device(rows.sample_rows_N, torch.int64, logits_RV.device), None
         choice = choose(
-            logits_RV[rows_N], samples, self.config.eos_token_ids, self._backend, lambda: last_tokens_R()[rows_N]
+            logits_RV[rows_N],
+            samples,
+            self.config.eos_token_ids,
+            self._backend,
+            lambda: last_tokens_R()[rows_N],
+            likeliest,
         )
         self._chosen_N = choice.tokens_N
         return Submitted(slices, choice, self._cache, scores)

@@ -36,22 +36,69 @@ class _Reported:
     top_tokens: torch.Tensor
 
 
+class Likeliest:
+    """The most likely token of each row of logits, and its logit, in one buffer: one copy brings both to the host."""
+
+    _TOKEN_BYTES, _ROW_BYTES = 8, 12
+
+    def __init__(self, buffer: torch.Tensor, num_rows: int) -> None:
+        self.buffer = buffer
+        """Bytes: the tokens of all rows that it has room for, int64, then their logits, float32."""
+        self._num_rows = num_rows
+        room = buffer.numel() // self._ROW_BYTES
+        self.tokens_N = buffer[: self._TOKEN_BYTES * room].view(torch.int64)[:num_rows]
+        self.best_N = buffer[self._TOKEN_BYTES * room :].view(torch.float32)[:num_rows]
+
+    @classmethod
+    def empty(cls, room: int, device: torch.device) -> Likeliest:
+        """Of as many rows as it has room for."""
+        even = room + room % 2  # so that the logits begin at a multiple of 16 bytes, as kernels like it
+        return cls(torch.empty(even * cls._ROW_BYTES, dtype=torch.uint8, device=device), room)
+
+    def first(self, num_rows: int) -> Likeliest:
+        """The first rows, in the same buffer."""
+        return Likeliest(self.buffer, num_rows)
+
+    def fill(self, logits_NV: torch.Tensor, backend: Backend) -> None:
+        """Find them in float32 logits."""
+        best_N, tokens_N = backend.best(logits_NV)
+        self.tokens_N.copy_(tokens_N)
+        self.best_N.copy_(best_N)
+
+    def read(self, host_buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and logits in a copy of the buffer."""
+        copied = Likeliest(host_buffer, self._num_rows)
+        return copied.tokens_N, copied.best_N
+
+
 class Choice:
     """The tokens of a step, chosen on the device, and their copy to the host, which arrives later."""
 
     def __init__(
-        self, samples: Sequence[Sample], tokens_N: torch.Tensor, best_N: torch.Tensor, reported: _Reported | None
+        self,
+        samples: Sequence[Sample],
+        tokens_N: torch.Tensor,
+        best_N: torch.Tensor,
+        reported: _Reported | None,
+        likeliest: Likeliest | None = None,
     ) -> None:
+        """`likeliest` is where `tokens_N` and `best_N` lie, if they lie side by side."""
         self.tokens_N = tokens_N
         """Tokens on the device. A row that cannot be sampled from has an arbitrary token."""
         self._samples = samples
         self._reported = reported
+        self._likeliest = likeliest
+        chosen = (tokens_N, best_N) if likeliest is None else (likeliest.buffer,)
         more = () if reported is None else (reported.taken_W, reported.top_values, reported.top_tokens)
-        self._copy = HostCopy(tokens_N, best_N, *more, device=tokens_N.device)
+        self._copy = HostCopy(*chosen, *more, device=tokens_N.device)
 
     def outcomes(self) -> list[Sampled]:
-        """One outcome for each sample. Waits for the device."""
-        tokens_N, best_N, *more = self._copy.wait()
+        """One for each sample; waits for the device."""
+        if self._likeliest is None:
+            tokens_N, best_N, *more = self._copy.wait()
+        else:
+            buffer, *more = self._copy.wait()
+            tokens_N, best_N = self._likeliest.read(buffer)
         reported: dict[int, TokenLogprobs] = {}
         if self._reported is not None:
             taken, values, tokens = (each.tolist() for each in more)
@@ -77,26 +124,35 @@ def choose(
     eos_token_ids: Collection[int],
     backend: Backend,
     last_tokens: LastTokens | None = None,
+    likeliest: Likeliest | None = None,
 ) -> Choice:
     """Choose a token for each sample from its row of `logits_NV`. Does not change `logits_NV`, nor wait for the device.
 
-    In order: repetition, presence and frequency penalties; biases; grammar masks; no ending token before `min_tokens`;
-    log probabilities. Then follows the most likely token, or temperature, top-k, top-p, min-p and the inverse of the
-    cumulative distribution at the random number of (seed, choice, position). `last_tokens` returns each row's token
-    before the one to come; without it, this is the last one of `token_ids`.
+    In order: repetition, presence and frequency penalties; biases; what the grammars allow; no ending token before
+    `min_tokens`; log probabilities; then the most likely token, or temperature, top-k, top-p, min-p and the inverse of
+    the cumulative distribution at the random number of (seed, choice, position). `last_tokens` gives each row's token
+    before the one to come; without it these are the last ones of `token_ids`. `likeliest` is what is already known of
+    `logits_NV`; it counts if no row changes its logits.
     """
-    logits_NV = penalised(logits_NV.float().contiguous(), samples, last_tokens)
+    given_NV = logits_NV.float().contiguous()
+    logits_NV = penalised(given_NV, samples, last_tokens)
     logits_NV = _biased(logits_NV, samples)
     logits_NV = _within_grammars(logits_NV, samples)
     logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
-    best_N, tokens_N = backend.best(logits_NV)
     random = [row for row, each in enumerate(samples) if not each.params.greedy]
+    if logits_NV is not given_NV:
+        likeliest = None
+    if likeliest is None:
+        best_N, tokens_N = backend.best(logits_NV)
+    else:
+        best_N, tokens_N = likeliest.best_N, likeliest.tokens_N
     if random and len(random) == len(samples):
         tokens_N = backend.draw(logits_NV, best_N, samples)
+        likeliest = None
     elif random:
         rows = to_device(random, torch.int64, logits_NV.device)
         tokens_N[rows] = backend.draw(logits_NV[rows], best_N[rows], [samples[row] for row in random])
-    return Choice(samples, tokens_N, best_N, _report(logits_NV, tokens_N, samples))
+    return Choice(samples, tokens_N, best_N, _report(logits_NV, tokens_N, samples), likeliest)
 
 
 def _biased(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Batches with which a GPU compiles decode attention before a request waits for it.
+"""Batches by which a GPU compiles attention of decode tokens, and products of few, before a request waits for them.
 
-The tiling of the kernel, and so its compiled variant, may depend on the number of decode tokens and on the lengths of
-their sequences: the tuning table of a GPU has entries for both.
+How a kernel is cut, and so compiled, may depend on the number of decode tokens and, for attention, on the lengths of
+their sequences: the tuning table of a GPU has entries by both.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from common.engine.linear import FEW_ROWS
 from common.engine.ragged import RaggedBatch
 
 MOST_ROWS = 512
@@ -29,24 +30,37 @@ def decode_batches(num_blocks: int, block_size: int, longest: int, device: torch
     lengths = sorted({size for size in _steps_up(longest) if size >= min(_SHORTEST, longest)})
     tables = torch.zeros(1, -(-longest // block_size), dtype=torch.int64, device=device)
     for num in _steps_up(min(MOST_ROWS, num_blocks)):
-        zeros, ones = (torch.full((num,), value, dtype=torch.int64, device=device) for value in (0, 1))
-        rows = torch.arange(num + 1, device=device)
         for length in lengths:
-            yield RaggedBatch(
-                token_ids_T=zeros,
-                positions_T=zeros,
-                slot_blocks_T=zeros,
-                slot_offsets_T=zeros,
-                begun_blocks=zeros[:0],
-                query_start_B1=rows,
-                seq_lens_B=ones,
-                block_tables_BM=tables.expand(num, -1),
-                logit_rows_R=rows[:num],
-                block_size=block_size,
-                num_tokens=num,
-                query_lens=(1,) * num,
-                seq_lens=(length,) * num,
-            )
+            yield _batch(num, length, block_size, tables)
+
+
+def few_rows(block_size: int, device: torch.device) -> Iterator[RaggedBatch]:
+    """As many decode tokens as the tuning table has products of few rows for: powers of two; tokens as those of
+    `decode_batches`."""
+    tables = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    for power in range(FEW_ROWS.bit_length()):
+        yield _batch(2**power, 1, block_size, tables)
+
+
+def _batch(num: int, length: int, block_size: int, tables: torch.Tensor) -> RaggedBatch:
+    """`num` sequences, for the host of `length` tokens."""
+    zeros, ones = (torch.full((num,), value, dtype=torch.int64, device=tables.device) for value in (0, 1))
+    rows = torch.arange(num + 1, device=tables.device)
+    return RaggedBatch(
+        token_ids_T=zeros,
+        positions_T=zeros,
+        slot_blocks_T=zeros,
+        slot_offsets_T=zeros,
+        begun_blocks=zeros[:0],
+        query_start_B1=rows,
+        seq_lens_B=ones,
+        block_tables_BM=tables.expand(num, -1),
+        logit_rows_R=rows[:num],
+        block_size=block_size,
+        num_tokens=num,
+        query_lens=(1,) * num,
+        seq_lens=(length,) * num,
+    )
 
 
 def _steps_up(most: int) -> list[int]:

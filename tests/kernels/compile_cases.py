@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 from benchmarks.gpu.compiled import Case, compile_all
+from benchmarks.gpu.products import MODELS
 
 CASES = [
     Case(capability=90, kernel="prefill", head_dim=256, block_size=16),
@@ -18,6 +19,7 @@ CASES = [
     Case(capability=120, kernel="decode", head_dim=256),
     Case(capability=90, kernel="layer"),
     Case(capability=90, kernel="sampler"),
+    *(Case(capability=90, kernel="product", product=product) for product in MODELS["llama-3-8b"][:4]),
 ]
 """The largest, and each that is compiled in another way; what takes longest comes first."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from common.engine.batch import Slice
 from common.engine.kernels.backend import TritonBackend
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.decode_runs import DecodeRuns
+from common.engine.kernels.tuning import Tuning
 from common.engine.ragged import RaggedBatch
 from kernels.reference import TOLERANCE, attention, error
 
@@ -80,3 +83,21 @@ def test_runs_are_made_once_a_step_for_each_window(device: torch.device, monkeyp
         for window in (None, 7, None, 7):
             scene.attend(backend, batch, window)
     assert made == [None, 7] * 2
+
+
+def test_the_table_is_asked_once_a_step_for_each_window(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each layer: it takes longer the more the table has."""
+    asked: list[str] = []
+    nearest = Tuning._nearest
+
+    def counted(tuning: Tuning, kernel: str, *args: Any) -> dict[str, Any]:
+        asked.append(kernel)
+        return nearest(tuning, kernel, *args)
+
+    monkeypatch.setattr(Tuning, "_nearest", counted)
+    backend, scene = TritonBackend(device), Scene(device, [1, 1, 20], [30, 5, 40])
+    for _ in range(2):
+        batch = scene.batch(3)
+        for window in (None, 7, None, 7):
+            scene.attend(backend, batch, window)
+    assert asked == 2 * ["decode", "prefill", "decode", "prefill"]

@@ -29,7 +29,18 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.timeout(400)
 def test_a_multiprocessor_has_room_for_every_kernel(binaries: list[dict[str, Any]]) -> None:
     kernels = {each["kernel"] for each in binaries}
-    assert {"decode", "combine", "prefill", "add_norm", "silu_mul", "rotate_and_write", "limit", "pick"} <= kernels
+    assert {
+        "decode",
+        "combine",
+        "prefill",
+        "skinny",
+        "skinny_sum",
+        "add_norm",
+        "silu_mul",
+        "rotate_and_write",
+        "limit",
+        "pick",
+    } <= kernels
     assert all(each["programs"] >= 1 for each in binaries)
 
 
@@ -38,11 +49,11 @@ def test_what_a_kernel_uses_is_in_registers(binaries: list[dict[str, Any]]) -> N
         assert each["stack_bytes"] <= (16 if each["capability"] == 90 and each["dtype"] == "bfloat16" else 160), each
 
 
-def test_attention_has_the_tensor_cores(binaries: list[dict[str, Any]]) -> None:
+def test_products_have_the_tensor_cores(binaries: list[dict[str, Any]]) -> None:
     """The newest that there are, if there are rows enough for them."""
     of_prefill = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
     for each in binaries:
-        if each["kernel"] == "decode":
+        if each["kernel"] in ("decode", "skinny"):
             assert each["products"] == "mma.sync", each
         elif each["kernel"] == "prefill":
             expected = of_prefill[each["capability"]] if each["dtype"] == "bfloat16" else "mma.sync"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,18 @@ from common.contract.sampling import SamplingParams
 from common.engine.attention import ReferenceAttention
 from common.engine.backend import Backend
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
-from common.engine.graphs import DecodeGraphs, ladder
+from common.engine.graphs import Computed, DecodeGraphs, ladder
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
+from common.engine.kernels.skinny import SkinnyTiling, skinny
+from common.engine.kernels.tuning import Tuning
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
 from common.engine.ragged import Rows
 from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.engine.weights import load_weights
+from kernels.tuned import keep_rows, skinny_entries
 
 BLOCK_SIZE = 16
 CHUNK = 24
@@ -33,13 +37,13 @@ PARAMS = {
 }
 
 ANY = Sample(params=SamplingParams(max_tokens=9), choice=0, position=1, token_ids=(), prompt_len=1)
+GREEDY = Sample(params=PARAMS["greedy"], choice=0, position=1, token_ids=(), prompt_len=1)
 
 
-def runner_of(folder: Path, device: torch.device, backend: Backend) -> ModelRunner:
-    """In float32."""
+def runner_of(folder: Path, device: torch.device, backend: Backend, dtype: str = "float32") -> ModelRunner:
     config = ModelConfig.from_folder(folder)
-    layout = config.layout(BLOCK_SIZE, "float32")
-    weights = load_weights(config, folder, "float32", device)
+    layout = config.layout(BLOCK_SIZE, dtype)
+    weights = load_weights(config, folder, dtype, device)
     cache, swap = KVCache(layout, 24, device), HostSwap(layout, 0, device)
     return ModelRunner(Decoder(config, weights), cache, swap, backend)
 
@@ -82,12 +86,43 @@ def test_tokens_are_those_of_the_reference(
     assert tokens_of(runner_of(folder, device, TritonBackend(device)), prompts, 6) == expected
 
 
-class EagerGraphs(DecodeGraphs):
-    """Computes what a graph would have captured, over the same buffers."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_of_few_rows_by_the_kernel_give_the_same_tokens(
+    device: torch.device, checkpoint: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(5, VOCAB_SIZE, (size,), generator=generator).tolist() for size in (30, 17, 1)]
+    folder = checkpoint(family)
+    expected = tokens_of(runner_of(folder, torch.device("cpu"), ReferenceAttention()), prompts, 4)
+    backend = TritonBackend(device)
+    keep_rows(monkeypatch)
+    runner = runner_of(folder, device, backend)
+    tilings = {1: SkinnyTiling(columns=32, depth=32), 4: SkinnyTiling(columns=16, depth=16, splits=3)}
+    entries = skinny_entries(runner._decoder._weights, 4, tilings | {2: tilings[1], 8: tilings[4], 16: tilings[1]})
+    backend._tuning = Tuning("tuned", 0, {"tuned": entries})
+    calls: list[tuple[int, ...]] = []
 
-    def _replay(self, size: int) -> torch.Tensor:
+    def counted(x_MK: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        calls.append(tuple(x_MK.shape))
+        return skinny(x_MK, *args, **options)
+
+    monkeypatch.setattr("common.engine.kernels.backend.skinny", counted)
+    assert tokens_of(runner, prompts, 4) == expected
+    per_step = 4 * runner.config.num_layers + 1
+    # The first two steps have more than 16 tokens, and the first of them no logits.
+    assert len(calls) == 1 + 2 * per_step
+    assert calls[0] == (2, runner.config.hidden_size)
+    assert {rows for rows, _ in calls[1:]} == {3}
+
+
+class EagerGraphs(DecodeGraphs):
+    """Computes what a graph would have captured, from the same buffers, into new ones."""
+
+    def _replay(self, size: int) -> Computed:
         self.replayed = size
-        return self._forward(size)
+        computed = self._room(size)
+        self._forward(computed)
+        return computed
 
 
 def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(
@@ -116,12 +151,52 @@ def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(
         expected = runner._decoder.forward(batch(rows).on(device), runner.cache, runner._backend)
         written = runner.cache.blocks.clone()
         runner.cache.blocks.copy_(before)
-        logits = graphs.logits(batch(rows), nothing)
+        computed = graphs.compute(batch(rows), nothing)
         assert graphs.replayed == places
-        assert logits is not None
+        assert computed is not None
+        logits = computed.logits_NV
         # Torch sums a row of a product in another order when other rows are beside it.
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(runner.cache.blocks, written, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_graph_ends_with_logits_in_float32_and_the_likeliest_tokens_bit_for_bit(
+    device: torch.device, checkpoint: Callable[[str], Path], dtype: str
+) -> None:
+    runner = runner_of(checkpoint("llama"), device, TritonBackend(device), dtype)
+    graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=4, max_blocks=4)
+    slices = [Slice(token_ids=[7 + row], start=0, block_table=[row], samples=(ANY,)) for row in range(3)]
+    computed = graphs.compute(Rows.of(slices, BLOCK_SIZE), torch.empty(0, dtype=torch.int64, device=device))
+    assert computed is not None
+    logits = runner._decoder.forward(graphs._places(4), runner.cache, runner._backend)[:3]
+    assert logits.dtype == runner.cache.blocks.dtype
+    assert computed.logits_NV.dtype == torch.float32
+    assert torch.equal(computed.logits_NV, logits.float())
+    values, tokens = logits.float().max(-1)
+    assert torch.equal(computed.likeliest.tokens_N, tokens)
+    assert torch.equal(computed.likeliest.best_N, values)
+
+
+def test_a_greedy_step_asks_for_nothing_after_its_graph(
+    device: torch.device, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(checkpoint("llama"), device, TritonBackend(device))
+    runner._graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=4, max_blocks=4)
+    computed: list[Computed] = []
+
+    def compute(rows: Rows, chosen_N: torch.Tensor) -> Computed | None:
+        result = EagerGraphs.compute(runner._graphs, rows, chosen_N)
+        assert result is not None
+        computed.append(result)
+        monkeypatch.setattr(runner._backend, "best", None)  # whoever calls it from here on fails
+        return result
+
+    monkeypatch.setattr(runner._graphs, "compute", compute)
+    ((token,),) = runner.step([Slice(token_ids=[7], start=0, block_table=[0], samples=(GREEDY,))])
+    assert isinstance(token, SampledToken)
+    assert token.token_id == int(computed[0].logits_NV.argmax())
+    assert runner._chosen_N.data_ptr() == computed[0].likeliest.tokens_N.data_ptr(), "it is where the graph left it"
 
 
 def follow_step_by_step(runner: ModelRunner, params: SamplingParams) -> list[list[tuple[Sampled, ...]]]:
@@ -177,7 +252,7 @@ def test_what_is_no_batch_of_decode_tokens_has_no_graph(
         [decode] * 3,
         [Slice(token_ids=[7], start=70, block_table=[0, 1, 2, 3, 4], samples=(ANY,))],
     ):
-        assert graphs.logits(Rows.of(slices, BLOCK_SIZE), chosen) is None
+        assert graphs.compute(Rows.of(slices, BLOCK_SIZE), chosen) is None
 
 
 def test_sizes_that_have_a_graph() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
+
+import triton
 
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
+from common.engine.kernels.skinny import SkinnyTiling
+from common.engine.kernels.tiles import num_tiles, padded
 from common.engine.kernels.tuning import Tuning
 
 SHORT, LONG = DecodeTiling(tile=32, num_warps=2), DecodeTiling(tile=128, programs_per_processor=4.0)
@@ -53,3 +58,31 @@ def test_large_heads_have_smaller_tiles_where_there_is_less_shared_memory() -> N
     shape = {"head_dim": 256, "itemsize": 2, "block_size": 64, "group": 4}
     roomy, small = Tuning("", ROOMY).prefill(**shape), Tuning("", SMALL).prefill(**shape)
     assert (roomy.rows, small.rows) == (128, 64)
+
+
+def product(kind: str, rows: int, tiling: SkinnyTiling | None, itemsize: int = 2) -> dict[str, Any]:
+    """Of a table: for a weight of 4096 x 1024."""
+    shape = {"rows": rows, "outputs": 4096, "inputs": 1024}
+    return {"kernel": kind, "itemsize": itemsize, "shape": shape, "tiling": tiling and asdict(tiling)}
+
+
+def test_a_product_of_few_rows_is_torchs_unless_a_kernel_was_quicker() -> None:
+    one, four = SkinnyTiling(columns=16), SkinnyTiling(splits=2)
+    table = [entry(SHORT, group=4, num_rows=8, max_seq_len=1024, block_size=64)]
+    table += [product("norm", 1, one), product("norm", 4, four), product("norm", 8, None)]
+    tuning = Tuning("A", ROOMY, {"A": table})
+    shape = {"outputs": 4096, "inputs": 1024, "itemsize": 2}
+    found = {rows: tuning.skinny("norm", rows=rows, **shape) for rows in range(1, 17)}
+    assert found == {1: one, 2: None, 3: four, 4: four} | dict.fromkeys(range(5, 17))
+    assert tuning.skinny("onto", rows=1, **shape) is None
+    assert tuning.skinny("norm", rows=1, **shape | {"itemsize": 4}) is None
+    assert tuning.skinny("norm", rows=1, **shape | {"outputs": 4097}) is None
+    assert Tuning("B", ROOMY, {"A": table}).skinny("norm", rows=1, **shape) is None
+    assert decode_of(tuning) == SHORT, "attention has entries of its own"
+
+
+def test_sizes_are_those_of_triton() -> None:
+    for size in (*range(1, 70), 1023, 1024, 1025, 128256):
+        assert padded(size, least=1) == triton.next_power_of_2(size)
+        assert padded(size) == max(16, triton.next_power_of_2(size))
+        assert all(num_tiles(size, tile) == triton.cdiv(size, tile) for tile in (1, 3, 64, 1024))

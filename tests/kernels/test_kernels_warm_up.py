@@ -19,6 +19,7 @@ from common.engine.backend import Backend
 from common.engine.batch import Sample, Slice
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
+from common.engine.kernels.skinny import SkinnyTiling
 from common.engine.kernels.tiles import INTERPRETED
 from common.engine.kernels.tuning import Tuning
 from common.engine.kv_cache import KVCache
@@ -27,6 +28,7 @@ from common.engine.model_config import ModelConfig
 from common.engine.runner import ModelRunner
 from common.engine.warm_up import decode_batches
 from common.engine.weights import load_weights
+from kernels.tuned import keep_rows, skinny_entries
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 CPU = torch.device("cpu")
@@ -49,6 +51,11 @@ TABLE = {
         *tuned(16, 512, tile=64, num_warps=8, num_stages=2, least_tiles=4),
         *tuned(64, 256, tile=16, num_warps=4, num_stages=2, programs_per_processor=4.0),
     ]
+}
+
+PRODUCTS = {
+    rows: SkinnyTiling(columns=16 * rows, depth=16, splits=splits)
+    for rows, splits in ((1, 4), (2, 1), (4, 4), (8, 1), (16, 3))
 }
 
 
@@ -131,8 +138,10 @@ def test_no_step_meets_a_kernel_that_was_not_warmed_up(
     checkpoint: Callable[[str], Path], family: str, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = TritonBackend(CPU)
-    backend._tuning, backend._num_processors = Tuning(gpu, 0, TABLE), 132
+    keep_rows(monkeypatch)
     runner = runner_of(checkpoint(family), backend)
+    of_products = skinny_entries(runner._decoder._weights, 2, PRODUCTS)
+    backend._tuning, backend._num_processors = Tuning(gpu, 0, {"tuned": TABLE["tuned"] + of_products}), 132
     recorder = Recorder(monkeypatch)
     runner.warm_up()
     warmed = set(recorder.compiled)
@@ -156,6 +165,7 @@ def test_no_step_meets_a_kernel_that_was_not_warmed_up(
         "_limit",
         "_pick",
     }
+    assert {"_skinny", "_skinny_sum"} & met == ({"_skinny", "_skinny_sum"} if gpu == "tuned" else set())
     assert len({each for each in recorder.compiled if each[0] == "_decode"}) >= (3 if gpu == "tuned" else 1)
 
 

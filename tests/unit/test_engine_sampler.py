@@ -27,9 +27,10 @@ from common.engine import native
 from common.engine.attention import ReferenceAttention
 from common.engine.backend import Backend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
+from common.engine.host_copy import HostCopy
 from common.engine.native.backend import NativeBackend
 from common.engine.philox import uniforms
-from common.engine.sampler import choose
+from common.engine.sampler import Likeliest, choose
 
 torch.set_num_threads(1)
 
@@ -397,3 +398,75 @@ def test_a_row_without_any_token_left_is_an_error() -> None:
 def test_bfloat16_logits() -> None:
     logits = random_logits(2).bfloat16()
     assert tokens_of(logits, [ask(temperature=0.0)] * 2) == logits.float().argmax(dim=-1).tolist()
+
+
+class Counting(ReferenceAttention):
+    """Counts the searches for the most likely tokens."""
+
+    num_searches = 0
+
+    def best(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_searches += 1
+        return super().best(logits_RV)
+
+
+def known(logits_NV: torch.Tensor, room: int) -> Likeliest:
+    """What a graph with places for so many rows has found in the first of them; the others are nobody's."""
+    likeliest = Likeliest.empty(room, logits_NV.device)
+    likeliest.buffer.fill_(0xAB)
+    first = likeliest.first(len(logits_NV))
+    first.fill(logits_NV, backend)
+    return first
+
+
+WAYS: dict[str, tuple[bool, list[dict[str, Any]]]] = {
+    "greedy": (True, [{"temperature": 0.0}] * 3),
+    "greedy, reported": (True, [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 3}, {"temperature": 0.0}]),
+    "drawn": (True, [{"seed": 1}, {"seed": 2, "top_k": 5}, {"seed": 3, "top_p": 0.5}]),
+    "mixed": (True, [{"temperature": 0.0}, {"seed": 2}, {"temperature": 0.0, "logprobs": 0}]),
+    "biased": (False, [{"temperature": 0.0}, {"temperature": 0.0, "logit_bias": ((4, 90.0),)}, {"seed": 3}]),
+    "penalised": (False, [{"temperature": 0.0, "repetition_penalty": 5.0}, {"seed": 2}, {"temperature": 0.0}]),
+    "no ending": (False, [{"temperature": 0.0, "min_tokens": 5}, {"seed": 2}, {"temperature": 0.0}]),
+}
+"""Whether what is known of the logits counts, and the parameters of three rows."""
+
+
+@pytest.mark.parametrize("room", [3, 8])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_known_of_the_logits_changes_no_outcome(way: str, room: int) -> None:
+    counts, params = WAYS[way]
+    logits = random_logits(3, seed=5)
+    logits[2, 9] = logits[2].max() + 1
+    rows = [ask(**each) for each in params]
+    counting = Counting()
+    expected = choose(logits, rows, EOS, counting)
+    assert counting.num_searches == 1
+    chosen = choose(logits, rows, EOS, counting, likeliest=known(logits, room))
+    assert counting.num_searches == (1 if counts else 2)
+    assert torch.equal(chosen.tokens_N, expected.tokens_N)
+    assert chosen.outcomes() == expected.outcomes()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_known_to_be_invalid_says_so(bad: float) -> None:
+    logits = random_logits(2)
+    logits[1] = bad
+    rows = [ask(temperature=0.0)] * 2
+    good, wrong = choose(logits, rows, EOS, backend, likeliest=known(logits, 4)).outcomes()
+    assert [good] == sample(logits[:1], rows[:1], EOS)
+    assert isinstance(wrong, InvalidLogitsError)
+    assert str(wrong) == str(sample(logits[1:], rows[1:], EOS)[0])
+
+
+def test_the_outcome_of_a_greedy_batch_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Tensor] = []
+
+    class Copy(HostCopy):
+        def __init__(self, *tensors: torch.Tensor, device: torch.device) -> None:
+            copied.extend(tensors)
+            super().__init__(*tensors, device=device)
+
+    monkeypatch.setattr("common.engine.sampler.HostCopy", Copy)
+    logits = random_logits(3)
+    choose(logits, [ask(temperature=0.0)] * 3, EOS, backend, likeliest=known(logits, 4))
+    assert [each.nbytes for each in copied] == [4 * 12]

@@ -14,19 +14,21 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import inventory, parts, tune
+from benchmarks.gpu import inventory, parts, products, tune
 from benchmarks.gpu.engine import SHAPES
 from benchmarks.gpu.runner import Measurement
 from benchmarks.record import ROOT
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
+from common.engine.kernels.skinny import SkinnyTiling
+from common.engine.kernels.tuning import Tuning
 
 WIRE = ("zmq", "aiohttp", "nixl", "nixl_cu12", "nixl_cu13", "msgpack", "uvloop", "prometheus_client", "llguidance")
 HUB = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
 COMPUTE = ("torch", "triton", "numpy", "pydantic")
 BLOCKED = {
     **dict.fromkeys(("__main__", "runner", "child", "parts", "records", "inventory"), (*WIRE, *HUB, *COMPUTE)),
-    **dict.fromkeys(("timing", "kernels", "tune", "checks", "compiled"), (*WIRE, *HUB)),
+    **dict.fromkeys(("timing", "kernels", "products", "tune", "checks", "compiled"), (*WIRE, *HUB)),
     "engine": ("zmq", "aiohttp", "nixl", "nixl_cu12", "nixl_cu13", "msgpack", "uvloop"),
     "transfer": ("zmq", "aiohttp", "triton", *HUB),
 }
@@ -71,6 +73,22 @@ def test_every_measurement_names_a_function_and_its_arguments() -> None:
 
 def test_the_models_are_those_of_the_engine() -> None:
     assert set(parts.MODELS) == set(SHAPES)
+
+
+def test_the_products_are_those_of_the_models() -> None:
+    assert set(products.MODELS) == set(SHAPES)
+    for name, of_model in products.MODELS.items():
+        shape = SHAPES[name]
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
+        heads = shape.num_attention_heads * head_dim
+        assert [(each.kind, each.outputs, each.inputs) for each in of_model] == [
+            ("norm", heads + 2 * shape.num_key_value_heads * head_dim, hidden),
+            ("onto", hidden, heads),
+            ("gate", 2 * inner, hidden),
+            ("onto", hidden, inner),
+            ("norm", shape.vocab_size, hidden),
+        ]
 
 
 def test_ucx_is_told_where_its_modules_are() -> None:
@@ -141,6 +159,32 @@ def test_a_tiling_that_does_not_run_is_no_candidate() -> None:
 
     tilings = [PrefillTiling(rows=rows) for rows in (256, 128, 64)]
     assert [taken for taken, _ in tune.timed(tilings, us)] == [64.0, 128.0]
+
+
+def test_a_product_has_the_fastest_tiling_for_each_number_of_rows_or_torch() -> None:
+    """Many columns are quick with few rows, and few columns with many; one tiling does not run."""
+    product = products.Product(kind="gate", outputs=64, inputs=128)
+    tilings = [SkinnyTiling(columns=columns) for columns in (16, 32, 64, 128)]
+
+    def us(rows: int, tiling: SkinnyTiling) -> float:
+        if tiling.columns == 64:
+            raise AssertionError("off by 1.0")
+        return 10 + abs(rows * tiling.columns - 128)
+
+    torch_us = {1: 11.0, 4: 12.0, 8: 9.0, 16: 1e6}
+    entries = [entry for entry, _ in tune.best_product(product, tilings, us, torch_us)]
+    assert [each["shape"]["rows"] for each in entries] == [1, 4, 8, 16]
+    assert [each["tiling"] and each["tiling"]["columns"] for each in entries] == [128, 32, None, 16]
+    tuning = Tuning("GPU", 0, {"GPU": json.loads(json.dumps(entries))})
+    shape = {"outputs": 64, "inputs": 128, "itemsize": 2}
+    assert tuning.skinny("gate", rows=3, **shape) == SkinnyTiling(columns=32)
+    assert tuning.skinny("gate", rows=7, **shape) is None
+
+
+def test_few_outputs_are_split_until_there_is_work_for_all() -> None:
+    few, many = (products.Product(kind="onto", outputs=outputs, inputs=4096) for outputs in (1024, 128256))
+    assert {each.splits for each in tune.product_candidates(few, 132) if each.columns == 64} == {8, 16}
+    assert {each.splits for each in tune.product_candidates(many, 132)} == {1}
 
 
 # --- what the machine has --------------------------------------------------------------------------------------------

@@ -7,25 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import embedding
 
-from common.engine.backend import Norms
+from common.engine.backend import Norms, PlainProducts
 from common.engine.batch import Sample
 from common.engine.draw import random_numbers, temperatures
 from common.engine.host_copy import to_device
 from common.engine.kernels import layer, sampler
-from common.engine.kernels.decode_attention import decode_attention
+from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
 from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
-from common.engine.kernels.tuning import Tuning
+from common.engine.kernels.skinny import SkinnyTiling, skinny
+from common.engine.kernels.tuning import Kind, Tuning
+from common.engine.linear import FEW_ROWS, Linear
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
 
-_Runs = tuple[torch.Tensor, torch.Tensor, int]
-"""(runs, tiles of queries that are cut, number of partial results), as `prefill_attention` takes them."""
+_Runs = tuple[PrefillTiling, torch.Tensor, torch.Tensor, int]
+"""The tiling; runs, tiles of queries that are cut, and places of partial results, as `prefill_attention` takes them."""
 
 
-class TritonBackend:
-    """Activations have the type of the weights. Between a load and a store, kernels compute in float32."""
+class TritonBackend(PlainProducts):
+    """Activations are in the type of the weights; what is between a load and a store is float32."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -36,9 +38,9 @@ class TritonBackend:
         self._num_decodes = 0
         """Number of leading slices of `_batch` that have one token."""
         self._runs: dict[int | None, _Runs] = {}
-        """Window → runs of prefill attention of `_batch`, for the layers with this window."""
-        self._decode_runs: dict[int | None, DecodeRuns] = {}
-        """Window → runs of decode attention of `_batch`."""
+        """Runs of prefill attention of `_batch`, for each window that layers use."""
+        self._decode_runs: dict[int | None, tuple[DecodeTiling, DecodeRuns]] = {}
+        """Those of decode attention."""
         self._captured = False
         """Whether `_batch` is computed by a graph that is being captured."""
         self._combines = False
@@ -50,6 +52,40 @@ class TritonBackend:
     def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
         """See `Backend.embed`."""
         return embedding(token_ids_T, table_VE)
+
+    def norm_project(
+        self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
+    ) -> torch.Tensor:
+        """See `Backend.norm_project`."""
+        tiling = self._skinny("norm", h_TE, linear)
+        if tiling is None:
+            return super().norm_project(h_TE, delta_TE, norm_E, eps, linear)
+        return skinny(_added(h_TE, delta_TE), linear.weight, linear.bias, tiling, norm=(norm_E, eps))
+
+    def norm_gate(
+        self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
+    ) -> torch.Tensor:
+        """See `Backend.norm_gate`."""
+        tiling = self._skinny("gate", h_TE, linear)
+        if tiling is None:
+            return super().norm_gate(h_TE, delta_TE, norm_E, eps, linear)
+        return skinny(_added(h_TE, delta_TE), linear.weight, linear.bias, tiling, norm=(norm_E, eps), gated=True)
+
+    def project_onto(self, h_TE: torch.Tensor, x_TF: torch.Tensor, linear: Linear) -> torch.Tensor | None:
+        """See `Backend.project_onto`."""
+        tiling = self._skinny("onto", x_TF, linear)
+        if tiling is None:
+            return super().project_onto(h_TE, x_TF, linear)
+        skinny(x_TF, linear.weight, linear.bias, tiling, onto_MN=h_TE)
+        return None
+
+    def _skinny(self, kind: Kind, x_MK: torch.Tensor, linear: Linear) -> SkinnyTiling | None:
+        """How the kernel for few rows is cut; None where torch is to multiply: it does if nothing was measured."""
+        num_rows, inputs = x_MK.shape
+        if num_rows > FEW_ROWS or (kind != "onto" and x_MK.dtype == torch.float16):
+            return None
+        outputs = linear.out_features
+        return self._tuning.skinny(kind, rows=num_rows, outputs=outputs, inputs=inputs, itemsize=x_MK.itemsize)
 
     def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """See `Backend.angles`."""
@@ -97,25 +133,27 @@ class TritonBackend:
         out_THD: torch.Tensor,
     ) -> None:
         num, num_kv_heads = self._num_decodes, kv_layer.shape[1]
-        longest = max(batch.seq_lens[:num])
-        tiling = self._tuning.decode(
-            **_shape(q_THD, kv_layer), num_rows=num * num_kv_heads, max_seq_len=longest
-        )  # fmt: skip
         seq_lens_B = batch.seq_lens_B[:num]
         if window not in self._decode_runs:
-            self._decode_runs[window] = tiling.runs(
+            longest = max(batch.seq_lens[:num])
+            tiling = self._tuning.decode(
+                **_shape(q_THD, kv_layer), num_rows=num * num_kv_heads, max_seq_len=longest
+            )  # fmt: skip
+            runs = tiling.runs(
                 seq_lens_B,
                 window=window,
                 max_seq_len=longest,
                 num_kv_heads=num_kv_heads,
                 num_processors=self._num_processors,
             )
+            self._decode_runs[window] = tiling, runs
+        tiling, runs = self._decode_runs[window]
         decode_attention(
             q_THD[:num],
             kv_layer,
             batch.block_tables_BM[:num],
             seq_lens_B,
-            self._decode_runs[window],
+            runs,
             window=window,
             scale=scale,
             tiling=tiling,
@@ -131,11 +169,11 @@ class TritonBackend:
         scale: float,
         out_THD: torch.Tensor,
     ) -> None:
-        shape = _shape(q_THD, kv_layer)
-        tiling = self._tuning.prefill(**shape)
         if window not in self._runs:
+            shape = _shape(q_THD, kv_layer)
+            tiling = self._tuning.prefill(**shape)
             self._runs[window] = self._cut(batch, tiling, shape["group"], kv_layer.shape[1], window)
-        runs_R5, splits_S4, num_places = self._runs[window]
+        tiling, runs_R5, splits_S4, num_places = self._runs[window]
         prefill_attention(
             q_THD,
             kv_layer,
@@ -176,8 +214,14 @@ class TritonBackend:
         runs = query_runs(tiles, longest_run(tiles, num_kv_heads, self._num_processors, tiling.least_tiles))
         splits, device = runs.splits, batch.query_start_B1.device
         if not self._combines:
-            splits, self._combines = splits or [(0, 0, 0, 0)], True  # a warm-up must compile the combining kernel
-        return to_device(runs.runs, torch.int32, device), to_device(splits, torch.int32, device), runs.num_places
+            splits, self._combines = splits or [(0, 0, 0, 0)], True  # nothing to combine, but compiled: in a warm-up
+        runs_R5, splits_S4 = (to_device(each, torch.int32, device) for each in (runs.runs, splits))
+        return tiling, runs_R5, splits_S4, runs.num_places
+
+
+def _added(h_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> torch.Tensor:
+    """`h_TE`, to which `delta_TE` was added in place."""
+    return h_TE if delta_TE is None else h_TE.add_(delta_TE)
 
 
 def _num_decodes(batch: RaggedBatch) -> int:

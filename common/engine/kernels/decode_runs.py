@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.engine.kernels.tiles import num_tiles
+
 _AT_ONCE = tl.constexpr(128)
 """Number of lengths that are read, and of runs that are written, at a time."""
 
@@ -46,7 +48,7 @@ def decode_runs(
     """
     batch, device = seq_lens_B.shape[0], seq_lens_B.device
     most_keys = max_seq_len if window is None else min(max_seq_len, window + tile - 1)  # a window may begin in a tile
-    most = most_runs(batch, wanted, triton.cdiv(most_keys, tile), least_tiles)
+    most = most_runs(batch, wanted, num_tiles(most_keys, tile), least_tiles)
     runs = DecodeRuns(
         runs_R4=torch.empty(most, 4, dtype=torch.int32, device=device),
         num_runs_1=torch.empty(1, dtype=torch.int32, device=device),

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.kernels.tiles import padded
+from common.engine.kernels.tiles import num_tiles, padded
 
 _GATE_TILE = 1024
 _HEADS_TILE = 8
@@ -77,7 +77,7 @@ def rotate_and_write(
     assert table.shape[1] == head_dim
     assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1)
     q_THD = qkv_TF.new_empty(num_tokens, num_heads, head_dim)
-    grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_TILE))
+    grid = (num_tokens, num_tiles(num_heads + 2 * num_kv_heads, _HEADS_TILE))
     _rotate_and_write[grid](
         qkv_TF,
         q_THD,
@@ -172,7 +172,7 @@ def silu_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
     num_tokens, twice = gate_up_TF.shape
     assert gate_up_TF.is_contiguous()
     out = gate_up_TF.new_empty(num_tokens, twice // 2)
-    grid = (num_tokens, triton.cdiv(twice // 2, _GATE_TILE))
+    grid = (num_tokens, num_tiles(twice // 2, _GATE_TILE))
     _silu_mul[grid](gate_up_TF, out, twice // 2, TILE=_GATE_TILE, num_warps=4)
     return out
 

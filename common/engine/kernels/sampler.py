@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.kernels.tiles import padded
+from common.engine.kernels.tiles import num_tiles, padded
 
 _CHUNK = 8192
 """Tokens per chunk."""
@@ -39,7 +39,7 @@ def best(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit of each row, float32, NaN if the row has one, and its token, int64. Of equal logits, the first
     one counts."""
     num_rows, size = logits_NV.shape
-    num_chunks = triton.cdiv(size, _CHUNK)
+    num_chunks = num_tiles(size, _CHUNK)
     values_NC = logits_NV.new_empty(num_rows, num_chunks)
     tokens_NC = logits_NV.new_empty(num_rows, num_chunks, dtype=torch.int32)
     best_N = logits_NV.new_empty(num_rows)
@@ -108,7 +108,7 @@ def draw(
     arbitrary token.
     """
     num_rows, size = logits_NV.shape
-    num_chunks = triton.cdiv(size, _CHUNK)
+    num_chunks = num_tiles(size, _CHUNK)
     assert logits_NV.stride(1) == 1
     chunks_pad = padded(num_chunks, least=1)
     limit_N = torch.full_like(top_k_N, int(_EVERYTHING.value))

@@ -25,8 +25,16 @@ def widens(tensor: torch.Tensor) -> bool:
 
 
 def padded(size: int, least: int = MIN_DOT) -> int:
-    """The least power of two that is at least `size`, and at least `least`."""
-    return max(least, int(triton.next_power_of_2(size)))
+    """The power of two that holds `size`.
+
+    Each launch asks for some: Triton's function, which kernels may call, too, takes as long as a third of a launch.
+    """
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def num_tiles(size: int, tile: int) -> int:
+    """That cover `size`; Triton's `cdiv` is as slow."""
+    return -(-size // tile)
 
 
 @triton.jit

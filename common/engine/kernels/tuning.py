@@ -1,9 +1,9 @@
 """The tiling with which a kernel is compiled: from a table of measurements for each GPU and shape, or a default.
 
-`tuning.json` maps a GPU's name to entries. An entry has the kernel, the shape for which it was measured, and the
-tiling. A shape that is not in the table takes the nearest one that is, of the same head dimension and type. A GPU that
-is not in the table has defaults, which fit into the registers and the shared memory of every GPU from compute
-capability 8.0 on.
+`tuning.json` maps a GPU's name to entries; an entry has the kernel, the shape that it was measured for and the tiling.
+A shape that is not in the table takes the nearest one that is, of the same head dimension and type; a GPU that is not
+in it has defaults, which fit into the registers and the shared memory of every GPU from compute capability 8.0 on.
+Products of few rows are otherwise: a weight that is not in the table, or for which torch was quicker, is torch's.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import json
 import math
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
+from common.engine.kernels.skinny import SkinnyTiling
 from common.engine.kernels.tiles import padded
 
+Kind = Literal["norm", "gate", "onto"]
+"""What goes with a product of few rows: a norm before it; that, and gates after it; or an addition after it."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 TABLE = Path(__file__).with_name("tuning.json")
 
 
@@ -30,7 +34,15 @@ class Tuning:
         """`gpu` is the name that `torch.cuda.get_device_name` gives; `shared_bytes` is the shared memory of a
         multiprocessor."""
         self._shared_bytes = shared_bytes
-        self._entries = (_table() if table is None else table).get(gpu, [])
+        entries = (_table() if table is None else table).get(gpu, [])
+        self._entries = [each for each in entries if each["kernel"] not in KINDS]
+        self._skinny: dict[tuple[Any, ...], SkinnyTiling | None] = {}
+        """By kind, bytes of an element and shape; None where torch is quicker."""
+        for each in entries:
+            if each["kernel"] in KINDS:
+                shape, tiling = each["shape"], each["tiling"]
+                key = (each["kernel"], each["itemsize"], shape["outputs"], shape["inputs"], shape["rows"])
+                self._skinny[key] = SkinnyTiling(**tiling) if tiling else None
 
     @classmethod
     def of(cls, device: torch.device) -> Tuning:
@@ -60,6 +72,13 @@ class Tuning:
         if self._shared_bytes >= 160 * 2**10:
             return PrefillTiling(tile=32)
         return PrefillTiling(rows=64, tile=32, num_warps=4)
+
+    def skinny(self, kind: Kind, *, rows: int, outputs: int, inputs: int, itemsize: int) -> SkinnyTiling | None:
+        """For rows of `inputs` elements of `itemsize` bytes and a weight of `outputs` rows; None for torch.
+
+        What was measured for the next power of two of `rows` counts.
+        """
+        return self._skinny.get((kind, itemsize, outputs, inputs, 1 << (rows - 1).bit_length()))
 
     def _nearest(self, kernel: str, head_dim: int, itemsize: int, shape: dict[str, int]) -> dict[str, Any]:
         """The tiling of the entry whose shape is nearest, measured by ratios; empty if there is no entry."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import embedding
 
-from common.engine.backend import Norms
+from common.engine.backend import Norms, PlainProducts
 from common.engine.batch import Sample
 from common.engine.draw import random_numbers, temperatures
 from common.engine.native import Kernels
@@ -15,8 +15,8 @@ from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
 
 
-class NativeBackend:
-    """Everything between the cache and the weights is float32. The head dimension must be one that `native.serves`."""
+class NativeBackend(PlainProducts):
+    """Everything between the cache and the weights is float32. Wants head dimensions that `native.serves`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -1,0 +1,153 @@
+"""Products of few rows by the kernel, beside torch's: those of decode steps of models of well-known shapes; bfloat16.
+
+Torch has what it does today: the norm, the product and the gates one after the other. The addition to the residual is
+the next norm's then, and the kernel's at once; it is counted as nothing for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, silu
+
+from benchmarks.gpu.child import attempts
+from benchmarks.gpu.timing import copy_bytes_per_s, graph_us, num_copies
+from common.engine.kernels import layer
+from common.engine.kernels.skinny import SkinnyTiling, skinny
+from common.engine.kernels.tuning import Kind
+from common.engine.linear import FEW_ROWS
+
+EPS = 1e-5
+ROWS = tuple(2**power for power in range(FEW_ROWS.bit_length()))
+TOLERANCE = 2e-2
+"""Of ‖kernel - float32‖ / ‖float32‖. Triton's interpreter truncates where a GPU rounds to bfloat16: 1.1e-2 of gates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A weight `[outputs, inputs]`, and what goes with its product."""
+
+    kind: Kind
+    outputs: int
+    inputs: int
+
+    @property
+    def num_columns(self) -> int:
+        """Of the result."""
+        return self.outputs // 2 if self.kind == "gate" else self.outputs
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight."""
+        return 2 * self.outputs * self.inputs
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.outputs} x {self.inputs}"
+
+
+MODELS = {
+    "llama-3-8b": (
+        Product(kind="norm", outputs=6144, inputs=4096),
+        Product(kind="onto", outputs=4096, inputs=4096),
+        Product(kind="gate", outputs=28672, inputs=4096),
+        Product(kind="onto", outputs=4096, inputs=14336),
+        Product(kind="norm", outputs=128256, inputs=4096),
+    ),
+    "qwen3-0.6b": (
+        Product(kind="norm", outputs=4096, inputs=1024),
+        Product(kind="onto", outputs=1024, inputs=2048),
+        Product(kind="gate", outputs=6144, inputs=1024),
+        Product(kind="onto", outputs=1024, inputs=3072),
+        Product(kind="norm", outputs=151936, inputs=1024),
+    ),
+}
+
+
+class Scene:
+    """Rows, and so many copies of a weight that none is found in a cache."""
+
+    def __init__(self, product: Product, rows: int, device: torch.device, copies: int | None = None) -> None:
+        torch.manual_seed(rows)
+        self.product = product
+        copies = num_copies(product.num_bytes) if copies is None else copies
+
+        def random(*shape: int, std: float = 1.0) -> torch.Tensor:
+            return torch.empty(*shape, dtype=torch.bfloat16, device=device).normal_(std=std)
+
+        self.x, self.norm = random(rows, product.inputs), 1 + random(product.inputs, std=0.1)
+        self.onto = random(rows, product.num_columns)
+        self.weights = [random(product.outputs, product.inputs, std=product.inputs**-0.5) for _ in range(copies)]
+
+    def kernel_calls(self, tiling: SkinnyTiling) -> list[Callable[[], object]]:
+        """One for each copy."""
+        norm = None if self.product.kind == "onto" else (self.norm, EPS)
+        onto = self.onto if self.product.kind == "onto" else None
+        gated = self.product.kind == "gate"
+        return [
+            partial(skinny, self.x, weight, None, tiling, norm=norm, gated=gated, onto_MN=onto)
+            for weight in self.weights
+        ]
+
+    def torch_calls(self) -> list[Callable[[], object]]:
+        """The same by torch, with the small kernels beside it."""
+
+        def call(weight: torch.Tensor) -> torch.Tensor:
+            x = self.x if self.product.kind == "onto" else layer.add_norm(self.x, None, self.norm, EPS)
+            out = linear(x, weight)
+            return layer.silu_mul(out) if self.product.kind == "gate" else out
+
+        return [partial(call, weight) for weight in self.weights]
+
+    def error(self, tiling: SkinnyTiling) -> float:
+        """How far from float32 the kernel is. Raises `AssertionError` if two results differ, or are far off."""
+        x, before = self.x.float(), self.onto.clone()
+        if self.product.kind != "onto":
+            x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.norm.float()
+        expected = linear(x, self.weights[0].float())
+        if self.product.kind == "gate":
+            gate, up = expected.chunk(2, -1)
+            expected = silu(gate) * up
+        if self.product.kind == "onto":
+            expected = expected + before.float()
+        made = []
+        for _ in range(2):
+            self.onto.copy_(before)
+            out = self.kernel_calls(tiling)[0]()
+            assert isinstance(out, torch.Tensor)
+            made.append(out.clone())
+        self.onto.copy_(before)
+        assert torch.equal(*made), f"not the same twice: {self.product}, {tiling}"
+        error = float((made[0].float() - expected).norm() / expected.norm())
+        assert error < TOLERANCE, f"off by {error:.2e}: {self.product}, {tiling}"
+        return error
+
+
+def measured() -> Iterator[dict[str, Any]]:
+    """Microseconds of each product by the untuned kernel and by torch, and what reading the weight takes at least."""
+    copy_rate = copy_bytes_per_s()
+    yield from attempts(
+        (f"{product}, {rows} rows", partial(product_row, model, product, rows, copy_rate))
+        for model, products in MODELS.items()
+        for product in products
+        for rows in (1, 4, FEW_ROWS)
+    )
+
+
+def product_row(model: str, product: Product, rows: int, copy_rate: float) -> dict[str, Any]:
+    """A row of `measured`."""
+    device = torch.device("cuda")
+    scene = Scene(product, rows, device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    tiling = SkinnyTiling.untuned(product.num_columns, processors)
+    error = scene.error(tiling)
+    us, torch_us = graph_us(scene.kernel_calls(tiling)), graph_us(scene.torch_calls())
+    floor_us = 1e6 * product.num_bytes / copy_rate
+    return {
+        "kind": "product", "model": model, "product": product.kind, "outputs": product.outputs,
+        "inputs": product.inputs, "rows": rows, "us": us, "torch_us": torch_us, "floor_us": floor_us, "error": error,
+        "text": f"{model} {product}, {rows:2} rows: {us:7.1f} us, torch {torch_us:.1f}, bytes alone {floor_us:.1f}",
+    }  # fmt: skip
