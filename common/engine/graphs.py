@@ -45,7 +45,7 @@ class Computed:
     likeliest: Likeliest
 
     def first(self, num: int) -> Computed:
-        """Of so many."""
+        """The results of the first `num` places."""
         return Computed(self.logits_NV[:num], self.likeliest.first(num))
 
 

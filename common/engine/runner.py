@@ -156,7 +156,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_up_products(self) -> None:
-        """Of few rows, which a GPU may multiply by a kernel of its own."""
+        """Compute batches of few rows, for which a GPU may have a kernel of its own."""
         for batch in few_rows(self.layout.block_size, self._cache.device):
             self._decoder.forward(batch, self._cache, self._backend)
 

@@ -51,7 +51,7 @@ class Likeliest:
 
     @classmethod
     def empty(cls, room: int, device: torch.device) -> Likeliest:
-        """Of as many rows as it has room for."""
+        """A buffer with room for `room` rows, all of them in use."""
         even = room + room % 2  # so that the logits begin at a multiple of 16 bytes, as kernels like it
         return cls(torch.empty(even * cls._ROW_BYTES, dtype=torch.uint8, device=device), room)
 
