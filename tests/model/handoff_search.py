@@ -25,9 +25,10 @@ import pytest
 from handoff_world import Bounds, Event, Parts, World, draw_id
 
 from common.contract import messages
+from common.contract.ids import Handle
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
-from gateway.serving import flow
+from gateway.serving import attempt, flow
 from gateway.serving.attempt import Place
 from gateway.serving.generation import Generation
 from kv_transfer import source
@@ -200,8 +201,10 @@ class Found:
 
 @contextmanager
 def counted_ids() -> Iterator[None]:
-    """Ids are drawn by the world instead of at random."""
+    """Ids are drawn by the world instead of at random. The model's workers name choices by their requests alone, so
+    there is one handle for all."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attempt, "new_handle", lambda: Handle(0))
         patch.setattr(source, "new_lease_id", draw_id)
         patch.setattr(flow, "new_request_id", draw_id)
         yield

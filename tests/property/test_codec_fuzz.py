@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES
 from common.contract.codec import decode, encode
 from common.contract.errors import Cause, ProtocolError
-from common.contract.ids import Incarnation, RequestKey
+from common.contract.ids import Handle, Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
     MAX_CHOICES,
@@ -54,6 +54,7 @@ from common.contract.messages import (
     Settle,
     Settled,
     Source,
+    StepTokens,
     Suspicion,
     Timings,
     TokenLogprobs,
@@ -82,6 +83,7 @@ causes = st.sampled_from(Cause)
 roles = st.sampled_from(Role)
 finish_reasons = st.sampled_from(["stop", "length", None])
 numbers = st.integers(0, 2**32 - 1) | st.integers(0, 300)
+long_numbers = st.integers(0, 2**64 - 1).map(Handle) | st.integers(0, 300).map(Handle)
 token_ids = st.lists(numbers, max_size=20).map(tuple)
 keys = st.builds(RequestKey, handles, attempts)
 open_requests = st.lists(keys, max_size=5).map(tuple)
@@ -191,6 +193,9 @@ def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -
     """A `Prefill` or `Decode` that makes sense."""
     prompt = draw(prompts)
     fields = {name: draw(strategy) for name, strategy in more.items()}
+    wanted = tuple(draw(st.lists(choices, min_size=1, max_size=MAX_CHOICES, unique=True)))
+    if cls is Decode:
+        fields["handles"] = tuple(draw(long_numbers) for _ in wanted)
     scored = fields.get("prefix") is None and draw(st.booleans())
     return cls(
         request=draw(handles),
@@ -198,7 +203,7 @@ def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -
         token_ids=prompt,
         prompt_len=len(prompt) if scored else draw(st.integers(1, len(prompt))),
         prompt_logprobs=draw(st.integers(0, MAX_LOGPROBS)) if scored else None,
-        choices=tuple(draw(st.lists(choices, min_size=1, max_size=MAX_CHOICES, unique=True))),
+        choices=wanted,
         sampling=draw(samplings),
         budget_s=draw(st.floats(0, 10**6, exclude_min=True)),
         tier=draw(st.sampled_from(Tier)),
@@ -218,7 +223,17 @@ def decodes(draw: st.DrawFn) -> Message:
     if draw(st.booleans()):
         return work
     work = dataclasses.replace(work, source=draw(sources), offered=draw(keys), prompt_logprobs=None)
-    return dataclasses.replace(work, choices=work.choices[:1], moving=True) if draw(st.booleans()) else work
+    if draw(st.booleans()):
+        work = dataclasses.replace(work, choices=work.choices[:1], handles=work.handles[:1], moving=True)
+    return work
+
+
+@st.composite
+def step_tokens(draw: st.DrawFn) -> StepTokens:
+    """Columns of equal length."""
+    rows = draw(st.lists(st.tuples(long_numbers, numbers, numbers), min_size=1, max_size=9))
+    handles, positions, token_ids = zip(*rows, strict=True)
+    return StepTokens(handles=handles, positions=positions, token_ids=token_ids)
 
 
 seconds = st.floats(0, 1e6)
@@ -274,6 +289,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     ),
     PromptLogprobs: prompt_logprobs(),
     Tokens: all_tokens(),
+    StepTokens: step_tokens(),
     Finished: st.builds(Finished, **about),
     Failed: st.builds(Failed, **about, cause=causes, message=texts),
     Cancelled: st.builds(Cancelled, **about),

@@ -104,7 +104,8 @@ async def test_and_what_they_are_told_is_what_they_would_be_without() -> None:
         ]
 
     def told(messages: list[Message]) -> list[dict[str, Any]]:
+        drawn = ("source", "offered", "handles")
         kept = [dataclasses.asdict(message) for message in work(messages)]
-        return [{name: value for name, value in each.items() if name not in ("source", "offered")} for each in kept]
+        return [{name: value for name, value in each.items() if name not in drawn} for each in kept]
 
     assert told(plain) == told(with_forged)
