@@ -23,7 +23,8 @@ from common.engine.chunked_prefill import Chunk
 from common.engine.costs import Costs
 from gateway.routing.admission import Admission
 from gateway.routing.router import Ask, Expected, Handoff, Router
-from gateway.workers.registry import Given, Registry
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import Given
 from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
 
 TARGET_S: Final = 0.5

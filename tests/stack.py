@@ -33,7 +33,8 @@ from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
 from gateway.routing.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
-from gateway.workers.registry import Given, Registry
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import Given
 
 START_TIMEOUT_S = 120.0
 BASELINE_TIMEOUT_S = 30.0
@@ -379,9 +380,9 @@ def avoided(registry: Registry, *processes: Process) -> Iterator[None]:
         yield
     finally:
         for place in places:
-            registry.left(place.address, place.incarnation)
             worker = registry.workers[place.address]
             worker.unseen = deque(given for given in worker.unseen if given is not BUSY)
+            registry.left(place.address, place.incarnation)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from gateway.observability.metrics import GatewayMetrics
 from gateway.serving.flow import Flow
 from gateway.web.event_stream import EventStream
 from gateway.web.http_errors import ApiError
-from gateway.workers.registry import WorkerView
+from gateway.workers.worker_view import WorkerView
 
 PERIOD_S: Final = 0.4
 """Seconds between two events."""

@@ -14,7 +14,7 @@ from typing import Final
 from common.contract.ids import RequestId
 from gateway.serving.attempt import Attempt
 from gateway.serving.flow import Flow
-from gateway.workers.registry import WorkerView
+from gateway.workers.worker_view import WorkerView
 
 MAX_REQUESTS: Final = 64
 """Most requests listed one by one; the others are only counted."""

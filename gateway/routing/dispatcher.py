@@ -56,12 +56,13 @@ from gateway.routing.router import Cached, Expected, Handoff, Local, LocalPrefil
 from gateway.routing.waiting import Waiting
 from gateway.serving.attempt import Attempt, Choice, Deliver, DeliverPrompt, Part, Place, Send
 from gateway.serving.flow import Action, Done, Fail, Flow, Left, Want
-from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness, Refusal
+from gateway.serving.generation import Delta, Details, Generation, GenerationFailed, PromptDelta, Readiness, Refusal
 from gateway.serving.suspicion import Crash
 from gateway.serving.waterfall import Leg
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
-from gateway.workers.registry import Given, Registry, WorkerView
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import Given, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -296,17 +297,15 @@ class Dispatcher(Collector):
     def ready(self) -> Readiness:
         """Whether a request that arrives now could be served."""
         missing = self._registry.missing()
-        details = {"workers": self.workers(), "in_flight": len(self._open_clients)}
-        decode = self._registry.usable(Role.DECODE)
-        takes = [worker.welcome.max_sequence_tokens for worker in decode if worker.welcome is not None]
+        takes = self._registry.table.max_sequence_tokens[self._registry.usable_rows(Role.DECODE)]
         reason = "ready"
         if missing:
             reason = f"no {' and no '.join(missing)} worker is usable" if Role.DECODE in missing else _DEGRADED
         return Readiness(
             ready=Role.DECODE not in missing,
             reason=reason,
-            details=details,
-            max_sequence_tokens=max(takes, default=None),
+            details=Details(workers=self.workers, in_flight=lambda: len(self._open_clients)),
+            max_sequence_tokens=int(takes.max()) if len(takes) else None,
         )
 
     def workers(self) -> list[dict[str, object]]:
@@ -848,4 +847,4 @@ class Dispatcher(Collector):
         log.error("%s refuses this gateway: %s", link.address, refused.message)
         # This refusal has ended the session, and with it the worker may have been forgotten.
         if self._links.get(link.address) is link:
-            self._registry.workers[link.address].refused = refused.message
+            self._registry.refuses(link.address, refused.message)

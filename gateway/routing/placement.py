@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
 from gateway.serving.attempt import Choice, Place
 from gateway.serving.flow import Want
-from gateway.workers.registry import Registry, WorkerView
+from gateway.workers.load_table import Rows
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,22 @@ class Placement:
 
     def places(self, want: Want, fits: Fingerprint | None) -> list[WorkerView]:
         """The decode workers that may take these choices, full ones included."""
-        return _caution(want, fits).able(self._registry.usable(Role.DECODE), _ask(want))
+        return self._registry.table.views(self._able(_caution(want, fits), _ask(want)))
 
     def hope(self, want: Want, fits: Fingerprint | None) -> bool:
         """Whether a decode worker exists that may take these choices, now or after draining."""
-        there = [worker for worker in self._registry.workers.values() if worker.there and worker.refused is None]
-        return bool(_caution(want, fits).able([w for w in there if w.role is Role.DECODE], _ask(want)))
+        caution, table = _caution(want, None), self._registry.table
+        there = [
+            row
+            for row, worker in enumerate(table.workers)
+            if worker.role is Role.DECODE and worker.there and worker.refused is None and worker.fits(fits)
+        ]
+        return len(caution.able(table, np.array(there, dtype=np.intp), _ask(want))) > 0
 
     def all_too_small(self, want: Want, fits: Fingerprint | None) -> bool:
         """Whether decode workers are usable, and all have said that they can never hold these choices."""
-        fitting = Caution(fits=fits).able(self._registry.usable(Role.DECODE), _ask(want))
-        return bool(fitting) and not self.places(want, fits)
+        ask = _ask(want)
+        return len(self._able(Caution(fits=fits), ask)) > 0 and not len(self._able(_caution(want, fits), ask))
 
     def choose(
         self,
@@ -72,8 +81,11 @@ class Placement:
         ask = replace(_ask(want), tier=tier, now=now, least_wait=least_wait)
         if want.offer is None:
             return self._router.choose(ask, cached, caution)
-        decode = caution.decode(self._registry.usable(Role.DECODE), ask)
-        return Rebind(least_loaded_decode(decode, ask, cached)) if decode else None
+        table = self._registry.table
+        decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
+        if not len(decode):
+            return None
+        return Rebind(table.workers[least_loaded_decode(table, decode, ask, table.spread(cached))])
 
     def may_leave(self, address: str) -> bool:
         """Whether the worker at `address` is a draining decode worker, and another one may have room for its
@@ -83,8 +95,8 @@ class Placement:
             return False
         if leaving.welcome is None or leaving.load is None or leaving.load.phase is Phase.SERVING:
             return False
-        others = Caution(fits=leaving.welcome.fingerprint).able(self._registry.usable(Role.DECODE), _NOTHING)
-        return any(worker.has_room(_NOTHING.num_tokens) for worker in others)
+        others = self._able(Caution(fits=leaving.welcome.fingerprint), _NOTHING)
+        return any(worker.has_room(_NOTHING.num_tokens) for worker in self._registry.table.views(others))
 
     def refuge(
         self, address: str, choice: Choice, most_tokens: int, fits: Fingerprint | None = None
@@ -93,12 +105,19 @@ class Placement:
         one."""
         ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens)
         caution = Caution(fits=fits, too_small=frozenset(choice.too_small), admitted=True)
+        table = self._registry.table
+        decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
         others = [
-            worker
-            for worker in caution.decode(self._registry.usable(Role.DECODE), ask)
+            row
+            for row, worker in zip(decode.tolist(), table.views(decode), strict=True)
             if worker.address != address and worker.has_room(ask.num_tokens)
         ]
-        return least_loaded_decode(others, ask, {}) if others else None
+        if not others:
+            return None
+        return table.workers[least_loaded_decode(table, np.array(others), ask, table.spread({}))]
+
+    def _able(self, caution: Caution, ask: Ask) -> Rows:
+        return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
 
 
 def _caution(want: Want, fits: Fingerprint | None) -> Caution:

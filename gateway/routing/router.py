@@ -9,21 +9,28 @@ otherwise                          a prefill and a decode worker                
 The prefill worker is the one with the earliest expected first token (`gateway.routing.estimates`). The decode worker is
 the one with room soonest, then the fewest blocks in use; workers that can hold the sequence to its end are preferred.
 Workers that have just failed the request are avoided.
+
+All workers are compared, as columns of a table (`gateway.workers.load_table`). A worker is named by its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import PrefixHint, Role
 from common.contract.tiers import Tier
-from gateway.routing.estimates import occupancy, prompt_s, queue_s, room_s
+from gateway.routing.estimates import prompt_s, queue_s, room_s
 from gateway.serving.attempt import Place
-from gateway.workers.registry import Registry, WorkerView
+from gateway.workers.load_table import Column, LoadTable, Rows
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import WorkerView
 
 _CROWDED_FACTOR: Final = 2
 _CROWDED_REQUESTS: Final = 4
@@ -151,30 +158,42 @@ class Caution:
     admitted: bool = False
     """Whether the request is admitted. It may then retry workers that failed it, and wait for full ones."""
 
-    def able(self, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
+    def able(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
         """Decode workers that may take the request, now or once they are not full. Those that report that they can hold
         it are returned; if there are none, all, and the worker decides whether it fits."""
-        workers = [worker for worker in self._fitting(workers) if worker.place not in self.too_small]
-        workers = [worker for worker in workers if worker.holds(ask.most_tokens)] or workers
-        return workers if self.admitted else [worker for worker in workers if worker.place not in self.avoid]
+        rows = _without(table, self._fitting(table, rows), self.too_small)
+        rows = _or(rows[table.max_sequence_tokens[rows] >= ask.most_tokens], rows)
+        return rows if self.admitted else _without(table, rows, self.avoid)
 
-    def decode(self, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
+    def decode(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
         """Decode workers to choose from. If all of them have failed the request, all are returned."""
-        workers = [worker for worker in self.able(workers, ask) if not (self.admitted and worker.full)]
-        return self._beside([worker for worker in workers if worker.place not in self.avoid] or workers)
+        rows = self._not_full(table, self.able(table, rows, ask))
+        return self._beside(table, _or(_without(table, rows, self.avoid), rows))
 
-    def prefill(self, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
+    def prefill(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
         """Prefill workers to choose from. Those that have failed the request are excluded, because decode workers can
         compute prompts too."""
-        shunned = self.avoid | self.too_small
-        workers = [worker for worker in self._fitting(workers) if worker.place not in shunned]
-        return self._beside([w for w in workers if w.holds(ask.num_tokens) and not (self.admitted and w.full)])
+        rows = _without(table, self._fitting(table, rows), self.avoid | self.too_small)
+        rows = rows[table.max_sequence_tokens[rows] >= ask.num_tokens]
+        return self._beside(table, self._not_full(table, rows))
 
-    def _beside(self, workers: list[WorkerView]) -> list[WorkerView]:
-        return [worker for worker in workers if worker.place in self.beside] or workers
+    def _not_full(self, table: LoadTable, rows: Rows) -> Rows:
+        return rows[table.full[rows] == 0] if self.admitted else rows
 
-    def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
-        return [w for w in workers if self.fits is None or (w.welcome and w.welcome.fingerprint == self.fits)]
+    def _beside(self, table: LoadTable, rows: Rows) -> Rows:
+        return _or(rows[np.isin(rows, table.rows_of(self.beside))], rows) if self.beside else rows
+
+    def _fitting(self, table: LoadTable, rows: Rows) -> Rows:
+        """The workers with the fingerprint, all or none: all usable workers have one (`Registry`)."""
+        return rows if not len(rows) or table.workers[rows[0]].fits(self.fits) else rows[:0]
+
+
+def _without(table: LoadTable, rows: Rows, places: frozenset[Place]) -> Rows:
+    return rows[~np.isin(rows, table.rows_of(places))] if places else rows
+
+
+def _or(rows: Rows, others: Rows) -> Rows:
+    return rows if len(rows) else others
 
 
 NO_CAUTION: Final = Caution()
@@ -196,107 +215,104 @@ class Router:
 
     def choose(self, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Handoff | Local | None:
         """Workers for a prompt; None if there are none now."""
-        registry = self._registry
-        prefill = caution.prefill(registry.usable(Role.PREFILL), ask)
-        decode = caution.decode(registry.usable(Role.DECODE), ask)
-        if not decode:
+        registry, table = self._registry, self._registry.table
+        prefill = caution.prefill(table, registry.usable_rows(Role.PREFILL), ask)
+        decode = caution.decode(table, registry.usable_rows(Role.DECODE), ask)
+        if not len(decode):
             return None
         if self._in_turn:
             self._turn += 1
             prefill, decode, cached = self._next(prefill), self._next(decode), {}
-        free = _uncrowded(decode)
-        near = [w for w in free if ask.num_tokens - cached.get(w.place, 0) <= self._local_prefill_tokens]
+        here = table.spread(cached)
+        free = _uncrowded(table, decode)
+        near = free[ask.num_tokens - here[free] <= self._local_prefill_tokens]
         if registry.colocated:
-            return _local(ask, free, cached, LocalPrefill.COLOCATED)
-        if not prefill:
-            route = _local(ask, free, cached, LocalPrefill.NO_PREFILL_WORKER)
-            return replace(route, reason=LocalPrefill.SHORT) if route.decode in near else route
-        handoff = _handoff(ask, prefill, decode, cached)
-        if near:
-            short = _local(ask, near, cached, LocalPrefill.SHORT)
+            return _local(table, ask, free, here, LocalPrefill.COLOCATED)
+        if not len(prefill):
+            route = _local(table, ask, free, here, LocalPrefill.NO_PREFILL_WORKER)
+            is_short = ask.num_tokens - route.num_cached <= self._local_prefill_tokens
+            return replace(route, reason=LocalPrefill.SHORT) if is_short else route
+        handoff = _handoff(table, ask, prefill, decode, here)
+        if len(near):
+            short = _local(table, ask, near, here, LocalPrefill.SHORT)
             if ask.least_wait:
                 return short if short.expected.wait_s < handoff.expected.wait_s else handoff
             if short.expected.decode_s <= _CLOSE_FACTOR * handoff.expected.decode_s + _HANDOFF_S:
                 return short
         return handoff
 
-    def _next(self, workers: list[WorkerView]) -> list[WorkerView]:
-        return workers and [workers[self._turn % len(workers)]]
+    def _next(self, rows: Rows) -> Rows:
+        return rows[[self._turn % len(rows)]] if len(rows) else rows
 
 
-def least_loaded_decode(workers: list[WorkerView], ask: Ask, cached: Cached) -> WorkerView:
+def least_loaded_decode(table: LoadTable, rows: Rows, ask: Ask, here: Column) -> int:
     """The worker with the earliest room; then the lowest occupancy, roughly; then, among uncrowded workers, the most
-    cached prompt tokens; then the fewest requests from this gateway."""
-    uncrowded = _uncrowded(workers)
-
-    def key(worker: WorkerView) -> tuple[object, ...]:
-        return (
-            room_s(worker, ask.tier, ask.num_choices),
-            int(occupancy(worker) / _OCCUPANCY_STEP),
-            -cached.get(worker.place, 0) if worker in uncrowded else 0,
-            worker.in_flight,
-            worker.address,
-        )
-
-    return min(workers, key=key)
+    cached prompt tokens (`here`); then the fewest requests from this gateway."""
+    sought = np.zeros_like(here)
+    uncrowded = _uncrowded(table, rows)
+    sought[uncrowded] = here[uncrowded]
+    rows = _fewest(rows, room_s(table, ask.tier, ask.num_choices))
+    rows = _fewest(rows, np.floor(table.occupancy / _OCCUPANCY_STEP))
+    return _least(table, rows, -sought)
 
 
-def _handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cached: Cached) -> Handoff:
-    holder = _least([*prefill, *decode], lambda w: -cached.get(w.place, 0))
-    most = cached.get(holder.place, 0)
-
-    def own_s(worker: WorkerView) -> float:
-        return prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0), most)
-
-    def ready_s(worker: WorkerView) -> float:
-        return queue_s(worker, ask.tier, ask.now) + (0.0 if ask.least_wait else own_s(worker))
-
-    chosen = _least(_soonest(prefill, ready_s), lambda w: -cached.get(w.place, 0))
-    here = cached.get(chosen.place, 0)
-    taker = least_loaded_decode(decode, ask, cached)
+def _handoff(table: LoadTable, ask: Ask, prefill: Rows, decode: Rows, here: Column) -> Handoff:
+    holder = _least(table, np.concatenate([prefill, decode]), -here)
+    most = int(here[holder])
+    turn_s = queue_s(table, ask.tier, ask.now)
+    own_s = prompt_s(table, ask.num_tokens, here, most)
+    chosen = _least(table, _soonest(prefill, turn_s if ask.least_wait else turn_s + own_s), -here)
+    num_cached = int(here[chosen])
+    taker = least_loaded_decode(table, decode, ask, here)
+    source = table.workers[holder].place.source
     return Handoff(
-        prefill=chosen,
-        decode=taker,
-        prefix=PrefixHint(source=holder.place.source, num_tokens=most) if most > here else None,
-        num_cached=here,
+        prefill=table.workers[chosen],
+        decode=table.workers[taker],
+        prefix=PrefixHint(source=source, num_tokens=most) if most > num_cached else None,
+        num_cached=num_cached,
         expected=Expected(
-            queue_s=queue_s(chosen, ask.tier, ask.now),
-            prompt_s=own_s(chosen),
-            room_s=room_s(taker, ask.tier, ask.num_choices),
+            queue_s=float(turn_s[chosen]),
+            prompt_s=float(own_s[chosen]),
+            room_s=float(room_s(table, ask.tier, ask.num_choices)[taker]),
         ),
     )
 
 
-def _local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPrefill) -> Local:
-    def expected(worker: WorkerView) -> Expected:
-        return Expected(
-            queue_s=queue_s(worker, ask.tier, ask.now),
-            prompt_s=prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0)),
-            room_s=room_s(worker, ask.tier, ask.num_choices),
-        )
-
-    def ready_s(worker: WorkerView) -> float:
-        return expected(worker).wait_s if ask.least_wait else expected(worker).decode_s
-
-    chosen = least_loaded_decode(_soonest(decode, ready_s), ask, cached)
-    return Local(decode=chosen, num_cached=cached.get(chosen.place, 0), expected=expected(chosen), reason=reason)
+def _local(table: LoadTable, ask: Ask, decode: Rows, here: Column, reason: LocalPrefill) -> Local:
+    turn_s = queue_s(table, ask.tier, ask.now)
+    own_s = prompt_s(table, ask.num_tokens, here)
+    space_s = room_s(table, ask.tier, ask.num_choices)
+    wait_s = np.maximum(turn_s, space_s)
+    soonest = _soonest(decode, wait_s if ask.least_wait else wait_s + own_s)
+    chosen = least_loaded_decode(table, soonest, ask, here)
+    expected = Expected(queue_s=float(turn_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(space_s[chosen]))
+    return Local(decode=table.workers[chosen], num_cached=int(here[chosen]), expected=expected, reason=reason)
 
 
-def _uncrowded(decode: list[WorkerView]) -> list[WorkerView]:
-    fewest = min(worker.in_flight for worker in decode)
-    return [worker for worker in decode if worker.in_flight <= _CROWDED_FACTOR * fewest + _CROWDED_REQUESTS]
+def _uncrowded(table: LoadTable, decode: Rows) -> Rows:
+    most = _CROWDED_FACTOR * float(table.in_flight[decode].min()) + _CROWDED_REQUESTS
+    return _up_to(decode, table.in_flight, most)
 
 
-def _soonest(workers: list[WorkerView], seconds: Callable[[WorkerView], float]) -> list[WorkerView]:
+def _soonest(rows: Rows, seconds: Column) -> Rows:
     """Workers whose expected time is within tolerance of the least."""
-    expected = [seconds(worker) for worker in workers]
-    most = min(expected) * _CLOSE_FACTOR + _CLOSE_S
-    return [worker for worker, each in zip(workers, expected, strict=True) if each <= most]
+    return _up_to(rows, seconds, float(seconds[rows].min()) * _CLOSE_FACTOR + _CLOSE_S)
 
 
-def _least(workers: list[WorkerView], key: Callable[[WorkerView], float]) -> WorkerView:
+def _fewest(rows: Rows, values: Column) -> Rows:
+    """The workers whose value is the least."""
+    return _up_to(rows, values, float(values[rows].min()))
+
+
+def _up_to(rows: Rows, values: Column, most: float) -> Rows:
+    is_among: NDArray[np.bool_] = values[rows] <= most
+    return rows[is_among]
+
+
+def _least(table: LoadTable, rows: Rows, key: Column) -> int:
     """The worker with the least `key`; then the one with the fewest requests from this gateway."""
-    return min(workers, key=lambda worker: (key(worker), worker.in_flight, worker.address))
+    rows = _fewest(_fewest(rows, key), table.in_flight)
+    return int(rows[table.address_rank[rows].argmin()])
 
 
 def _milliseconds(seconds: float) -> str:

@@ -6,7 +6,7 @@ off and recovers, and knows no HTTP.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -81,6 +81,22 @@ class PromptDelta:
     and without gaps."""
 
     scores: TokenScores
+
+
+class Details(Mapping[str, object]):
+    """Details by name, each computed when it is read: every request asks for `Readiness`, and few for its details."""
+
+    def __init__(self, **compute: Callable[[], object]) -> None:
+        self._compute = compute
+
+    def __getitem__(self, name: str) -> object:
+        return self._compute[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._compute)
+
+    def __len__(self) -> int:
+        return len(self._compute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,134 +4,23 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+import numpy as np
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION
-from common.contract.messages import Heartbeat, Phase, Role, Welcome
+from common.contract.messages import Heartbeat, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Place
 from gateway.workers.discovery import Endpoint
-from gateway.workers.token_rates import TokenRates
+from gateway.workers.load_table import LoadTable, Rows
+from gateway.workers.worker_view import Given, WorkerView
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """Work given to a worker by a message that no heartbeat has confirmed yet."""
-
-    number: int
-    """Number of the message within its session."""
-    tier: Tier
-    num_tokens: int = 0
-    """Prompt tokens that the worker probably has to compute."""
-    num_sequences: int = 0
-    num_blocks: int = 0
-    at: float = field(default=0.0, compare=False)
-    """When the work was given, or later, if the work before it took until then."""
-
-
-@dataclass(slots=True, eq=False)
-class WorkerView:
-    """One worker as this gateway sees it."""
-
-    address: str
-    role: Role
-    incarnation: Incarnation | None = None
-    """Set while the worker's session is open."""
-    session: int = 0
-    """Number of its last session, counted over all workers: a larger number means that the session began later."""
-    life: Incarnation | None = None
-    """The last incarnation that had an open session. Requests are counted per incarnation."""
-    restarts: int = 0
-    """How often another incarnation has replaced the last one."""
-    welcome: Welcome | None = None
-    load: Heartbeat | None = None
-    """The last heartbeat of this session."""
-    load_at: float = 0.0
-    """When the last heartbeat arrived."""
-    in_flight: int = 0
-    """Requests that this gateway has given it and whose part there is not over."""
-    unseen: deque[Given] = field(default_factory=deque)
-    """Work given to it that its heartbeats have not confirmed yet, oldest first."""
-    gone: list[int] = field(default_factory=lambda: [0] * len(Tier))
-    """Sequences that have left it since its last heartbeat, by tier."""
-    refused: str | None = None
-    """Why it is not used although it answers; None if it is used."""
-    idle_or_stepped_at: float = 0.0
-    """When its engine last had nothing to do, or had completed a step."""
-    stalled: bool = False
-    """Whether its engine has work and makes no progress."""
-    full: bool = False
-    """Whether it has refused an admitted request for lack of capacity since its last heartbeat."""
-    leaving: bool = False
-    """Whether it has refused a request because it drains, since its last heartbeat."""
-    rates: TokenRates = field(default_factory=TokenRates)
-    """Token rates of this session."""
-    identity: str = ""
-    """Identity of the worker at this address, if discovery knows it."""
-    listed: bool = True
-    """Whether discovery lists this worker."""
-    serving: bool = True
-    """Whether discovery says that it may be given new work."""
-
-    @property
-    def there(self) -> bool:
-        """Whether it may be given new work, now or later: a draining worker counts, since it can serve again. `refused`
-        is ignored."""
-        return self.incarnation is not None and self.listed and not self.stalled
-
-    @property
-    def available(self) -> bool:
-        """Whether it may be given new work now, if its fingerprint fits."""
-        said = self.load or self.welcome
-        leaving = self.leaving or not self.serving or (said is not None and said.phase is not Phase.SERVING)
-        return self.there and not leaving
-
-    @property
-    def usable(self) -> bool:
-        """Whether it may be given new work now."""
-        return self.available and self.refused is None
-
-    @property
-    def sequences(self) -> list[int]:
-        """Number of its sequences by tier, most urgent tier first."""
-        said = self.load.sequences if self.load else (0,) * len(Tier)
-        sequences = [max(0, num - gone) for num, gone in zip(said, self.gone, strict=True)]
-        for given in self.unseen:
-            sequences[given.tier.rank] += given.num_sequences
-        return sequences
-
-    @property
-    def blocks_expected(self) -> int:
-        """The most blocks that it is expected to use, as far as is known."""
-        return (self.load.blocks_used if self.load else 0) + sum(given.num_blocks for given in self.unseen)
-
-    def holds(self, num_tokens: int) -> bool:
-        """Whether it accepts a sequence of `num_tokens`, prompt and output, by its own account."""
-        return self.welcome is not None and num_tokens <= self.welcome.max_sequence_tokens
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` would probably find room there at once."""
-        if self.load is None or self.welcome is None:
-            return False
-        num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
-        return self.blocks_expected + num_blocks <= self.load.blocks_total
-
-    def forget_given(self) -> None:
-        """Forget the work given and the sequences gone, because counting starts anew."""
-        self.unseen.clear()
-        self.gone = [0] * len(Tier)
-
-    @property
-    def place(self) -> Place:
-        """Its address and incarnation; valid only while its session is open."""
-        assert self.incarnation is not None
-        return Place(self.address, self.incarnation)
 
 
 class Registry:
@@ -165,6 +54,10 @@ class Registry:
         """Times that a new incarnation of a worker was met at its address, by role."""
         self.epoch = 0
         """Counter of events that may have changed which workers are usable."""
+        self._table: LoadTable | None = None
+        """None until it is asked for, after the set of workers has changed."""
+        self._usable: dict[Role, Rows] = {}
+        """Rows of the usable workers of each role; empty if they are not known."""
 
     def add(self, role: Role, endpoint: Endpoint) -> None:
         """Add a worker at a new address."""
@@ -172,6 +65,7 @@ class Registry:
         self.workers[endpoint.address] = WorkerView(
             endpoint.address, role, identity=endpoint.identity, serving=endpoint.serving
         )
+        self._forget_table()
 
     def relist(self, role: Role, serving: Mapping[str, bool]) -> None:
         """Set which addresses of a role are listed, and whether they may be given new work."""
@@ -185,6 +79,7 @@ class Registry:
         """Remove a worker with which there is no session."""
         self.lost(address)
         del self.workers[address]
+        self._forget_table()
 
     def opened(self, address: str, incarnation: Incarnation, welcome: Welcome) -> None:
         """Open a session. Raises `FingerprintMismatchError` if the worker must not be used."""
@@ -201,6 +96,7 @@ class Registry:
         worker.refused, worker.stalled = None, False
         worker.full = worker.leaving = False
         worker.rates.forget()
+        self._changed(worker)
         self._settle(opening=worker)
         if worker.refused is not None:
             raise FingerprintMismatchError(worker.refused)
@@ -212,11 +108,13 @@ class Registry:
         worker.forget_given()
         worker.refused = None
         worker.rates.forget()
+        self._changed(worker)
         self._settle()
 
     def resynced(self, address: str) -> None:
         """Restart the counts of work given in a session, after lost messages."""
         self.workers[address].forget_given()
+        self._changed(self.workers[address])
 
     def heartbeat(self, address: str, load: Heartbeat, now: float) -> bool:
         """Take a worker's heartbeat. Returns whether it shows, for the first time, that the engine hangs."""
@@ -232,6 +130,7 @@ class Registry:
             worker.idle_or_stepped_at, worker.stalled = now, False
         stalls = now - worker.idle_or_stepped_at > self._stall_s and not worker.stalled
         worker.stalled = worker.stalled or stalls
+        self._changed(worker)
         if worker.available != was_available:
             self._settle()
         return stalls
@@ -242,9 +141,15 @@ class Registry:
         worker = self.workers[address]
         if cause is Cause.CAPACITY:
             worker.full = True
+            self._changed(worker)
         elif cause is Cause.DRAINING and not worker.leaving:
             worker.leaving = True
             self._settle()
+
+    def refuses(self, address: str, why: str) -> None:
+        """Note that a worker refuses this gateway."""
+        self.workers[address].refused = why
+        self._usable.clear()
 
     def takes(self, place: Place) -> bool:
         """Whether an admitted request may be sent there now."""
@@ -256,24 +161,29 @@ class Registry:
         worker = self.workers[address]
         worker.in_flight += 1
         worker.unseen.append(given)
+        self._changed(worker)
 
     def left(self, address: str, incarnation: Incarnation, given: Given | None = None, now: float = 0.0) -> None:
         """Record the end of a request's part at a worker. `given`, the work it was given, need no longer be confirmed.
         Inert if that incarnation of the worker is over."""
         worker = self.workers.get(address)
-        if worker is not None and worker.life == incarnation:
-            worker.in_flight -= 1
-            if given is None:
-                return
-            if given in worker.unseen:
-                index = worker.unseen.index(given)
-                del worker.unseen[index]
-                if given.num_tokens:  # it took the time until now: the work behind it begins now
-                    for behind in range(index, len(worker.unseen)):
-                        each = worker.unseen[behind]
-                        worker.unseen[behind] = replace(each, at=max(each.at, now))
-            else:
-                worker.gone[given.tier.rank] += given.num_sequences
+        if worker is None or worker.life != incarnation:
+            return
+        worker.in_flight -= 1
+        if given is not None:
+            self._over(worker, given, now)
+        self._changed(worker)
+
+    def _over(self, worker: WorkerView, given: Given, now: float) -> None:
+        if given not in worker.unseen:
+            worker.gone[given.tier.rank] += given.num_sequences
+            return
+        index = worker.unseen.index(given)
+        del worker.unseen[index]
+        if given.num_tokens:  # it took the time until now: the work behind it begins now
+            for behind in range(index, len(worker.unseen)):
+                each = worker.unseen[behind]
+                worker.unseen[behind] = replace(each, at=max(each.at, now))
 
     @property
     def block_size(self) -> int:
@@ -281,18 +191,44 @@ class Registry:
         welcomes = (worker.welcome for worker in self.workers.values() if worker.usable)
         return next(welcome.fingerprint.layout.block_size for welcome in welcomes if welcome is not None)
 
+    @property
+    def table(self) -> LoadTable:
+        """The loads of all workers. A table keeps its rows; another set of workers has another table."""
+        if self._table is None:
+            self._table = LoadTable(self.workers.values())
+        return self._table
+
+    def usable_rows(self, role: Role) -> Rows:
+        """Rows of the table of the workers of a role that may be given work."""
+        if not self._usable:
+            usable = [(row, worker.role) for row, worker in enumerate(self.table.workers) if worker.usable]
+            self._usable = {
+                each: np.array([row for row, its_role in usable if its_role is each], dtype=np.intp)
+                for each in (Role.PREFILL, Role.DECODE)
+            }
+        return self._usable[role]
+
     def usable(self, role: Role) -> list[WorkerView]:
         """Workers of a role that may be given work."""
-        return [worker for worker in self.workers.values() if worker.role is role and worker.usable]
+        return self.table.views(self.usable_rows(role))
 
     def missing(self) -> list[Role]:
         """Roles that need a usable worker and have none."""
         roles = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
-        return [role for role in roles if not self.usable(role)]
+        return [role for role in roles if not len(self.usable_rows(role))]
+
+    def _changed(self, worker: WorkerView) -> None:
+        if self._table is not None:
+            self._table.update(worker)
+
+    def _forget_table(self) -> None:
+        self._table = None
+        self._usable.clear()
 
     def _settle(self, opening: WorkerView | None = None) -> None:
         """Decide anew which workers are refused, after the set of available workers may have changed."""
         self.epoch += 1
+        self._usable.clear()
         first: WorkerView | None = None
         for worker in sorted(self.workers.values(), key=lambda each: each.session):
             if worker.welcome is None:

@@ -19,7 +19,8 @@ from stack import Workers, answer, generation
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.messages import Welcome
-from gateway.workers.registry import Registry, WorkerView
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import WorkerView
 
 Checkpoint = Callable[[str], Path]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given as each_of
 from hypothesis import settings
@@ -13,10 +14,12 @@ from test_registry_router import LIFE, load, view, welcome
 
 from common.contract.messages import Heartbeat, Role
 from common.contract.tiers import Tier
+from gateway.routing import estimates
 from gateway.routing.admission import Admission
-from gateway.routing.estimates import occupancy, prompt_s, queue_s, room_s
 from gateway.routing.router import Expected
-from gateway.workers.registry import Given, Registry
+from gateway.workers.load_table import LoadTable
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import Given, WorkerView
 
 INTERACTIVE, STANDARD, BATCH = Tier
 P, D = "p:1", "d:1"
@@ -27,6 +30,22 @@ def given(number: int, tier: Tier = STANDARD, *, tokens: int = 0, sequences: int
 
 
 # --- estimates -------------------------------------------------------------------------------------------------------
+
+
+def queue_s(worker: WorkerView, tier: Tier, now: float) -> float:
+    return float(estimates.queue_s(LoadTable([worker]), tier, now)[0])
+
+
+def prompt_s(worker: WorkerView, num_tokens: int, num_here: int, num_elsewhere: int = 0) -> float:
+    return float(estimates.prompt_s(LoadTable([worker]), num_tokens, np.array([float(num_here)]), num_elsewhere)[0])
+
+
+def room_s(worker: WorkerView, tier: Tier, num_sequences: int) -> float:
+    return float(estimates.room_s(LoadTable([worker]), tier, num_sequences)[0])
+
+
+def occupancy(worker: WorkerView) -> float:
+    return float(LoadTable([worker]).occupancy[0])
 
 
 def test_a_queue_is_what_comes_before_a_tier() -> None:

@@ -17,7 +17,8 @@ from gateway.routing.placement import Placement, Rebind
 from gateway.routing.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
 from gateway.serving.attempt import Choice
 from gateway.serving.flow import Want
-from gateway.workers.registry import Given, Registry
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import Given
 
 NEAR = [D, D2, D3]
 
@@ -59,10 +60,6 @@ class Pool:
             admitted=admitted,
             most_tokens=most_tokens,
         )
-
-
-def views(pool: Pool, role: Role) -> list[Any]:
-    return pool.registry.usable(role)
 
 
 # --- those that have failed ------------------------------------------------------------------------------------------
@@ -121,10 +118,10 @@ def test_an_offer_stands_as_long_as_its_worker() -> None:
 
 
 def test_no_caution_changes_nothing() -> None:
-    pool = Pool()
-    ask = Ask(num_tokens=3)
-    assert Caution().decode(views(pool, Role.DECODE), ask) == views(pool, Role.DECODE)
-    assert Caution().prefill(views(pool, Role.PREFILL), ask) == views(pool, Role.PREFILL)
+    registry = Pool().registry
+    ask, prefill, decode = Ask(num_tokens=3), registry.usable_rows(Role.PREFILL), registry.usable_rows(Role.DECODE)
+    assert Caution().decode(registry.table, decode, ask).tolist() == decode.tolist() == [2, 3, 4]
+    assert Caution().prefill(registry.table, prefill, ask).tolist() == prefill.tolist() == [0, 1]
 
 
 def test_where_all_prefill_workers_have_failed_that_is_said() -> None:
@@ -207,6 +204,15 @@ def test_there_is_hope_as_long_as_somebody_is_there_who_can_hold_it() -> None:
     assert pool.placement.all_too_small(want, None)
     pool.registry.lost(D2)
     assert not pool.placement.hope(want, None)
+
+
+def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
+    pool = Pool(decode=(D,))
+    [worker] = pool.registry.usable(Role.DECODE)
+    assert worker.welcome is not None
+    pool.registry.declined(D, Cause.DRAINING)
+    assert pool.placement.hope(pool.want(), worker.welcome.fingerprint)
+    assert not pool.placement.hope(pool.want(), replace(worker.welcome.fingerprint, weights_hash="other"))
 
 
 # --- refuges ---------------------------------------------------------------------------------------------------------

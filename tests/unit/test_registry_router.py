@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,9 @@ from common.contract.messages import Heartbeat, Phase, PrefixHint, Role, Source,
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Handoff, Local, LocalPrefill, Router, least_loaded_decode
 from gateway.serving.attempt import Place
-from gateway.workers.registry import Given, Registry, WorkerView
+from gateway.workers.load_table import LoadTable
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import Given, WorkerView
 
 P1, P2, D1, D2 = "p1:1", "p2:1", "d1:1", "d2:1"
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
@@ -440,11 +443,16 @@ def prefill_choice(*workers: WorkerView, num_tokens: int = 1000, cached: dict[st
     return choice
 
 
+def least_loaded(workers: Sequence[WorkerView], ask: Ask, cached: dict[Place, int]) -> WorkerView:
+    table = LoadTable(workers)
+    return table.workers[least_loaded_decode(table, np.arange(len(workers)), ask, table.spread(cached))]
+
+
 def decode_choice(*workers: WorkerView, cached: dict[str, int] | None = None, tier: Tier = Tier.STANDARD) -> str:
     places = {worker.place: (cached or {}).get(worker.address, 0) for worker in workers}
     ask = Ask(num_tokens=100, tier=tier)
-    forward = least_loaded_decode([*workers], ask, places)
-    assert forward is least_loaded_decode([*reversed(workers)], ask, places), "the choice depends on the order"
+    forward = least_loaded([*workers], ask, places)
+    assert forward is least_loaded([*reversed(workers)], ask, places), "the choice depends on the order"
     return forward.address
 
 
@@ -494,7 +502,7 @@ def test_equal_workers_share_the_work(registry: Registry) -> None:
         registry.opened(address, LIFE, welcome(Role.DECODE))
     taken = []
     for _ in range(6):
-        worker = least_loaded_decode(registry.usable(Role.DECODE), Ask(num_tokens=1), {})
+        worker = least_loaded(registry.usable(Role.DECODE), Ask(num_tokens=1), {})
         took(registry, worker.address)
         taken.append(worker.address)
     assert taken == [D1, D2] * 3

@@ -1,0 +1,127 @@
+"""One worker as this gateway sees it. Pure state."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from common.contract.ids import Incarnation
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages import Heartbeat, Phase, Role, Welcome
+from common.contract.tiers import Tier
+from gateway.serving.attempt import Place
+from gateway.workers.token_rates import TokenRates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Work given to a worker by a message that no heartbeat has confirmed yet."""
+
+    number: int
+    """Number of the message within its session."""
+    tier: Tier
+    num_tokens: int = 0
+    """Prompt tokens that the worker probably has to compute."""
+    num_sequences: int = 0
+    num_blocks: int = 0
+    at: float = field(default=0.0, compare=False)
+    """When the work was given, or later, if the work before it took until then."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """One worker as this gateway sees it."""
+
+    address: str
+    role: Role
+    incarnation: Incarnation | None = None
+    """Set while the worker's session is open."""
+    session: int = 0
+    """Number of its last session, counted over all workers: a larger number means that the session began later."""
+    life: Incarnation | None = None
+    """The last incarnation that had an open session. Requests are counted per incarnation."""
+    restarts: int = 0
+    """How often another incarnation has replaced the last one."""
+    welcome: Welcome | None = None
+    load: Heartbeat | None = None
+    """The last heartbeat of this session."""
+    load_at: float = 0.0
+    """When the last heartbeat arrived."""
+    in_flight: int = 0
+    """Requests that this gateway has given it and whose part there is not over."""
+    unseen: deque[Given] = field(default_factory=deque)
+    """Work given to it that its heartbeats have not confirmed yet, oldest first."""
+    gone: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    """Sequences that have left it since its last heartbeat, by tier."""
+    refused: str | None = None
+    """Why it is not used although it answers; None if it is used."""
+    idle_or_stepped_at: float = 0.0
+    """When its engine last had nothing to do, or had completed a step."""
+    stalled: bool = False
+    """Whether its engine has work and makes no progress."""
+    full: bool = False
+    """Whether it has refused an admitted request for lack of capacity since its last heartbeat."""
+    leaving: bool = False
+    """Whether it has refused a request because it drains, since its last heartbeat."""
+    rates: TokenRates = field(default_factory=TokenRates)
+    """Token rates of this session."""
+    identity: str = ""
+    """Identity of the worker at this address, if discovery knows it."""
+    listed: bool = True
+    """Whether discovery lists this worker."""
+    serving: bool = True
+    """Whether discovery says that it may be given new work."""
+
+    @property
+    def there(self) -> bool:
+        """Whether it may be given new work, now or later: a draining worker counts, since it can serve again. `refused`
+        is ignored."""
+        return self.incarnation is not None and self.listed and not self.stalled
+
+    @property
+    def available(self) -> bool:
+        """Whether it may be given new work now, if its fingerprint fits."""
+        said = self.load or self.welcome
+        leaving = self.leaving or not self.serving or (said is not None and said.phase is not Phase.SERVING)
+        return self.there and not leaving
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be given new work now."""
+        return self.available and self.refused is None
+
+    @property
+    def sequences(self) -> list[int]:
+        """Number of its sequences by tier, most urgent tier first."""
+        said = self.load.sequences if self.load else (0,) * len(Tier)
+        sequences = [max(0, num - gone) for num, gone in zip(said, self.gone, strict=True)]
+        for given in self.unseen:
+            sequences[given.tier.rank] += given.num_sequences
+        return sequences
+
+    @property
+    def blocks_expected(self) -> int:
+        """The most blocks that it is expected to use, as far as is known."""
+        return (self.load.blocks_used if self.load else 0) + sum(given.num_blocks for given in self.unseen)
+
+    def fits(self, fingerprint: Fingerprint | None) -> bool:
+        """Whether its session is open and, if a fingerprint is given, has that one."""
+        return self.welcome is not None and fingerprint in (None, self.welcome.fingerprint)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` would probably find room there at once."""
+        if self.load is None or self.welcome is None:
+            return False
+        num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
+        return self.blocks_expected + num_blocks <= self.load.blocks_total
+
+    def forget_given(self) -> None:
+        """Forget the work given and the sequences gone, because counting starts anew."""
+        self.unseen.clear()
+        self.gone = [0] * len(Tier)
+
+    @property
+    def place(self) -> Place:
+        """Its address and incarnation; valid only while its session is open."""
+        assert self.incarnation is not None
+        return Place(self.address, self.incarnation)

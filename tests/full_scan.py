@@ -1,0 +1,194 @@
+"""The choice of workers as it is defined, one worker after the other: what `gateway.routing.router` must choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from common.contract.messages import PrefixHint, Role
+from common.contract.tiers import Tier
+from gateway.routing.router import Ask, Caution, Expected, Handoff, Local, LocalPrefill
+from gateway.serving.attempt import Place
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import WorkerView
+
+Cached = Mapping[Place, int]
+
+
+# --- times of one worker ---------------------------------------------------------------------------------------------
+
+
+def token_s(worker: WorkerView) -> float:
+    return 1e-3 if worker.load is None else worker.load.token_s
+
+
+def queue_s(worker: WorkerView, tier: Tier, now: float) -> float:
+    moment = worker.load_at
+    now = min(now, worker.load_at + 0.5)
+    queued_s = token_s(worker) * sum(worker.load.queued_tokens[: tier.rank + 1]) if worker.load is not None else 0.0
+    for given in worker.unseen:
+        if given.tier.rank <= tier.rank:
+            at = min(given.at, now)
+            queued_s = max(0.0, queued_s - max(0.0, at - moment)) + token_s(worker) * given.num_tokens
+            moment = max(moment, at)
+    return max(0.0, queued_s - max(0.0, now - moment))
+
+
+def prompt_s(worker: WorkerView, num_tokens: int, num_here: int, num_elsewhere: int = 0) -> float:
+    computing_s = token_s(worker) * (num_tokens - num_here)
+    if num_elsewhere <= num_here or worker.load is None:
+        return computing_s
+    pulling_s = 0.005 + worker.load.pulled_token_s * (num_elsewhere - num_here)
+    return min(computing_s, pulling_s + token_s(worker) * (num_tokens - num_elsewhere))
+
+
+def room_s(worker: WorkerView, tier: Tier, num_sequences: int) -> float:
+    places = 64 if worker.load is None else worker.load.places
+    if not places:
+        return 0.0
+    excess = sum(worker.sequences[: tier.rank + 1]) + min(num_sequences, places) - places
+    sequence_s = worker.load.sequence_s if worker.load is not None else 0.0
+    return (sequence_s or 1.0) * max(0, excess) / places
+
+
+def occupancy(worker: WorkerView) -> float:
+    if worker.load is None:
+        return float(len(worker.unseen) > 0)
+    return worker.blocks_expected / max(1, worker.load.blocks_total)
+
+
+def holds(worker: WorkerView, num_tokens: int) -> bool:
+    return worker.welcome is not None and num_tokens <= worker.welcome.max_sequence_tokens
+
+
+# --- workers that come into question ---------------------------------------------------------------------------------
+
+
+def usable(registry: Registry, role: Role) -> list[WorkerView]:
+    return [worker for worker in registry.workers.values() if worker.role is role and worker.usable]
+
+
+def fitting(caution: Caution, workers: list[WorkerView]) -> list[WorkerView]:
+    return [w for w in workers if caution.fits is None or (w.welcome and w.welcome.fingerprint == caution.fits)]
+
+
+def beside(caution: Caution, workers: list[WorkerView]) -> list[WorkerView]:
+    return [worker for worker in workers if worker.place in caution.beside] or workers
+
+
+def able(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
+    workers = [worker for worker in fitting(caution, workers) if worker.place not in caution.too_small]
+    workers = [worker for worker in workers if holds(worker, ask.most_tokens)] or workers
+    return workers if caution.admitted else [worker for worker in workers if worker.place not in caution.avoid]
+
+
+def decode_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
+    workers = [worker for worker in able(caution, workers, ask) if not (caution.admitted and worker.full)]
+    return beside(caution, [worker for worker in workers if worker.place not in caution.avoid] or workers)
+
+
+def prefill_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
+    shunned = caution.avoid | caution.too_small
+    workers = [worker for worker in fitting(caution, workers) if worker.place not in shunned]
+    return beside(caution, [w for w in workers if holds(w, ask.num_tokens) and not (caution.admitted and w.full)])
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def choose(
+    registry: Registry, ask: Ask, cached: Cached, caution: Caution, *, local_prefill_tokens: int, turn: int | None
+) -> Handoff | Local | None:
+    """Workers for a prompt; those of a turn, if one is given, regardless of loads."""
+    prefill = prefill_workers(caution, usable(registry, Role.PREFILL), ask)
+    decode = decode_workers(caution, usable(registry, Role.DECODE), ask)
+    if not decode:
+        return None
+    if turn is not None:
+        prefill, decode, cached = prefill and [prefill[turn % len(prefill)]], [decode[turn % len(decode)]], {}
+    free = uncrowded(decode)
+    near = [w for w in free if ask.num_tokens - cached.get(w.place, 0) <= local_prefill_tokens]
+    if registry.colocated:
+        return local(ask, free, cached, LocalPrefill.COLOCATED)
+    if not prefill:
+        route = local(ask, free, cached, LocalPrefill.NO_PREFILL_WORKER)
+        return replace(route, reason=LocalPrefill.SHORT) if route.decode in near else route
+    best = handoff(ask, prefill, decode, cached)
+    if near:
+        short = local(ask, near, cached, LocalPrefill.SHORT)
+        if ask.least_wait:
+            return short if short.expected.wait_s < best.expected.wait_s else best
+        if short.expected.decode_s <= 1.1 * best.expected.decode_s + 0.02:
+            return short
+    return best
+
+
+def least_loaded_decode(workers: list[WorkerView], ask: Ask, cached: Cached) -> WorkerView:
+    seekable = uncrowded(workers)
+
+    def key(worker: WorkerView) -> tuple[object, ...]:
+        return (
+            room_s(worker, ask.tier, ask.num_choices),
+            int(occupancy(worker) / (1 / 16)),
+            -cached.get(worker.place, 0) if worker in seekable else 0,
+            worker.in_flight,
+            worker.address,
+        )
+
+    return min(workers, key=key)
+
+
+def handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cached: Cached) -> Handoff:
+    holder = least([*prefill, *decode], lambda w: -cached.get(w.place, 0))
+    most = cached.get(holder.place, 0)
+
+    def own_s(worker: WorkerView) -> float:
+        return prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0), most)
+
+    def ready_s(worker: WorkerView) -> float:
+        return queue_s(worker, ask.tier, ask.now) + (0.0 if ask.least_wait else own_s(worker))
+
+    chosen = least(soonest(prefill, ready_s), lambda w: -cached.get(w.place, 0))
+    here = cached.get(chosen.place, 0)
+    taker = least_loaded_decode(decode, ask, cached)
+    return Handoff(
+        prefill=chosen,
+        decode=taker,
+        prefix=PrefixHint(source=holder.place.source, num_tokens=most) if most > here else None,
+        num_cached=here,
+        expected=Expected(
+            queue_s=queue_s(chosen, ask.tier, ask.now),
+            prompt_s=own_s(chosen),
+            room_s=room_s(taker, ask.tier, ask.num_choices),
+        ),
+    )
+
+
+def local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPrefill) -> Local:
+    def expected(worker: WorkerView) -> Expected:
+        return Expected(
+            queue_s=queue_s(worker, ask.tier, ask.now),
+            prompt_s=prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0)),
+            room_s=room_s(worker, ask.tier, ask.num_choices),
+        )
+
+    def ready_s(worker: WorkerView) -> float:
+        return expected(worker).wait_s if ask.least_wait else expected(worker).decode_s
+
+    chosen = least_loaded_decode(soonest(decode, ready_s), ask, cached)
+    return Local(decode=chosen, num_cached=cached.get(chosen.place, 0), expected=expected(chosen), reason=reason)
+
+
+def uncrowded(decode: list[WorkerView]) -> list[WorkerView]:
+    fewest = min(worker.in_flight for worker in decode)
+    return [worker for worker in decode if worker.in_flight <= 2 * fewest + 4]
+
+
+def soonest(workers: list[WorkerView], seconds: Callable[[WorkerView], float]) -> list[WorkerView]:
+    expected = [seconds(worker) for worker in workers]
+    most = min(expected) * 1.1 + 0.005
+    return [worker for worker, each in zip(workers, expected, strict=True) if each <= most]
+
+
+def least(workers: list[WorkerView], key: Callable[[WorkerView], float]) -> WorkerView:
+    return min(workers, key=lambda worker: (key(worker), worker.in_flight, worker.address))

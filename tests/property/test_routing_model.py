@@ -1,0 +1,254 @@
+"""The router against a scan that looks at one worker after the other (`full_scan`), whatever has happened to them."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import full_scan
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from common.contract.errors import Cause, FingerprintMismatchError
+from common.contract.ids import Incarnation
+from common.contract.kv_layout import Fingerprint, KVLayout
+from common.contract.messages import Heartbeat, Phase, Role, Welcome
+from common.contract.tiers import Tier
+from gateway.routing.router import Ask, Caution, Router, least_loaded_decode
+from gateway.serving.attempt import Place
+from gateway.workers.discovery import Endpoint
+from gateway.workers.load_table import LoadTable
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import Given, WorkerView
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
+OLD = Fingerprint(config_hash="c", weights_hash="old", layout=LAYOUT)
+NEW = replace(OLD, weights_hash="new")
+MISFIT = replace(OLD, config_hash="another")
+PREFILL = tuple(f"p{number}:1" for number in (0, 10, 2, 3))
+DECODE = tuple(f"d{number}:1" for number in (4, 0, 10, 2, 3))
+EXTRA = "d7:1"
+ROLES = dict.fromkeys(PREFILL, Role.PREFILL) | dict.fromkeys((*DECODE, EXTRA), Role.DECODE)
+STALL_S = 1.0
+
+addresses = st.sampled_from(tuple(ROLES))
+tiers = st.sampled_from(Tier)
+few = st.sampled_from((0, 0, 1, 2, 3, 7))
+by_tier = st.tuples(few, few, few)
+tokens = st.sampled_from((0, 16, 32, 100, 1000, 5000))
+loads = st.builds(
+    Heartbeat,
+    number=st.just(1),
+    steps=st.integers(0, 2),
+    running=st.integers(0, 1),
+    waiting=st.just(0),
+    blocks_used=st.integers(0, 40),
+    blocks_total=st.sampled_from((0, 16, 40)),
+    phase=st.sampled_from((Phase.SERVING, Phase.SERVING, Phase.SERVING, Phase.DRAINING)),
+    queued_tokens=st.tuples(tokens, tokens, tokens),
+    sequences=by_tier,
+    places=st.sampled_from((0, 1, 2, 4, 8)),
+    token_s=st.sampled_from((0.0, 1e-4, 1.05e-4, 1.2e-4, 1e-3, 0.1)),
+    pulled_token_s=st.sampled_from((0.0, 1e-5, 1e-3, 1.0)),
+    sequence_s=st.sampled_from((0.0, 0.5, 3.0, 10.0)),
+    received=st.integers(0, 30),
+)
+asks = st.builds(
+    Ask,
+    num_tokens=st.sampled_from((1, 17, 100, 1001, 6000)),
+    tier=tiers,
+    num_choices=st.sampled_from((1, 1, 1, 2, 5, 16)),
+    most_tokens=st.sampled_from((0, 100, 1001, 10_000)),
+    least_wait=st.booleans(),
+)
+
+
+class RoutingMachine(RuleBasedStateMachine):
+    """Everything that happens to workers, in any order, and requests in between."""
+
+    @initialize(
+        colocated=st.booleans(),
+        local_prefill_tokens=st.sampled_from((0, 16, 64, 1000)),
+        in_turn=st.sampled_from((False, False, False, True)),
+    )
+    def begin(self, colocated: bool, local_prefill_tokens: int, in_turn: bool) -> None:
+        self.now = 0.0
+        self.number = 0
+        self.given: list[tuple[Place, Given]] = []
+        self.local_prefill_tokens = local_prefill_tokens
+        self.turn = 0 if in_turn else None
+        self.registry = Registry(() if colocated else PREFILL, DECODE, "c", stall_s=STALL_S)
+        self.router = Router(
+            self.registry,
+            local_prefill_tokens=local_prefill_tokens,
+            routing="round_robin" if in_turn else "expected",
+        )
+        for address in tuple(self.registry.workers):
+            self.registry.opened(address, self.life(), self.welcome(ROLES[address], OLD, 10_000))
+
+    # --- what happens to workers ---------------------------------------------------------------------------------
+
+    def life(self) -> Incarnation:
+        self.number += 1
+        return Incarnation(f"life-{self.number}")
+
+    def welcome(self, role: Role, fingerprint: Fingerprint, max_sequence_tokens: int) -> Welcome:
+        return Welcome(
+            role=role,
+            fingerprint=fingerprint,
+            max_sequence_tokens=max_sequence_tokens,
+            transport="zmq",
+            transport_metadata=b"",
+            open_requests=(),
+        )
+
+    def worker(self, address: str) -> WorkerView | None:
+        """The worker with a session at an address, if there is one."""
+        worker = self.registry.workers.get(address)
+        return None if worker is None or worker.incarnation is None else worker
+
+    @rule(
+        address=addresses,
+        fingerprint=st.sampled_from((OLD, OLD, NEW, MISFIT)),
+        holds=st.sampled_from((0, 100, 1001, 10_000)),
+        again=st.booleans(),
+    )
+    def open(self, address: str, fingerprint: Fingerprint, holds: int, again: bool) -> None:
+        """A session opens; with `again`, that of a process that had one before."""
+        worker = self.registry.workers.get(address)
+        if worker is not None:
+            life = worker.life if again and worker.life is not None else self.life()
+            self.registry.lost(address)
+            with contextlib.suppress(FingerprintMismatchError):
+                self.registry.opened(address, life, self.welcome(ROLES[address], fingerprint, holds))
+
+    @rule(address=addresses)
+    def lose(self, address: str) -> None:
+        if address in self.registry.workers:
+            self.registry.lost(address)
+
+    @rule(address=addresses, load=loads)
+    def report(self, address: str, load: Heartbeat) -> None:
+        if self.worker(address) is not None:
+            self.registry.heartbeat(address, load, self.now)
+
+    @rule(load=loads, same=st.booleans())
+    def report_all(self, load: Heartbeat, same: bool) -> None:
+        """Every worker reports the same load or, except for its blocks, about the same."""
+        for number, address in enumerate(self.registry.workers):
+            if self.worker(address) is not None:
+                own = load if same else replace(load, blocks_used=load.blocks_used + number)
+                self.registry.heartbeat(address, own, self.now)
+
+    @rule(address=addresses, tier=tiers, num_tokens=tokens, num_sequences=few, num_blocks=few, times=st.integers(1, 6))
+    def give(self, address: str, tier: Tier, num_tokens: int, num_sequences: int, num_blocks: int, times: int) -> None:
+        worker = self.worker(address)
+        if worker is None:
+            return
+        for _ in range(times):
+            self.number += 1
+            given = Given(
+                number=self.number,
+                tier=tier,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                num_blocks=num_blocks,
+                at=self.now,
+            )
+            self.registry.took(address, given)
+            self.given.append((worker.place, given))
+
+    @rule(address=st.sampled_from(DECODE), load=loads)
+    def crowd(self, address: str, load: Heartbeat) -> None:
+        """All report the same load, and one has many requests that take nothing."""
+        self.report_all(load=replace(load, phase=Phase.SERVING), same=True)
+        self.give(address=address, tier=Tier.BATCH, num_tokens=0, num_sequences=0, num_blocks=0, times=6)
+
+    @rule(data=st.data(), confirmed=st.booleans())
+    def leave(self, data: st.DataObject, confirmed: bool) -> None:
+        if self.given:
+            place, given = self.given.pop(data.draw(st.integers(0, len(self.given) - 1)))
+            self.registry.left(place.address, place.incarnation, None if confirmed else given, self.now)
+
+    @rule(address=addresses, cause=st.sampled_from((Cause.CAPACITY, Cause.DRAINING)))
+    def decline(self, address: str, cause: Cause) -> None:
+        if self.worker(address) is not None:
+            self.registry.declined(address, cause)
+
+    @rule(address=addresses)
+    def refuse(self, address: str) -> None:
+        """A worker refuses this gateway; this ends its session, sooner or later."""
+        if address in self.registry.workers:
+            self.registry.refuses(address, "full")
+
+    @rule(address=addresses)
+    def resync(self, address: str) -> None:
+        if self.worker(address) is not None:
+            self.registry.resynced(address)
+
+    @rule(listed=st.sets(st.sampled_from(DECODE), min_size=3), serving=st.booleans())
+    def list_anew(self, listed: set[str], serving: bool) -> None:
+        self.registry.relist(Role.DECODE, {address: serving or address == min(listed) for address in listed})
+
+    @rule()
+    def come_or_go(self) -> None:
+        if EXTRA in self.registry.workers:
+            self.registry.remove(EXTRA)
+        else:
+            self.registry.add(Role.DECODE, Endpoint(address=EXTRA))
+            with contextlib.suppress(FingerprintMismatchError):
+                self.registry.opened(EXTRA, self.life(), self.welcome(Role.DECODE, OLD, 10_000))
+
+    @rule(seconds=st.sampled_from((0.01, 0.1, 0.3, 0.6, 2.0)))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    # --- the choice ----------------------------------------------------------------------------------------------
+
+    def some_places(self, data: st.DataObject) -> frozenset[Place]:
+        """A few workers, and one process that is over."""
+        places = [worker.place for worker in self.registry.workers.values() if worker.incarnation is not None]
+        places.append(Place(DECODE[0], Incarnation("over")))
+        return frozenset(data.draw(st.lists(st.sampled_from(places), max_size=4)))
+
+    @rule(data=st.data(), ask=asks, fits=st.sampled_from((None, None, OLD, NEW)), admitted=st.booleans())
+    def choose(self, data: st.DataObject, ask: Ask, fits: Fingerprint | None, admitted: bool) -> None:
+        ask = replace(ask, now=self.now)
+        caution = Caution(fits=fits, admitted=admitted)
+        if data.draw(st.booleans()):
+            avoid, beside, too_small = (self.some_places(data) for _ in range(3))
+            caution = replace(caution, avoid=avoid, beside=beside, too_small=too_small)
+        held = st.sampled_from([num for num in (16, 32, 96, 992) if num < ask.num_tokens] or [0])
+        cached = {place: data.draw(held) for place in self.some_places(data)}
+        expected = full_scan.choose(
+            self.registry,
+            ask,
+            cached,
+            caution,
+            local_prefill_tokens=self.local_prefill_tokens,
+            turn=None if self.turn is None else self.turn + 1,
+        )
+        if self.turn is not None and expected is not None:
+            self.turn += 1
+        assert self.router.choose(ask, cached, caution) == expected
+
+        table, usable = self.registry.table, self.registry.usable_rows(Role.DECODE)
+        could = full_scan.able(caution, full_scan.usable(self.registry, Role.DECODE), ask)
+        assert table.views(caution.able(table, usable, ask)) == could
+        if could:
+            row = least_loaded_decode(table, caution.able(table, usable, ask), ask, table.spread(cached))
+            assert table.workers[row] is full_scan.least_loaded_decode(could, ask, cached)
+
+    @invariant()
+    def the_table_is_that_of_the_workers(self) -> None:
+        for role in (Role.PREFILL, Role.DECODE):
+            assert self.registry.usable(role) == full_scan.usable(self.registry, role)
+        fresh = LoadTable(self.registry.workers.values())
+        assert self.registry.table.workers == fresh.workers
+        np.testing.assert_array_equal(self.registry.table._cells, fresh._cells)
+
+
+RoutingMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestRouting = RoutingMachine.TestCase
