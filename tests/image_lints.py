@@ -16,7 +16,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "k8s/images"
-EXTRAS = {"gateway": ("kubernetes", "otel"), "worker": ()}
+EXTRAS = {"gateway": ("kubernetes", "otel"), "worker": ("worker",)}
 DEBIAN = {"gateway": ("tini",), "worker": ("tini", "gcc", "libc6-dev")}
 """Of its packages: workers compile (`common.engine.native`, and Triton)."""
 _SAFE_INSTALLS = ({"--require-hashes", "--only-binary"}, {"--no-deps", "--no-index"})
@@ -32,22 +32,13 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def without_for_gateway() -> set[str]:
-    """What the import contract keeps out of the gateway, of what is not Baton's own."""
-    tool = project()["tool"]
-    own = {package.partition(".")[0] for package in tool["setuptools"]["packages"]}
-    (contract,) = [each for each in tool["importlinter"]["contracts"] if each.get("source_modules") == ["gateway"]]
-    return {module for module in contract["forbidden_modules"] if module.partition(".")[0] not in own}
-
-
 def required(role: str) -> list[Requirement]:
     """What the image of `gateway` or `worker` needs, or `build`, by `pyproject.toml`."""
     if role == "build":
         return [Requirement(each) for each in project()["build-system"]["requires"]]
     declared = project()["project"]
     lines = declared["dependencies"] + [line for e in EXTRAS[role] for line in declared["optional-dependencies"][e]]
-    without = without_for_gateway() if role == "gateway" else set()
-    return [each for each in map(Requirement, lines) if canonicalize_name(each.name) not in without]
+    return [Requirement(line) for line in lines]
 
 
 def locked_python() -> str:

@@ -23,7 +23,7 @@ ROLES: Mapping[str, type[BaseSettings]] = {
     "decode": DecodeSettings,
 }
 SECRETS = frozenset({"baton-api-keys", "baton-curve", "baton-hf-token", "baton-tls"})
-"""That an operator makes; `docs/operations.md` says how."""
+"""That an operator makes; `docs/operations/security.md` says how."""
 _END_S = 15
 """Seconds that a process gets beyond its grace."""
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")

@@ -1,5 +1,5 @@
-"""Metrics by name: those that the queries of `k8s/` ask for, those that docs/operations.md lists, those that a process
-exports; and what is wrong with a query that asks for one that is not there."""
+"""Metrics by name: those that the queries of `k8s/` ask for, those that docs/operations/monitoring.md lists, those that
+a process exports; and what is wrong with a query that asks for one that is not there."""
 
 from __future__ import annotations
 

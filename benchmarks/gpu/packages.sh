@@ -26,7 +26,8 @@ mapfile -t ranges < <(python3 - "$root/pyproject.toml" <<'PYTHON'
 import re, sys, tomllib
 
 with open(sys.argv[1], "rb") as file:
-    wanted = tomllib.load(file)["project"]["dependencies"]
+    project = tomllib.load(file)["project"]
+wanted = project["dependencies"] + project["optional-dependencies"]["worker"]
 ranges = {re.match(r"[\w-]+", each)[0]: each for each in wanted}
 for name in ("pydantic", "pydantic-settings", "llguidance", "pyzmq", "msgpack", "nixl"):
     print(ranges[name])

@@ -25,6 +25,7 @@ from common.runtime.config import ENV_PREFIX, ServeSettings, load
 from common.runtime.lifecycle import end_with_parent, exit_on_operator_error, run
 from common.runtime.logs import configure_logging
 from common.runtime.restarts import MAX_RESTARTS, WINDOW_S, Restarts
+from common.runtime.worker_packages import require_worker_packages
 
 log = logging.getLogger(__name__)
 
@@ -322,6 +323,7 @@ def main() -> None:
 
     def body() -> None:
         settings = load(ServeSettings, "baton serve", sys.argv[1:])
+        require_worker_packages(settings.transport, settings.device)
         resolve_model(settings.model, weights=True)
         configure_logging(settings.log_level, "baton serve", settings.log_format)
         end_with_parent(settings.end_with_parent)

@@ -35,6 +35,7 @@ from common.runtime.logs import configure_logging
 from common.runtime.probes import Probed, ProbeServer
 from common.runtime.ucx_exposure import guard_memory
 from common.runtime.wire_guard import guard_allocator, guard_route
+from common.runtime.worker_packages import require_worker_packages
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ def run_worker(
         settings = load(settings_type, program, sys.argv[1:])
         configure_logging(settings.log_level, program, settings.log_format)
         end_with_parent(settings.end_with_parent)
+        require_worker_packages(settings.transport, settings.device)
         guard_allocator(settings.device)  # before the model is loaded; `auto` is known only then
         guard_memory(settings)
         guard_route(settings, settings.device)

@@ -21,6 +21,7 @@ COPY benchmarks benchmarks
 # Compiled now, as nothing can be written there later; unchecked, as no source changes either.
 RUN pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /wheels . \
     && pip --python /opt/baton/bin/python install --no-deps --no-index --no-compile /wheels/*.whl \
+    && pip --python /opt/baton/bin/python check \
     && /opt/baton/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/baton/lib
 
 FROM ${PYTHON_IMAGE}

@@ -11,9 +11,9 @@ lock() {
         --annotation-style line "$@"
 }
 
-lock "$@" pyproject.toml --output-file k8s/images/worker.lock
+lock "$@" pyproject.toml --extra worker --output-file k8s/images/worker.lock
 # What both have is of one version: they speak to each other, and read the same tokenizer.
-lock "$@" pyproject.toml --extra kubernetes --extra otel --excludes k8s/images/gateway.without \
+lock "$@" pyproject.toml --extra kubernetes --extra otel \
     --constraints k8s/images/worker.lock --output-file k8s/images/gateway.lock
 # What builds Baton's wheel.
 python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' |

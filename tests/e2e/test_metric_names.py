@@ -82,7 +82,7 @@ def test_everything_that_is_asked_for_is_exported(families: dict[str, dict[str, 
 
 @pytest.mark.parametrize("role", ["gateway", "prefill", "decode"])
 def test_the_documentation_lists_what_is_exported(role: str, families: dict[str, dict[str, Family]]) -> None:
-    listed = documented((ROOT / "docs" / "operations.md").read_text())[role]
+    listed = documented((ROOT / "docs" / "operations" / "monitoring.md").read_text())[role]
     assert sorted(families[role]) == sorted(listed)
     for name, family in families[role].items():
         assert family.kind == listed[name].kind, name

@@ -214,7 +214,7 @@ def test_a_namespace_does_not_see_the_other(tmp_path: Path) -> None:
 
 
 def test_the_documentation_says_what_to_do_for_each_alert() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "operations" / "monitoring.md").read_text()
     section = text.partition("\n## Alerts\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|$", section, re.MULTILINE)
     assert [name for name, _, _ in rows] == names("alert")

@@ -246,7 +246,7 @@ def test_help_and_the_documents_tell_the_defaults_by_device(role: str, capsys: p
     with pytest.raises(SystemExit):
         load(ROLES[role], f"baton {role}", ["--help"])
     told = " ".join(capsys.readouterr().out.split())
-    rows = (Path(__file__).parents[2] / "docs" / "operations.md").read_text().splitlines()
+    rows = (Path(__file__).parents[2] / "docs" / "operations" / "settings.md").read_text().splitlines()
     for name in DEFAULTS_BY_DEVICE["cpu"].keys() & ROLES[role].model_fields.keys():
         on_cpu, on_gpu = (DEFAULTS_BY_DEVICE[device][name] for device in ("cpu", "cuda"))
         assert re.search(rf"\(0: {on_cpu} on a CPU, {on_gpu} on a GPU", told), name

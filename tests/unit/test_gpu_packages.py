@@ -44,7 +44,8 @@ def test_the_archive_has_the_versions_of_the_project(tmp_path: Path) -> None:
     done = subprocess.run(["bash", str(script), str(archive)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     first, second = (set(line.split()) for line in installed.read_text().splitlines())
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["worker"]
     assert {each for each in wanted if re.match(r"(pydantic|llguidance|pyzmq|msgpack|nixl)", each)} <= first
     assert any(each.startswith("nixl-cu13>=") for each in first)
     assert second == {"pydantic-core==9.1"}

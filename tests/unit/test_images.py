@@ -3,27 +3,22 @@ gateway needs; each lint is shown by what it is there to find. Nothing is built 
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, distribution
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from bare_site import link_only, run_python
 from image_lints import (
     IMAGES,
     ROOT,
     dockerfile_faults,
     ignored,
     lock_faults,
-    logical_lines,
     pins,
     users,
     versions_differ,
-    without_for_gateway,
 )
 
 LOCKS = {role: (IMAGES / f"{role}.lock").read_text() for role in ("gateway", "worker", "build")}
@@ -42,10 +37,6 @@ def test_images_share_versions() -> None:
     other = re.sub(r"^msgpack==\S+", "msgpack==1.1.0", LOCKS["gateway"], flags=re.MULTILINE)
     (fault,) = versions_differ(LOCKS | {"gateway": other})
     assert fault.startswith("msgpack is 1.1.0 in the gateway, and ")
-
-
-def test_a_gateway_does_without_what_its_import_contract_forbids() -> None:
-    assert set(logical_lines((IMAGES / "gateway.without").read_text())) == without_for_gateway()
 
 
 @pytest.mark.parametrize("role", DOCKERFILES)
@@ -100,38 +91,16 @@ ModelTokenizer.load(root / "common/demo_model")
 """Imports all that a gateway ever does, wherever in its code, and loads a tokenizer: `transformers` is lazy too."""
 
 
-def run_with_only(names: Iterable[str], folder: Path) -> str:
-    """What the probe prints where there are these distributions alone, as they are installed here."""
-    for name in names:
-        try:
-            files = distribution(name).files or []
-        except PackageNotFoundError:  # of another platform or version than this one's: what misses it says so
-            continue
-        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
-            link = folder / top
-            if not link.exists():
-                link.symlink_to(Path(str(distribution(name).locate_file(top))))
-    environment = {"PATH": os.defpath, "PYTHONPATH": f"{folder}:{ROOT}", "HOME": str(folder)}
-    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
-    # -S: no site-packages.
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", PROBE, ROOT],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.stdout + done.stderr
-
-
 def test_a_gateway_needs_nothing_that_its_lock_lacks(tmp_path: Path) -> None:
-    assert run_with_only(pins(LOCKS["gateway"]), tmp_path) == ""
+    link_only(pins(LOCKS["gateway"]), tmp_path)
+    done = run_python(tmp_path, "-c", PROBE, str(ROOT))
+    assert done.stdout + done.stderr == ""
 
 
 def test_what_a_lock_lacks_is_missed(tmp_path: Path) -> None:
-    said = run_with_only([*(pins(LOCKS["gateway"]).keys() - {"llguidance", "regex"}), "pytest"], tmp_path)
+    link_only([*(pins(LOCKS["gateway"]).keys() - {"llguidance", "regex"}), "pytest"], tmp_path)
+    done = run_python(tmp_path, "-c", PROBE, str(ROOT))
+    said = done.stdout + done.stderr
     assert "gateway.intake.structured_output: No module named 'llguidance'" in said
     assert "No module named 'regex'" in said  # by the tokenizer
     assert "pytest is there" in said

@@ -13,7 +13,7 @@ from common.contract.errors import OperatorError
 from common.runtime.config import GatewaySettings, ServeSettings, load
 from common.runtime.local_stack import Child, LocalStack, _environment
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operations" / "settings.md"
 
 
 class NotStarted(LocalStack):

@@ -1,6 +1,6 @@
 """Every metric that a rule, the dashboard or an autoscaler names is one that a role exports, or a rule records.
 
-Roles export what docs/operations.md lists: tests/e2e/test_metric_names.py holds it against processes."""
+Roles export what docs/operations/monitoring.md lists: tests/e2e/test_metric_names.py holds it against processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from metric_names import (
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = documents(ROOT / "k8s")
-FAMILIES = documented((ROOT / "docs" / "operations.md").read_text())
+FAMILIES = documented((ROOT / "docs" / "operations" / "monitoring.md").read_text())
 
 
 def test_everything_that_is_asked_for_exists() -> None:

@@ -15,7 +15,8 @@ OTHERS = ("BATON_BENCH_", "BATON_KV_SIZE_", "BATON_PEER_")
 def test_every_variable_is_a_setting() -> None:
     roles = (GatewaySettings, PrefillSettings, DecodeSettings, ServeSettings)
     known = {ENV_PREFIX + name.upper() for role in roles for name in role.model_fields}
-    files = [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("k8s/**/*.yaml")]
+    patterns = ("README.md", "SECURITY.md", "benchmarks/**/*.py", "docs/**/*.md", "k8s/**/*.yaml")
+    files = [path for pattern in patterns for path in ROOT.glob(pattern)]
     named = {
         (path.name, found)
         for path in files
