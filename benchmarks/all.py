@@ -40,7 +40,7 @@ MEASUREMENTS = (
     Measurement("benchmarks.handoff --model demo", 1),
     Measurement("benchmarks.handoff --model 15m", 1),
     Measurement("benchmarks.recovery --rounds 40", 6),
-    Measurement("benchmarks.step_overhead --rounds 3 --seconds 2", 1.5),
+    Measurement("benchmarks.step_overhead --streams 32 256 --rounds 3 --seconds 2", 2.5),
     Measurement("benchmarks.decode_floor --model 15m", 1.5),
     Measurement("benchmarks.decode_floor --model 0.5b --batches 1 8", 2.5),
     Measurement("benchmarks.scheduler_cost --steps 400", 4),

@@ -85,12 +85,25 @@ def batch_throughput(run: Run) -> str:
 
 
 def step_overhead(run: Run) -> str:
-    """The time of a step outside the model."""
-    rows = [
-        [kind, f"{each['wall_us']['p50']:.0f}", f"{each['wall_us']['min']:.0f}", f"{each['cpu_us']['p50']:.0f}"]
-        for kind, each in run["figures"].items()
-    ]
-    return table(["sampling", "µs, median", "least", "µs of processor time"], rows)
+    """The time of a step outside the model, by number of streams, with the parts of it inside the sampler. In a record
+    without the parts there is one number of streams, which its workload names."""
+    figures = run["figures"]
+    head = ["streams", "sampling", "µs, median", "least", "µs of processor time"]
+    if isinstance(run["workload"]["streams"], list):
+        head += ["`best`, µs", "`draw`, µs", "outside both, µs, median", "least", "`best` / a plain read"]
+    else:
+        figures = {str(run["workload"]["streams"]): figures}
+    rows = []
+    for streams, kinds in figures.items():
+        for kind, each in kinds.items():
+            row = [streams, kind, *(f"{each['wall_us'][name]:.0f}" for name in ("p50", "min"))]
+            row.append(f"{each['cpu_us']['p50']:.0f}")
+            if "best_us" in each:
+                row += [f"{each[name]['p50']:.0f}" for name in ("best_us", "draw_us")]
+                row += [f"{each['outside_us'][name]:.0f}" for name in ("p50", "min")]
+                row.append(f"{each['best_over_read']['p50']:.2f}")
+            rows.append(row)
+    return table(head, rows)
 
 
 def steady(run: Run) -> str:
