@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from benchmarks.record import Run
 from common.runtime.kv_size import KNOWN_SHAPES
 
+FORWARDER = "forwarder "
+"""What precedes the number of streams in the name of a configuration of `benchmarks.gateway` without a gateway."""
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with this head and these rows."""
@@ -340,21 +343,21 @@ def gpu_stack(run: Run) -> str:
 
 
 def gateway(run: Run) -> str:
-    """One gateway process between scripted workers and clients, streaming."""
-    rows = []
-    for streams, each in run["figures"].items():
-        if streams.isdigit():
-            rows.append(
-                [
-                    streams,
-                    of_rounds(each["added_p50_ms"], "{:.2f}"),
-                    of_rounds(each["added_p99_ms"], "{:.1f}"),
-                    of_rounds(each["tokens_per_s"], "{:,.0f}"),
-                    of_rounds(each["moderate_cpu_us_per_token"], "{:.0f}"),
-                    of_rounds(each["cpu_us_per_token"], "{:.0f}"),
-                    f"{each['gateway_share']['p50']:.0%}".replace("%", " %"),
-                ]
-            )
+    """One gateway process between scripted workers and clients, streaming; and a plain forwarder, if it was measured in
+    turns with it."""
+    rows = [
+        [
+            f"{streams.removeprefix(FORWARDER)}, forwarder" if streams.startswith(FORWARDER) else streams,
+            of_rounds(each["added_p50_ms"], "{:.2f}"),
+            of_rounds(each["added_p99_ms"], "{:.1f}"),
+            of_rounds(each["tokens_per_s"], "{:,.0f}"),
+            of_rounds(each["moderate_cpu_us_per_token"], "{:.0f}"),
+            of_rounds(each["cpu_us_per_token"], "{:.0f}"),
+            f"{each['gateway_share']['p50']:.0%}".replace("%", " %"),
+        ]
+        for streams, each in run["figures"].items()
+        if streams.removeprefix(FORWARDER).isdigit()
+    ]
     head = [
         "open streams",
         "added, p50, ms",
