@@ -35,6 +35,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.event_client import EventClient, post
+from benchmarks.figures import cpu_seconds, quantile, spread
 from benchmarks.load.prompts import WORDS
 from benchmarks.pinned_processes import (
     PinnedProcess,
@@ -45,7 +46,7 @@ from benchmarks.pinned_processes import (
     through_gateway,
     tokens_with_text,
 )
-from benchmarks.record import record, spread
+from benchmarks.record import record
 from benchmarks.result_tables import FORWARDER
 from benchmarks.scripted_batch import Batch, Script, Sequence
 from gateway.access.connections import allow_descriptors
@@ -82,10 +83,10 @@ def journeys_ms(arrivals: Iterable[tuple[float, int]], step_times: list[float]) 
 
 def stream_figures(moderate: Figures, journeys: list[float], paces: list[Figures]) -> Figures:
     """The figures of one configuration. The maximum throughput is that of the pace at which most tokens arrived."""
-    taken, best = sorted(journeys), max(paces, key=lambda pace: pace["received_per_s"])
+    best = max(paces, key=lambda pace: pace["received_per_s"])
     return {
-        "added_p50_ms": statistics.median(taken),
-        "added_p99_ms": taken[int(0.99 * len(taken))],
+        "added_p50_ms": statistics.median(journeys),
+        "added_p99_ms": quantile(journeys, 0.99),
         "moderate_cpu_us_per_token": moderate["cpu_us_per_token"],
         "moderate": moderate,
         "tokens_per_s": best["received_per_s"],
@@ -137,7 +138,7 @@ class Streams:
 
     def _counts(self) -> tuple[float, ...]:
         received = sum(client.num_events for client in self.clients)
-        return time.perf_counter(), self.process.cpu_s(), time.process_time(), self.pool.num_sent, received
+        return time.perf_counter(), cpu_seconds(self.process.pid), time.process_time(), self.pool.num_sent, received
 
     async def added(self, interval_s: float, seconds: float) -> tuple[Figures, list[float]]:
         """The same figures, and the milliseconds of each token from its worker to its client."""
@@ -196,8 +197,13 @@ async def requests(folder: Path, tokens: tuple[int, ...], options: argparse.Name
     """Requests per second, with `CLIENTS` requests at a time."""
     draw = random.Random(seed)
     script = Script(tokens, short=True)
+    clients: list[EventClient] = []
     async with through_gateway(folder, 1, script, options) as (_, gateway, port):
-        clients = []
+
+        def counts() -> tuple[float, ...]:
+            answers = sum(client.num_answers for client in clients)
+            return time.perf_counter(), cpu_seconds(gateway.pid), time.process_time(), answers
+
         for _ in range(CLIENTS):
             prompt = " ".join(draw.choices(WORDS, k=200))
             body = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True}
@@ -206,9 +212,9 @@ async def requests(folder: Path, tokens: tuple[int, ...], options: argparse.Name
             await asyncio.get_running_loop().create_connection(lambda client=client: client, "127.0.0.1", port)  # type: ignore[misc]
         await asyncio.gather(*(client.ended for client in clients))
         await asyncio.sleep(1.0)
-        before = time.perf_counter(), gateway.cpu_s(), time.process_time(), sum(each.num_answers for each in clients)
+        before = counts()
         await asyncio.sleep(options.seconds)
-        after = time.perf_counter(), gateway.cpu_s(), time.process_time(), sum(each.num_answers for each in clients)
+        after = counts()
         for client in clients:
             client.close()
     wall, cpu, load_cpu, number = (b - a for a, b in zip(before, after, strict=True))

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
@@ -36,7 +35,7 @@ class PinnedProcess:
         self._log = log
         reader, writer = os.pipe()
         with log.open("wb") as file:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments, "--announce-fd", str(writer)],
                 pass_fds=(writer,),
                 stderr=file,
@@ -57,14 +56,15 @@ class PinnedProcess:
         """The end of its log."""
         return self._log.read_text()[-2000:]
 
-    def cpu_s(self) -> float:
-        """Processor time of all its threads, in seconds, to the nanosecond (Linux has a clock for each process id)."""
-        return time.clock_gettime((~self.process.pid << 3) | 2)
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def close(self) -> None:
         """Stop it."""
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.wait()
         self._announcements.close()
 
 

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, cast
 import aiohttp
 
 from benchmarks.endless_streams import PULSE, endless_streams
-from benchmarks.idle import cpu_seconds
+from benchmarks.figures import cpu_seconds, spread
 from benchmarks.models import llama_15m
-from benchmarks.record import record, spread
+from benchmarks.record import record
 from benchmarks.recovery import Worker
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import record
-from benchmarks.record import spread
+from benchmarks.figures import spread
 from benchmarks.results_page import part
 from benchmarks.step_overhead import Counts, SamplerTimes, TimedBackend, per_step
 from common.contract.sampling import SamplingParams
