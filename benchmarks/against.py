@@ -83,8 +83,9 @@ class Tree:
 
 def main() -> None:
     """Entry point."""
+    from benchmarks.figures import spread
     from benchmarks.models import llama_15m, qwen2_05b
-    from benchmarks.record import ROOT, record, spread
+    from benchmarks.record import ROOT, record
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="the other checkout, clean")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
+from benchmarks.figures import compared
 from benchmarks.load.prompts import WORDS
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
@@ -62,17 +62,7 @@ def main() -> None:
 
 def summary(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
     """For each figure, the medians of both clients and the ratios of the rounds."""
-    made = {}
-    for name in rounds[0]["ours"]:
-        pairs = [(each["ours"][name], each["theirs"][name]) for each in rounds]
-        made[name] = {
-            "ours": statistics.median(a for a, _ in pairs),
-            "theirs": statistics.median(b for _, b in pairs),
-            "ratio": statistics.median(a / b for a, b in pairs),
-            "ratio_min": min(a / b for a, b in pairs),
-            "ratio_max": max(a / b for a, b in pairs),
-        }
-    return made
+    return {name: compared((each["ours"][name], each["theirs"][name]) for each in rounds) for name in rounds[0]["ours"]}
 
 
 def ours(url: str, options: argparse.Namespace, seed: int, folder: Path) -> Figures:

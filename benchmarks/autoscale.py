@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import yaml
 
+from benchmarks.figures import quantile
 from benchmarks.horizontal import Autoscaler
 from benchmarks.record import record
 from common.contract.ids import Incarnation, RequestId
@@ -191,8 +192,8 @@ class Story:
 
     def p90_ttft_s(self, begin_s: float, end_s: float) -> float:
         """90th percentile of the time to first token of requests that arrived in `[begin_s, end_s)`."""
-        some = sorted(ttft for arrived, ttft in self.ttft_s if begin_s <= arrived < end_s)
-        return some[int(0.9 * len(some))] if some else math.nan
+        some = [ttft for arrived, ttft in self.ttft_s if begin_s <= arrived < end_s]
+        return quantile(some, 0.9) if some else math.nan
 
     def met_after_s(self, target_s: float, since_s: float) -> float:
         """Seconds from `since_s` until a minute began in which 90 % of the first tokens came within `target_s`."""

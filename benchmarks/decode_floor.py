@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.figures import spread
 from benchmarks.models import llama_15m, qwen2_05b
-from benchmarks.record import record, spread
+from benchmarks.record import record
 from common.contract.kv_layout import DTYPE_BYTES
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice

@@ -23,9 +23,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from benchmarks.figures import spread
 from benchmarks.local import Local, local_stack
 from benchmarks.models import llama_15m
-from benchmarks.record import record, spread
+from benchmarks.record import record
 from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, SampledToken, Slice

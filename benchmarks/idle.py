@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 import urllib.request
-from pathlib import Path
 
+from benchmarks.figures import cpu_seconds, spread
 from benchmarks.local import Local, local_stack
-from benchmarks.record import record, spread
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+from benchmarks.record import record
 
 
 def ask(local: Local) -> None:

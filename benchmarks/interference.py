@@ -34,6 +34,7 @@ from tempfile import TemporaryDirectory
 
 from llguidance import grammar_from
 
+from benchmarks.figures import quantile
 from benchmarks.local import Local, local_stack
 from benchmarks.models import llama_15m, llama_long
 from benchmarks.record import record
@@ -52,17 +53,11 @@ BEFORE_S = 2.0
 """Seconds before the long prompt with which its time is compared."""
 
 
-def share(values: Sequence[float], quantile: float) -> float:
-    """A quantile that is one of the values: between two values, the larger one, so P99 of 100 values is the largest."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
-
-
 def summary_ms(values: Sequence[float]) -> dict[str, float]:
     """P50, P99 and maximum, in milliseconds."""
     return {
-        "p50_ms": 1000 * share(values, 0.5),
-        "p99_ms": 1000 * share(values, 0.99),
+        "p50_ms": 1000 * quantile(values, 0.5),
+        "p99_ms": 1000 * quantile(values, 0.99),
         "max_ms": 1000 * max(values),
         "n": len(values),
     }

@@ -28,7 +28,8 @@ import torch
 
 from benchmarks.baselines import BatchAtATime
 from benchmarks.driver import Arrival, Driver, Real
-from benchmarks.interference import connected, share
+from benchmarks.figures import quantile
+from benchmarks.interference import connected
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
 from benchmarks.record import record
@@ -133,9 +134,9 @@ def summary(arrivals: list[Arrival], outcomes: list[Outcome]) -> dict[str, float
     last = max(arrival.time_s + times[-1] for arrival, (_, times) in zip(arrivals, outcomes, strict=True))
     return {
         "ttft_mean_s": statistics.mean(ttfts),
-        "ttft_p99_s": share(ttfts, 0.99),
-        "itl_p50_ms": 1000 * share(gaps, 0.5),
-        "itl_p99_ms": 1000 * share(gaps, 0.99),
+        "ttft_p99_s": quantile(ttfts, 0.99),
+        "itl_p50_ms": 1000 * quantile(gaps, 0.5),
+        "itl_p99_ms": 1000 * quantile(gaps, 0.99),
         "latency_mean_s": statistics.mean(times[-1] for _, times in outcomes),
         "tokens_per_s": sum(len(tokens) for tokens, _ in outcomes) / last,
     }

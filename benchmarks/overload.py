@@ -22,11 +22,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.figures import spread
 from benchmarks.load.record import Outcome, Record
 from benchmarks.load.summary import Targets, ttft_s
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
-from benchmarks.record import record, spread
+from benchmarks.record import record
 
 TARGETS = Targets(ttft_s=0.5, tpot_s=0.1, itl_s=None)
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 32

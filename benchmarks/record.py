@@ -7,11 +7,9 @@ import json
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,18 +23,6 @@ PRODUCT = ("common", "decode_worker", "gateway", "kv_transfer", "prefill_worker"
 """The paths that run in production; the rest of the tree measures, tests, deploys or documents them."""
 _FLAGS = re.compile(r"(avx|amx|fma$|f16c$|sse4)")
 """CPU flags by which kernels are selected, here or in the libraries."""
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, median, 90th percentile and maximum."""
-    ordered = sorted(values)
-    return {
-        "min": ordered[0],
-        "p50": statistics.median(ordered),
-        "p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
-        "max": ordered[-1],
-        "n": len(ordered),
-    }
 
 
 def record(

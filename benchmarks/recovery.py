@@ -25,8 +25,9 @@ from tempfile import TemporaryDirectory
 
 import aiohttp
 
+from benchmarks.figures import quantile, spread
 from benchmarks.models import llama_long
-from benchmarks.record import record, spread
+from benchmarks.record import record
 from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
 from common.runtime.checkpoint import config_hash
@@ -148,8 +149,8 @@ class Bench:
         await asyncio.gather(task, return_exceptions=True)
         self.dispatcher.tell(leaving.address, drain=False)
         await self.usable()
-        gaps = sorted(b - a for a, b in itertools.pairwise(arrivals[1:]))
-        return longest_gap(arrivals[BEFORE - 1 :]), gaps[len(gaps) // 2]
+        gaps = [b - a for a, b in itertools.pairwise(arrivals[1:])]
+        return longest_gap(arrivals[BEFORE - 1 :]), quantile(gaps, 0.5)
 
     async def lose_gateway(self) -> float:
         """Seconds from the death of a gateway with four streams until its workers hold nothing."""

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from benchmarks.record import Run
 from common.runtime.kv_size import KNOWN_SHAPES
 
+FORWARDER = "forwarder "
+"""What precedes the number of streams in the name of a configuration of `benchmarks.gateway` without a gateway."""
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with this head and these rows."""
@@ -85,12 +88,25 @@ def batch_throughput(run: Run) -> str:
 
 
 def step_overhead(run: Run) -> str:
-    """The time of a step outside the model."""
-    rows = [
-        [kind, f"{each['wall_us']['p50']:.0f}", f"{each['wall_us']['min']:.0f}", f"{each['cpu_us']['p50']:.0f}"]
-        for kind, each in run["figures"].items()
-    ]
-    return table(["sampling", "µs, median", "least", "µs of processor time"], rows)
+    """The time of a step outside the model, by number of streams, with the parts of it inside the sampler. In a record
+    without the parts there is one number of streams, which its workload names."""
+    figures = run["figures"]
+    head = ["streams", "sampling", "µs, median", "least", "µs of processor time"]
+    if isinstance(run["workload"]["streams"], list):
+        head += ["`best`, µs", "`draw`, µs", "outside both, µs, median", "least", "`best` / a plain read"]
+    else:
+        figures = {str(run["workload"]["streams"]): figures}
+    rows = []
+    for streams, kinds in figures.items():
+        for kind, each in kinds.items():
+            row = [streams, kind, *(f"{each['wall_us'][name]:.0f}" for name in ("p50", "min"))]
+            row.append(f"{each['cpu_us']['p50']:.0f}")
+            if "best_us" in each:
+                row += [f"{each[name]['p50']:.0f}" for name in ("best_us", "draw_us")]
+                row += [f"{each['outside_us'][name]:.0f}" for name in ("p50", "min")]
+                row.append(f"{each['best_over_read']['p50']:.2f}")
+            rows.append(row)
+    return table(head, rows)
 
 
 def steady(run: Run) -> str:
@@ -230,21 +246,21 @@ def kv_sizes() -> str:
 
 
 def gateway(run: Run) -> str:
-    """One gateway process between scripted workers and clients, streaming."""
-    rows = []
-    for streams, each in run["figures"].items():
-        if streams.isdigit():
-            rows.append(
-                [
-                    streams,
-                    of_rounds(each["added_p50_ms"], "{:.2f}"),
-                    of_rounds(each["added_p99_ms"], "{:.1f}"),
-                    of_rounds(each["tokens_per_s"], "{:,.0f}"),
-                    of_rounds(each["moderate_cpu_us_per_token"], "{:.0f}"),
-                    of_rounds(each["cpu_us_per_token"], "{:.0f}"),
-                    f"{each['gateway_share']['p50']:.0%}".replace("%", " %"),
-                ]
-            )
+    """One gateway process between scripted workers and clients, streaming; and a plain forwarder, if it was measured in
+    turns with it."""
+    rows = [
+        [
+            f"{streams.removeprefix(FORWARDER)}, forwarder" if streams.startswith(FORWARDER) else streams,
+            of_rounds(each["added_p50_ms"], "{:.2f}"),
+            of_rounds(each["added_p99_ms"], "{:.1f}"),
+            of_rounds(each["tokens_per_s"], "{:,.0f}"),
+            of_rounds(each["moderate_cpu_us_per_token"], "{:.0f}"),
+            of_rounds(each["cpu_us_per_token"], "{:.0f}"),
+            f"{each['gateway_share']['p50']:.0%}".replace("%", " %"),
+        ]
+        for streams, each in run["figures"].items()
+        if streams.removeprefix(FORWARDER).isdigit()
+    ]
     head = [
         "open streams",
         "added, p50, ms",

@@ -22,7 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from benchmarks.interference import connected, share
+from benchmarks.figures import quantile
+from benchmarks.interference import connected
 from benchmarks.local import Local
 from benchmarks.memory import counts
 from benchmarks.models import llama_15m
@@ -140,7 +141,7 @@ async def measure(stack: LocalStack, local: Local, folder: Path, args: argparse.
                     "routing": policy,
                     "round": number,
                     "ttft_mean_ms": 1000 * statistics.mean(ttfts),
-                    "ttft_p99_ms": 1000 * share(ttfts, 0.99),
+                    "ttft_p99_ms": 1000 * quantile(ttfts, 0.99),
                     "tokens_computed": computed(stack) - before,
                     "requests": len(ttfts),
                 }

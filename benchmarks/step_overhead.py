@@ -1,40 +1,54 @@
 """Measure the cost of a decode step outside the model: scheduling, batch, sampling, messages, and asyncio.
 
-    python -m benchmarks.step_overhead
+    python -m benchmarks.step_overhead --streams 32 256
 
-A real decode worker process serves 32 endless streams to a gateway's dispatcher in this process. Its model returns
-prepared logits (32,000 for each sequence) at once, so the time from step to step is the time outside the model. Greedy
-and sampled streams take turns.
+A real decode worker process serves endless streams to this process, which only reads them. Its model returns
+prepared logits (32,000 for each sequence) at once, so the time from step to step is the time outside the model. Numbers
+of streams, and greedy and sampled streams, take turns. Microseconds per step:
+
+* `wall`, `cpu`: time from step to step, and processor time of the worker.
+* `best`, `draw`: time inside the backend's two operations of the sampler, which read the logits.
+* `outside`: `wall` without `best` and `draw`.
+* `read`: a plain sum of the same logits. The worker takes it after one step in 4, and `wall` and `cpu` leave it out.
+  `best_over_read` is the ratio of `best` to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import re
 import sys
 import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 
-from benchmarks.idle import cpu_seconds
+from benchmarks.endless_streams import PULSE, endless_streams
+from benchmarks.figures import cpu_seconds, spread
 from benchmarks.models import llama_15m
-from benchmarks.record import record, spread
+from benchmarks.record import record
 from benchmarks.recovery import Worker
-from common.contract.ids import new_incarnation
-from common.contract.sampling import SamplingParams
-from common.runtime.checkpoint import config_hash
-from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
-from gateway.serving.generation import Generation
-from gateway.workers.registry import Registry
 
-KV = ("--dtype", "bfloat16", "--kv-cache-bytes", str(2**30))
-"""A KV cache large enough for every stream at its longest."""
+if TYPE_CHECKING:
+    import torch
+    from prometheus_client import Metric
+
+    from common.engine.backend import Backend
+    from common.engine.batch import Sample
+    from common.engine.penalties import LastTokens
+    from common.engine.sampler import Choice
+
+KV_BYTES_PER_STREAM = 2**24
+"""More than a stream of the model needs at its longest."""
+MOST_STREAMS = 512
+READ_EVERY = 4
+"""Steps from one plain read of the logits to the next."""
+PARTS = ("best", "draw", "read")
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 1.0},
@@ -49,75 +63,190 @@ def main() -> None:
         serve_without_model()
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--streams", type=int, nargs="+", default=[32])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each round")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
+    if max(options.streams) > MOST_STREAMS:
+        parser.error(f"at most {MOST_STREAMS} streams")
     with TemporaryDirectory() as scratch:
         folder = llama_15m(Path(scratch))
-        arguments = ["--model", str(folder), "--num-threads", "1", "--log-level", "error", *KV]
-        worker = Worker("benchmarks.step_overhead", ["--serve", *arguments])
+        worker = Worker("benchmarks.step_overhead", worker_options(folder, max(options.streams)))
         try:
-            taken = asyncio.run(measure(folder, worker, options))
+            taken = asyncio.run(measure(worker, options))
         finally:
             worker.process.kill()
-    figures = {kind: {name: spread(values) for name, values in each.items()} for kind, each in taken.items()}
-    for kind, each in figures.items():
-        print(f"{kind:<12}", "  ".join(f"{name} p50 {value['p50']:.0f}" for name, value in each.items()))
+    figures = {
+        streams: {kind: {name: spread(values) for name, values in each.items()} for kind, each in kinds.items()}
+        for streams, kinds in taken.items()
+    }
+    for streams, kinds in figures.items():
+        for kind, each in kinds.items():
+            print(f"{streams:>4} {kind:<12}", "  ".join(f"{name} {value['p50']:.3g}" for name, value in each.items()))
     if not options.no_record:
         workload = {name: value for name, value in vars(options).items() if name != "no_record"}
         print(record("step-overhead", workload=workload | {"vocabulary": 32000}, figures=figures, seed=0))
 
 
+# --- the worker process ------------------------------------------------------------------------------------------
+
+
+def worker_options(folder: Path, most_streams: int) -> list[str]:
+    """The command line of a worker for up to `most_streams` streams."""
+    options = ["--model", str(folder), "--num-threads", "1", "--log-level", "error", "--dtype", "bfloat16"]
+    options += ["--max-num-seqs", str(most_streams), "--kv-cache-bytes", str(KV_BYTES_PER_STREAM * most_streams)]
+    options += ["--heartbeat-timeout-s", str(PULSE.timeout_s)]
+    return ["--serve", *options]
+
+
+class SamplerTimes:
+    """Seconds and calls of a backend's `best` and `draw`, and of plain reads of the same logits."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.calls = dict.fromkeys(PARTS, 0)
+
+    def add(self, part: str, begin: float) -> None:
+        """Count a call that began at `begin` and has ended now."""
+        self.seconds[part] += time.perf_counter() - begin
+        self.calls[part] += 1
+
+
+class TimedBackend:
+    """The two operations of a backend that the sampler uses, timed."""
+
+    def __init__(self, backend: Backend, times: SamplerTimes) -> None:
+        self._backend, self._times = backend, times
+
+    def best(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Backend.best`."""
+        begin = time.perf_counter()
+        best = self._backend.best(logits_RV)
+        self._times.add("best", begin)
+        return best
+
+    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+        """See `Backend.draw`."""
+        begin = time.perf_counter()
+        tokens_P = self._backend.draw(logits_PV, best_P, samples)
+        self._times.add("draw", begin)
+        return tokens_P
+
+
 def serve_without_model() -> None:
-    """Run a decode worker whose model takes no time."""
+    """Run a decode worker whose model takes no time, and whose metrics tell the times inside the sampler."""
     import torch
 
+    from common.engine import runner
     from common.engine.model import Decoder
+    from common.engine.sampler import choose
+    from common.runtime.probes import counter
     from decode_worker.__main__ import main as serve
+    from decode_worker.worker import DecodeWorker
 
     ready: list[torch.Tensor] = []
+    times = SamplerTimes()
+    own_metrics = DecodeWorker.metrics
 
     def hidden(self: Decoder, batch: Any, cache: Any, backend: Any) -> Any:
         return None
 
     def logits(self: Decoder, hidden: Any, rows_R: torch.Tensor, backend: Any) -> torch.Tensor:
         if not ready:
-            ready.append(torch.randn(512, self.config.vocab_size, generator=torch.Generator().manual_seed(0)))
+            ready.append(torch.randn(MOST_STREAMS, self.config.vocab_size, generator=torch.Generator().manual_seed(0)))
         return ready[0][: rows_R.numel()]
+
+    def timed_choose(
+        logits_NV: torch.Tensor,
+        samples: Sequence[Sample],
+        eos_token_ids: Collection[int],
+        backend: Backend,
+        last_tokens: LastTokens | None = None,
+    ) -> Choice:
+        timed = cast("Backend", TimedBackend(backend, times))
+        choice = choose(logits_NV, samples, eos_token_ids, timed, last_tokens)
+        if times.calls["best"] % READ_EVERY == 0:
+            begin = time.perf_counter()
+            logits_NV.sum()
+            times.add("read", begin)
+        return choice
+
+    def metrics(self: DecodeWorker) -> Iterable[Metric]:
+        yield from own_metrics(self)
+        yield counter("baton_sampler_seconds", "Time inside an operation.", times.seconds, "part")
+        yield counter("baton_sampler_calls", "Calls of an operation.", times.calls, "part")
 
     Decoder.hidden = hidden  # type: ignore[method-assign]
     Decoder.logits = logits  # type: ignore[method-assign]
+    DecodeWorker.metrics = metrics  # type: ignore[method-assign]
+    runner.choose = timed_choose  # type: ignore[attr-defined]
     serve()
 
 
-async def measure(folder: Path, worker: Worker, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """For each kind of stream, microseconds per step: wall time, and processor time of the worker."""
-    registry = Registry((), (worker.address,), config_hash(folder))
-    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse())
-    loop = asyncio.create_task(dispatcher.run())
-    await dispatcher.wait_usable()
-    taken: dict[str, dict[str, list[float]]] = {kind: {"wall_us": [], "cpu_us": []} for kind in KINDS}
-    async with aiohttp.ClientSession() as session:
+# --- the measurement ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What has been counted up to a moment."""
+
+    wall_s: float
+    cpu_s: float
+    """Processor time of the worker."""
+    steps: float
+    seconds: Mapping[str, float]
+    """Time inside each of `PARTS`."""
+    calls: Mapping[str, float]
+
+
+def per_step(before: Counts, after: Counts) -> dict[str, float]:
+    """The figures between two moments, in microseconds per step; see the module's docstring."""
+    steps = after.steps - before.steps
+    seconds = {part: after.seconds[part] - before.seconds[part] for part in PARTS}
+    calls = {part: after.calls[part] - before.calls[part] for part in PARTS}
+    wall_us, cpu_us, best_us, draw_us = (
+        1e6 * each / steps
+        for each in (
+            after.wall_s - before.wall_s - seconds["read"],
+            after.cpu_s - before.cpu_s - seconds["read"],
+            seconds["best"],
+            seconds["draw"],
+        )
+    )
+    read_us = 1e6 * seconds["read"] / calls["read"]
+    return {
+        "wall_us": wall_us,
+        "cpu_us": cpu_us,
+        "best_us": best_us,
+        "draw_us": draw_us,
+        "outside_us": wall_us - best_us - draw_us,
+        "read_us": read_us,
+        "best_over_read": 1e6 * seconds["best"] / calls["best"] / read_us,
+    }
+
+
+Taken = dict[str, dict[str, dict[str, list[float]]]]
+"""Number of streams → kind of stream → figure → its value in each round."""
+
+
+async def measure(worker: Worker, options: argparse.Namespace) -> Taken:
+    """The figures of each round."""
+    taken: Taken = {str(number): {kind: {} for kind in KINDS} for number in options.streams}
+    async with aiohttp.ClientSession() as session, endless_streams(worker.address) as streams:
         for _ in range(options.rounds):
-            for kind, parameters in KINDS.items():
-                streams = [asyncio.create_task(stream(dispatcher, seed, parameters)) for seed in range(options.streams)]
-                while await running(session, worker) < options.streams:
-                    await asyncio.sleep(0.05)
-                before = await counts(session, worker)
-                await asyncio.sleep(options.seconds)
-                after = await counts(session, worker)
-                wall, cpu, steps = (b - a for a, b in zip(before, after, strict=True))
-                taken[kind]["wall_us"].append(1e6 * wall / steps)
-                taken[kind]["cpu_us"].append(1e6 * cpu / steps)
-                for each in streams:
-                    each.cancel()
-                await asyncio.gather(*streams, return_exceptions=True)
-                while await running(session, worker):
-                    await asyncio.sleep(0.05)
-    loop.cancel()
-    await asyncio.gather(loop, return_exceptions=True)
+            for number in options.streams:
+                for kind, parameters in KINDS.items():
+                    streams.start(number, parameters)
+                    while await running(session, worker) < number:
+                        await asyncio.sleep(0.05)
+                    before = await counts(session, worker)
+                    await asyncio.sleep(options.seconds)
+                    for name, value in per_step(before, await counts(session, worker)).items():
+                        taken[str(number)][kind].setdefault(name, []).append(value)
+                    streams.stop()
+                    while await running(session, worker):
+                        await asyncio.sleep(0.05)
     return taken
 
 
@@ -127,22 +256,16 @@ async def running(session: aiohttp.ClientSession, worker: Worker) -> int:
         return int((await response.json())["running"])
 
 
-async def counts(session: aiohttp.ClientSession, worker: Worker) -> tuple[float, float, float]:
-    """(time in seconds, the worker's processor time in seconds, its number of steps)."""
+async def counts(session: aiohttp.ClientSession, worker: Worker) -> Counts:
+    """The present counts of the worker."""
     async with session.get(f"http://{worker.http}/metrics") as response:
-        [steps] = re.findall(r"^baton_engine_steps_total (\S+)", await response.text(), re.MULTILINE)
-    return time.perf_counter(), cpu_seconds(worker.process.pid), float(steps)
-
-
-async def stream(dispatcher: Dispatcher, seed: int, parameters: dict[str, Any]) -> None:
-    """Run one generation after another until cancelled."""
-    draw = random.Random(seed)
-    token_ids = tuple(draw.randrange(10, 200) for _ in range(64))
-    sampling = SamplingParams(max_tokens=1900, ignore_eos=True, seed=seed, **parameters)
-    while True:
-        work = Generation(token_ids=token_ids, num_choices=1, sampling=sampling, budget_s=120)
-        async for _ in dispatcher.generate(work):
-            pass
+        text = await response.text()
+    [steps] = re.findall(r"^baton_engine_steps_total (\S+)", text, re.MULTILINE)
+    seconds, calls = (
+        {part: float(value) for part, value in re.findall(rf'^{name}_total{{part="(\w+)"}} (\S+)', text, re.MULTILINE)}
+        for name in ("baton_sampler_seconds", "baton_sampler_calls")
+    )
+    return Counts(time.perf_counter(), cpu_seconds(worker.process.pid), float(steps), seconds, calls)
 
 
 if __name__ == "__main__":

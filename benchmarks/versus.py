@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.figures import compared
 from benchmarks.local import local_stack
 from benchmarks.models import give_every_token_text, llama_15m, qwen2_05b
 from benchmarks.peers import vllm
@@ -137,14 +137,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
             entry: dict[str, Any] = {"ours": ours, "theirs": theirs, "concurrency": concurrency}
             for figure in ("output_tokens_per_s", "ttft_p50_s", "itl_p99_s"):
-                ratios = sorted(each[ours][figure] / each[theirs][figure] for each in rounds)
-                entry[figure] = {
-                    "ours": statistics.median(each[ours][figure] for each in rounds),
-                    "theirs": statistics.median(each[theirs][figure] for each in rounds),
-                    "ratio": statistics.median(ratios),
-                    "ratio_min": ratios[0],
-                    "ratio_max": ratios[-1],
-                }
+                entry[figure] = compared((each[ours][figure], each[theirs][figure]) for each in rounds)
             made.append(entry)
     return made
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -105,7 +106,7 @@ def median_s(transfer: Callable[[], None]) -> float:
         begin = time.perf_counter()
         transfer()
         taken.append(time.perf_counter() - begin)
-    return sorted(taken)[REPEATS // 2]
+    return statistics.median(taken)
 
 
 def read_blocks(

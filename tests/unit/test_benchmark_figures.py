@@ -7,6 +7,8 @@ import json
 import mmap
 import os
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from safetensors import safe_open
 
 from benchmarks import agreement, decode_floor, modes, versus
 from benchmarks.driver import Arrival
-from benchmarks.interference import gaps_around, share, summary_ms
-from benchmarks.record import load_figures, spread
+from benchmarks.figures import compared, cpu_seconds, quantile, spread
+from benchmarks.interference import gaps_around, summary_ms
+from benchmarks.record import load_figures
 from benchmarks.steady import resident_mib
 from common.engine.runner import load_runner
 
@@ -31,9 +34,27 @@ def test_a_spread_of_known_values() -> None:
     assert spread([7.0]) == {"min": 7.0, "p50": 7.0, "p90": 7.0, "max": 7.0, "n": 1}
 
 
-def test_a_share_is_never_less_than_the_quantile() -> None:
-    assert [share([4, 1, 3, 2], quantile) for quantile in (0, 0.25, 0.5, 0.99, 1)] == [1, 2, 3, 4, 4]
-    assert [share(range(1, num + 1), 0.99) for num in (1, 99, 100, 101, 200, 300)] == [1, 99, 100, 100, 199, 298]
+def test_a_quantile_is_the_larger_one_of_two_values() -> None:
+    assert [quantile([4, 1, 3, 2], share) for share in (0, 0.25, 0.5, 0.99, 1)] == [1, 2, 3, 4, 4]
+    assert [quantile(range(1, num + 1), 0.99) for num in (1, 99, 100, 101, 200, 300)] == [1, 99, 100, 100, 199, 298]
+
+
+def test_systems_in_turns_are_compared_by_the_ratios_of_their_rounds() -> None:
+    assert compared(iter([(1.0, 4.0), (6.0, 2.0), (5.0, 5.0)])) == {
+        "ours": 5.0,
+        "theirs": 4.0,
+        "ratio": 1.0,
+        "ratio_min": 0.25,
+        "ratio_max": 3.0,
+    }
+
+
+def test_processor_time_is_that_of_all_threads() -> None:
+    began = cpu_seconds(os.getpid())
+    spent = threading.Thread(target=lambda: sum(range(10**6)))
+    spent.start()
+    spent.join()
+    assert began < cpu_seconds(os.getpid()) <= time.process_time()
 
 
 def test_seconds_are_told_in_milliseconds() -> None:

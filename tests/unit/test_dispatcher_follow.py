@@ -11,7 +11,8 @@ import pytest
 from kubernetes_api import DECODE, NAMESPACE, Pod, running_api
 from prometheus_client import CollectorRegistry
 
-from benchmarks.scripted_workers import Script, ScriptedPool, ScriptedWorker
+from benchmarks.scripted_batch import Script
+from benchmarks.scripted_workers import ScriptedPool, ScriptedWorker
 from common.contract.errors import Cause
 from common.contract.ids import new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout

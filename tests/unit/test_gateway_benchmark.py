@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import record
 from benchmarks.event_client import EventClient, post
-from benchmarks.gateway import journeys_ms, stream_figures, summary, tokens_with_text
+from benchmarks.gateway import journeys_ms, stream_figures, summary
+from benchmarks.pinned_processes import tokens_with_text
 from benchmarks.results_page import part
 from common.runtime.checkpoint import DEMO_FOLDER
 
@@ -146,7 +147,10 @@ def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     asked = {"requests_per_s": 900.0, "cpu_us_per_request": 1100.0, "gateway_share": 0.99, "load_share": 0.2}
     slower = streams | {"tokens_per_s": 19000.0, "added_p99_ms": 3.0}
-    rounds = [{"100": each | {"paces": []}, "requests": asked} for each in (streams, streams, slower)]
+    plain = streams | {"cpu_us_per_token": 12.0, "added_p50_ms": 0.25}
+    rounds = [
+        {"100": each | {"paces": []}, "forwarder 100": plain, "requests": asked} for each in (streams, streams, slower)
+    ]
     machine = {"cpu": "Abacus", "cores": 2}
     run = {
         "command": "c",
@@ -158,4 +162,7 @@ def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "gateway.json").write_text(json.dumps(run))
     head = "| 100 | 0.50 (0.50 to 0.50) | 2.0 (2.0 to 3.0) | 20,500 (19,000 to 20,500) | "
     assert head + "40 (40 to 40) | 30 (30 to 30) | 99 % |" in part("gateway")
+    head = "| 100, forwarder | 0.25 (0.25 to 0.25) | 2.0 (2.0 to 2.0) | 20,500 (20,500 to 20,500) | "
+    assert head + "40 (40 to 40) | 12 (12 to 12) | 99 % |" in part("gateway")
+    assert part("gateway").count("\n| ") == 4, "head, rule, and a row for each process"
     assert "| 900 (900 to 900) | 1100 (1100 to 1100) | 99 % |" in part("gateway requests")

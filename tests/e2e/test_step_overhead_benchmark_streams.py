@@ -1,0 +1,31 @@
+"""The measurement of a step outside the model, for a moment: each part is timed, for each number of streams."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.models import llama_15m
+from benchmarks.recovery import Worker
+from benchmarks.step_overhead import KINDS, measure, worker_options
+
+
+async def test_every_part_of_a_step_is_timed(tmp_path: Path) -> None:
+    worker = Worker("benchmarks.step_overhead", worker_options(llama_15m(tmp_path), 3))
+    try:
+        taken = await measure(worker, argparse.Namespace(streams=[2, 3], rounds=1, seconds=1.0))
+    finally:
+        worker.process.kill()
+        worker.process.wait()
+    assert taken.keys() == {"2", "3"}
+    for kinds in taken.values():
+        assert kinds.keys() == KINDS.keys()
+        for kind, figures in kinds.items():
+            [wall], [best], [draw], [outside] = (
+                figures[name] for name in ("wall_us", "best_us", "draw_us", "outside_us")
+            )
+            assert outside == wall - best - draw > 0
+            assert best > 0
+            assert (draw == 0) == (kind == "greedy")
+            assert figures["read_us"][0] > 0
+            assert figures["best_over_read"][0] > 0

@@ -1,0 +1,77 @@
+"""What the measurement of a step outside the model makes of its counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import record
+from benchmarks.figures import spread
+from benchmarks.results_page import part
+from benchmarks.step_overhead import Counts, SamplerTimes, TimedBackend, per_step
+from common.contract.sampling import SamplingParams
+from common.engine.batch import Sample
+from common.engine.cpu_attention import CpuAttention
+
+
+def counts(at_s: float, steps: int, best_s: float, draw_s: float, num_reads: int) -> Counts:
+    """A worker's counts. Each plain read takes a quarter of a second."""
+    seconds = {"best": best_s, "draw": draw_s, "read": num_reads / 4}
+    return Counts(at_s, at_s / 2, steps, seconds, {"best": steps + 7, "draw": 0, "read": num_reads})
+
+
+def test_a_step_is_split_into_its_parts() -> None:
+    before, after = counts(10.0, 100, 1.0, 5.0, 3), counts(22.0, 120, 11.0, 5.5, 11)
+    assert per_step(before, after) == {
+        "wall_us": 5e5,  # 12 s without 2 s of reads, over 20 steps
+        "cpu_us": 2e5,  # 6 s without the same
+        "best_us": 5e5,
+        "draw_us": 25e3,
+        "outside_us": -25e3,
+        "read_us": 25e4,  # a read, not a step
+        "best_over_read": 2.0,
+    }
+
+
+def test_the_operations_of_a_backend_are_timed_and_not_changed() -> None:
+    backend, times = CpuAttention(), SamplerTimes()
+    timed = TimedBackend(backend, times)
+    logits_NV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(temperature=1.0, max_tokens=1, seed=3)
+    samples = [Sample(params=params, choice=0, position=5, token_ids=(), prompt_len=5)] * 3
+    best_N, tokens_N = timed.best(logits_NV)
+    assert torch.equal(best_N, logits_NV.max(dim=-1).values)
+    assert torch.equal(tokens_N, logits_NV.argmax(dim=-1))
+    assert (times.calls, times.seconds["draw"]) == ({"best": 1, "draw": 0, "read": 0}, 0.0)
+    assert torch.equal(timed.draw(logits_NV, best_N, samples), backend.draw(logits_NV, best_N, samples))
+    assert times.calls == {"best": 1, "draw": 1, "read": 0}
+    assert min(times.seconds["best"], times.seconds["draw"]) > times.seconds["read"] == 0.0
+
+
+def table_of(figures: dict[str, Any], workload: dict[str, Any], folder: Path) -> list[str]:
+    run = {"command": "c", "commit": "c", "product": "p", "machine": {"cpu": "Abacus", "cores": 2}}
+    (folder / "step-overhead.json").write_text(json.dumps(run | {"workload": workload, "figures": figures}))
+    return [line for line in part("step-overhead").splitlines() if line.startswith("|")]
+
+
+def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    rounds = [per_step(counts(0.0, 0, 0.0, 0.0, 0), counts(at_s, 10_000, 1.5, 0.5, 8)) for at_s in (12.0, 14.0, 19.0)]
+    kinds = {"greedy": {name: spread([each[name] for each in rounds]) for name in rounds[0]}}
+    head, _, *rows = table_of({"32": kinds, "256": kinds}, {"streams": [32, 256]}, tmp_path)
+    assert head.count("|") == rows[0].count("|") == 11
+    cells = "greedy | 1200 | 1000 | 500 | 150 | 50 | 1000 | 800 | 0.00 |"
+    assert rows == [f"| 32 | {cells}", f"| 256 | {cells}"]
+
+
+def test_a_record_of_whole_steps_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of earlier commits have neither parts nor several numbers of streams."""
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    figures = {"greedy": {"wall_us": spread([700.0, 725.0, 800.0]), "cpu_us": spread([677.0])}}
+    head, _, *rows = table_of(figures, {"streams": 32}, tmp_path)
+    assert head == "| streams | sampling | µs, median | least | µs of processor time |"
+    assert rows == ["| 32 | greedy | 725 | 700 | 677 |"]
