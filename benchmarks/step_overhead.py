@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from common.engine.backend import Backend
     from common.engine.batch import Sample
     from common.engine.penalties import LastTokens
-    from common.engine.sampler import Choice
+    from common.engine.sampler import Choice, Likeliest
 
 KV_BYTES_PER_STREAM = 2**24
 """More than a stream of the model needs at its longest."""
@@ -163,9 +163,10 @@ def serve_without_model() -> None:
         eos_token_ids: Collection[int],
         backend: Backend,
         last_tokens: LastTokens | None = None,
+        likeliest: Likeliest | None = None,
     ) -> Choice:
         timed = cast("Backend", TimedBackend(backend, times))
-        choice = choose(logits_NV, samples, eos_token_ids, timed, last_tokens)
+        choice = choose(logits_NV, samples, eos_token_ids, timed, last_tokens, likeliest)
         if times.calls["best"] % READ_EVERY == 0:
             begin = time.perf_counter()
             logits_NV.sum()

@@ -16,9 +16,11 @@ from stack import BLOCK_BYTES, MODEL, Process, Workers
 NUM_SMALL_BLOCKS = 40
 _PULLING = ("--chunk-size", "64", "--pull-prefixes", "always", "--pull-patience-s", "4")
 """A pull on a busy machine may take longer than its second."""
+_OPTIONS = ("--checksums", "--heartbeat-timeout-s", "5")
+"""A test that plays a gateway on a busy machine may be silent for longer than the usual timeout."""
 _WIRES: dict[str, Any] = {
-    "zmq": {"options": ("--transport", "zmq", "--checksums")},
-    "nixl-tcp": {"options": ("--checksums",), "env": {"UCX_TLS": "tcp"}},
+    "zmq": {"options": ("--transport", "zmq", *_OPTIONS)},
+    "nixl-tcp": {"options": _OPTIONS, "env": {"UCX_TLS": "tcp"}},
 }
 
 
@@ -74,7 +76,7 @@ def main_pool(pool: Callable[..., Workers]) -> Workers:
         "llama",
         prefill=2,
         decode=2,
-        options=("--checksums",),
+        options=_OPTIONS,
         prefill_options=_PULLING,
         decode_options=("--max-num-seqs", "16"),
     )
