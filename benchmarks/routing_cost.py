@@ -6,6 +6,9 @@ Half of the workers are prefill workers. `idle`: they have nothing to do, and th
 queues and batches differ, and each was given three requests since its last heartbeat. The beginning of the prompt is
 cached by no worker, by 20 of them, or by all. `report` is the time to take a heartbeat. CPU time of the thread, the
 least of several repetitions, since other processes share the machine.
+
+Of the prefix index the bytes are measured for each block and worker that holds it, as `tracemalloc` counts them, and
+the time to look up the 60 blocks of a prompt that all of these workers hold.
 """
 
 from __future__ import annotations
@@ -13,22 +16,29 @@ from __future__ import annotations
 import argparse
 import random
 import time
+import tracemalloc
 from collections.abc import Callable
 
 from benchmarks.record import record
+from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES, BlockHash
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import Heartbeat, Phase, Role, Welcome
+from common.contract.messages import CacheEvents, Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Router
+from gateway.serving.attempt import Place
 from gateway.workers.discovery import Endpoint
+from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
 
 WORKERS = (10, 100, 1000, 2000)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=32, dtype="float32")
 FINGERPRINT = Fingerprint(config_hash="c", weights_hash="w", layout=LAYOUT)
+HOLDERS = (1, 2, 10, 100)
 PROMPT_TOKENS = 2000
+PROMPT_BLOCKS = 60
+NUM_CHAINS = 2000
 REPETITIONS = 9
 NOW = 100.2
 
@@ -116,6 +126,25 @@ def measure(num_workers: int, draw: random.Random, *, busy: bool) -> dict[str, f
     return found
 
 
+def measure_index(num_holders: int, draw: random.Random) -> dict[str, float]:
+    """Bytes of the prefix index for each block and worker, if that many workers hold each block, and a look-up."""
+    chains = [[BlockHash(draw.randbytes(HASH_BYTES)) for _ in range(PROMPT_BLOCKS)] for _ in range(NUM_CHAINS)]
+    index = PrefixIndex()
+    tracemalloc.start()
+    for holder in range(num_holders):
+        place = Place(f"10.0.0.{holder}:7001", Incarnation(f"life-{holder}"))
+        for chain in chains:
+            stored = b"".join(name[:SHORT_NAME_BYTES] for name in chain)
+            index.apply(place, CacheEvents(begins=False, stored=stored, removed=b""))
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return {
+        "bytes_block_and_worker": taken / index.num_blocks,
+        "bytes_block": taken / index.num_names,
+        "longest_us": least_us(lambda: index.longest(chains[0]), 100),
+    }
+
+
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -129,6 +158,11 @@ def main() -> None:
             figures[state][str(num_workers)] = found
             told = "  ".join(f"{name} {value:7.1f}" for name, value in found.items())
             print(f"{state} {num_workers:5} workers: {told}", flush=True)
+    figures["index"] = {}
+    for num_holders in HOLDERS:
+        found = figures["index"][str(num_holders)] = measure_index(num_holders, random.Random(args.seed))
+        told = "  ".join(f"{name} {value:7.1f}" for name, value in found.items())
+        print(f"index, {num_holders:5} holders of each block: {told}", flush=True)
     workload = {"prompt_tokens": PROMPT_TOKENS, "repetitions": REPETITIONS}
     print(record("routing-cost", workload=workload, figures=figures, seed=args.seed))
 

@@ -182,6 +182,7 @@ def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
         settings.pulse,
         local_prefill_tokens=settings.local_prefill_tokens,
         routing=settings.routing,
+        max_prefix_names=settings.prefix_index_names,
         admission=admission_of(settings),
         patience_s=settings.patience_s,
         silence_s=settings.silence_s,

@@ -316,6 +316,9 @@ class GatewaySettings(TierSettings):
     local_prefill_tokens: int = Field(
         64, ge=0, le=2**20, description="prompts with at most this many uncached tokens are computed by a decode worker"
     )
+    prefix_index_names: int = Field(
+        2_000_000, ge=1024, le=2**30, description="most cached blocks that are known by name, 120 bytes each"
+    )
     routing: Literal["expected", "round_robin"] = Field(
         "expected", description="expected: by expected time to first token and load; round_robin: in turn, to compare"
     )

@@ -133,15 +133,16 @@ class Dispatcher(Collector):
         *,
         local_prefill_tokens: int = 0,
         routing: Routing = "expected",
+        max_prefix_names: int = 2_000_000,
         admission: Admission | None = None,
         patience_s: float = 10.0,
         silence_s: float = math.inf,
         keys: CurveKeys | None = None,
     ) -> None:
         """`local_prefill_tokens`: a decode worker computes a prompt of which it has at most so many tokens to compute.
-        With 0 there is none, because the last token is never cached. Without `admission` no request is refused because
-        of expected times. An admitted request waits up to `patience_s` while no suitable worker exists. A request that
-        gets no token for `silence_s` fails.
+        With 0 there is none, because the last token is never cached. `max_prefix_names` bounds the prefix index.
+        Without `admission` no request is refused because of expected times. An admitted request waits up to
+        `patience_s` while no suitable worker exists. A request that gets no token for `silence_s` fails.
         """
         self._me = me
         self._registry = registry
@@ -154,7 +155,7 @@ class Dispatcher(Collector):
             registry, Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing)
         )
         self._admission = admission
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(max_prefix_names)
         self._context = zmq.asyncio.Context()
         self._links: dict[str, ControlClient] = {}
         self._open_clients: dict[_Client, None] = {}
@@ -357,11 +358,15 @@ class Dispatcher(Collector):
         yield GaugeMetricFamily(
             "baton_gateway_prefix_blocks", "Cached blocks that workers have told of.", self._index.num_blocks
         )
+        yield GaugeMetricFamily(
+            "baton_gateway_prefix_names", "Blocks in the prefix index, whoever holds them.", self._index.num_names
+        )
         yield GaugeMetricFamily("baton_gateway_flows", "Requests between workers and clients.", len(self._open_clients))
         for name, text, value in (
             ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),
             ("duplicates", "Token frames that repeated what was known.", self.num_duplicates),
             ("gaps", "Token frames that came before an earlier one.", self.num_gaps),
+            ("prefix_names_forgotten", "Blocks dropped from the full prefix index.", self._index.num_forgotten),
             ("prefix_hints", "Prefills told of a worker that has the prompt's beginning.", self.num_prefix_hints),
             ("handoffs", "Sequences that a decode worker took over from a prefill worker.", self.handoffs.total()),
         ):

@@ -341,6 +341,19 @@ async def test_the_next_turn_is_told_where_the_last_one_was_decoded() -> None:
     await bench.close()
 
 
+async def test_a_full_prefix_index_costs_hits_and_no_answer() -> None:
+    bench = Bench(max_prefix_names=1)
+    prompts = [tuple(range(start, start + 100)) for start in range(0, 100_000, 100)]
+    for prompt in prompts:
+        bench.holds(D, prompt)
+    assert bench.counted("prefix_names") == bench.counted("prefix_blocks") <= 256, "one in each part"
+    assert bench.counted("prefix_names_forgotten_total") == 6 * len(prompts) - bench.counted("prefix_names")
+    first, last = await bench.whole(prompts[0], (1, 2)), await bench.whole(prompts[-1], (1, 2))
+    assert bench.hint(first) is None
+    assert bench.hint(last) is not None
+    await bench.close()
+
+
 async def test_the_next_turn_goes_where_the_last_one_was_decoded_if_little_is_left_to_compute() -> None:
     bench = Bench(decode=(D, D2), local_prefill_tokens=32)
     bench.holds(D, HELD)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import tracemalloc
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from common.contract.messages import MAX_CACHE_EVENTS, CacheEvents, Message
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
 from gateway.serving.attempt import Place
-from gateway.workers.prefix_index import PrefixIndex
+from gateway.workers.prefix_index import NUM_PARTS, PrefixIndex
 
 A, B = Place("a:1", Incarnation("A")), Place("b:1", Incarnation("B"))
 GATEWAY, OTHER_GATEWAY = Incarnation("G"), Incarnation("H")
@@ -32,6 +34,12 @@ def events(
     stored: list[BlockHash] | None = None, removed: list[BlockHash] | None = None, *, begins: bool = False
 ) -> CacheEvents:
     return CacheEvents(begins=begins, stored=short(stored or []), removed=short(removed or []))
+
+
+def held_by(index: PrefixIndex, place: Place) -> set[bytes]:
+    """All that a worker holds, as far as the index knows."""
+    bit = index._bits.get(place, 0)
+    return {name for part in index._parts for name, holders in part.items() if holders & bit}
 
 
 def test_it_knows_who_holds_how_much() -> None:
@@ -79,6 +87,127 @@ def test_a_life_that_is_forgotten_holds_nothing() -> None:
     index.forget(A)
     index.forget(A)
     assert index.longest(names(1, 2)) == {reborn: 1}
+
+
+# --- what it takes ---------------------------------------------------------------------------------------------------
+
+
+def worker(number: int) -> Place:
+    return Place(f"w{number}:1", Incarnation(f"W{number}"))
+
+
+def by_part(number: int) -> list[BlockHash]:
+    """Names that fall into the same part of the index, as many as wanted."""
+    chain = block_hashes(range(300 * number), 1)
+    return [name for name in chain if name[0] == 0]
+
+
+def test_a_block_that_many_hold_is_stored_once() -> None:
+    chain = names(*range(4000))
+    index = PrefixIndex()
+    tracemalloc.start()
+    try:
+        for number in range(40):
+            for start in range(0, len(chain), 64):
+                index.apply(worker(number), events(chain[start : start + 64]))
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    index.check_invariants()
+    assert (index.num_names, index.num_blocks) == (4000, 40 * 4000)
+    assert taken < 10 * index.num_blocks, "bytes for each block and worker"
+    assert index.longest(chain) == {worker(number): 4000 for number in range(40)}
+
+
+def test_a_full_index_forgets_what_was_not_used_for_the_longest() -> None:
+    names_of_part = by_part(20)
+    asked, reported, unused, new = names_of_part[:4], names_of_part[4:8], names_of_part[8:16], names_of_part[16:18]
+    index = PrefixIndex(16 * NUM_PARTS)
+    for place in (A, B):
+        index.apply(place, events([*asked, *reported, *unused]))
+    assert index.longest(asked) == {A: 4, B: 4}
+    index.apply(B, events(reported))
+    assert index.num_forgotten == 0
+    index.apply(A, events(new))
+    index.check_invariants()
+    assert index.num_forgotten == 2
+    assert (index.num_names, index.num_blocks) == (16, 14 * 2 + 2)
+    assert held_by(index, B) == {name[:SHORT_NAME_BYTES] for name in [*asked, *reported, *unused[2:]]}
+    assert held_by(index, A) == held_by(index, B) | {name[:SHORT_NAME_BYTES] for name in new}
+    index.apply(A, events(removed=unused[:1]))
+    index.apply(A, events(unused[:1]))
+    assert index.longest(unused[:1]) == {A: 1}, "B has it too, which the index no longer knows"
+    index.check_invariants()
+
+
+def test_sessions_that_open_again_and_again_leave_nothing_behind() -> None:
+    index = PrefixIndex()
+    for number in range(5 * NUM_PARTS):
+        index.apply(B, events(names(1, 2, number), begins=True))
+        index.apply(worker(number), events(names(1)))
+        index.forget(worker(number))
+        index.check_invariants()
+        assert index.num_blocks == 3
+    assert index._num_bits <= 5 * NUM_PARTS
+    for _ in range(2 * NUM_PARTS):
+        index.apply(B, events())
+    index.check_invariants()
+    assert index.num_names == 3, "what nobody holds is gone"
+    assert index._dead == 0
+
+
+WORKERS = tuple(map(worker, range(4)))
+CHAINS = [names(*range(start, start + 6)) for start in range(0, 60, 6)]
+OTHERS = by_part(3)[:8]
+"""Names of one part, so that it gets full."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    in_part=st.sampled_from((2, 3, 1000)),
+    happening=st.lists(
+        st.tuples(
+            st.sampled_from(("store", "store", "store", "remove", "begin", "forget", "ask")),
+            st.sampled_from(WORKERS),
+            st.sampled_from((*CHAINS, OTHERS)),
+            st.integers(0, 8),
+            st.integers(0, 8),
+        ),
+        max_size=80,
+    ),
+)
+def test_it_says_what_sets_of_names_would_or_less_if_it_was_full(
+    in_part: int, happening: list[tuple[str, Place, list[BlockHash], int, int]]
+) -> None:
+    index = PrefixIndex(in_part * NUM_PARTS)
+    told: dict[Place, set[BlockHash]] = {place: set() for place in WORKERS}
+    for what, place, chain, start, num in happening:
+        some = chain[start : start + num]
+        match what:
+            case "store":
+                index.apply(place, events(some))
+                told[place] |= set(some)
+            case "remove":
+                index.apply(place, events(removed=some))
+                told[place] -= set(some)
+            case "begin":
+                index.apply(place, events(some, begins=True))
+                told[place] = set(some)
+            case "forget":
+                index.forget(place)
+                told[place] = set()
+        index.check_invariants()
+        known = {
+            each: sum(1 for _ in itertools.takewhile(told[each].__contains__, chain))
+            for each in WORKERS
+            if chain[0] in told[each]
+        }
+        found = index.longest(chain)
+        if index.num_forgotten == 0:
+            assert found == known
+            assert index.num_blocks == sum(map(len, told.values()))
+        assert all(num <= known[each] for each, num in found.items())
+        assert max(map(len, index._parts)) <= in_part
 
 
 # --- what a worker tells ---------------------------------------------------------------------------------------------
@@ -182,4 +311,5 @@ def test_every_gateway_knows_what_the_pool_holds(seed: int, num_blocks: int) -> 
     for gateway, index in indices.items():
         if index is not None:
             wire.deliver(gateway, index)
-            assert index._held[A] == {name[:SHORT_NAME_BYTES] for name in pool.named()}
+            index.check_invariants()
+            assert held_by(index, A) == {name[:SHORT_NAME_BYTES] for name in pool.named()}
