@@ -56,6 +56,9 @@ class Registry:
         """Counter of events that may have changed which workers are usable."""
         self._table: LoadTable | None = None
         """None until it is asked for, after the set of workers has changed."""
+        self._changed: set[WorkerView] = set()
+        """Workers whose row of the table is to be computed before the table is read. A heartbeat does so at once, so
+        that a request after a long time does not do it for all workers; other events often come many at a time."""
         self._usable: dict[Role, Rows] = {}
         """Rows of the usable workers of each role; empty if they are not known."""
 
@@ -96,7 +99,7 @@ class Registry:
         worker.refused, worker.stalled = None, False
         worker.full = worker.leaving = False
         worker.rates.forget()
-        self._changed(worker)
+        self._changed.add(worker)
         self._settle(opening=worker)
         if worker.refused is not None:
             raise FingerprintMismatchError(worker.refused)
@@ -108,13 +111,13 @@ class Registry:
         worker.forget_given()
         worker.refused = None
         worker.rates.forget()
-        self._changed(worker)
+        self._changed.add(worker)
         self._settle()
 
     def resynced(self, address: str) -> None:
         """Restart the counts of work given in a session, after lost messages."""
         self.workers[address].forget_given()
-        self._changed(self.workers[address])
+        self._changed.add(self.workers[address])
 
     def heartbeat(self, address: str, load: Heartbeat, now: float) -> bool:
         """Take a worker's heartbeat. Returns whether it shows, for the first time, that the engine hangs."""
@@ -130,7 +133,8 @@ class Registry:
             worker.idle_or_stepped_at, worker.stalled = now, False
         stalls = now - worker.idle_or_stepped_at > self._stall_s and not worker.stalled
         worker.stalled = worker.stalled or stalls
-        self._changed(worker)
+        self._changed.add(worker)
+        self._update_table()
         if worker.available != was_available:
             self._settle()
         return stalls
@@ -141,7 +145,7 @@ class Registry:
         worker = self.workers[address]
         if cause is Cause.CAPACITY:
             worker.full = True
-            self._changed(worker)
+            self._changed.add(worker)
         elif cause is Cause.DRAINING and not worker.leaving:
             worker.leaving = True
             self._settle()
@@ -161,7 +165,7 @@ class Registry:
         worker = self.workers[address]
         worker.in_flight += 1
         worker.unseen.append(given)
-        self._changed(worker)
+        self._changed.add(worker)
 
     def left(self, address: str, incarnation: Incarnation, given: Given | None = None, now: float = 0.0) -> None:
         """Record the end of a request's part at a worker. `given`, the work it was given, need no longer be confirmed.
@@ -172,7 +176,7 @@ class Registry:
         worker.in_flight -= 1
         if given is not None:
             self._over(worker, given, now)
-        self._changed(worker)
+        self._changed.add(worker)
 
     def _over(self, worker: WorkerView, given: Given, now: float) -> None:
         if given not in worker.unseen:
@@ -196,6 +200,7 @@ class Registry:
         """The loads of all workers. A table keeps its rows; another set of workers has another table."""
         if self._table is None:
             self._table = LoadTable(self.workers.values())
+        self._update_table()
         return self._table
 
     def usable_rows(self, role: Role) -> Rows:
@@ -217,12 +222,15 @@ class Registry:
         roles = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
         return [role for role in roles if not len(self.usable_rows(role))]
 
-    def _changed(self, worker: WorkerView) -> None:
+    def _update_table(self) -> None:
         if self._table is not None:
-            self._table.update(worker)
+            for worker in self._changed:
+                self._table.update(worker)
+        self._changed.clear()
 
     def _forget_table(self) -> None:
         self._table = None
+        self._changed.clear()
         self._usable.clear()
 
     def _settle(self, opening: WorkerView | None = None) -> None:

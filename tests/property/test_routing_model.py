@@ -9,7 +9,7 @@ import full_scan
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation
@@ -160,11 +160,16 @@ class RoutingMachine(RuleBasedStateMachine):
             self.registry.took(address, given)
             self.given.append((worker.place, given))
 
-    @rule(address=st.sampled_from(DECODE), load=loads)
-    def crowd(self, address: str, load: Heartbeat) -> None:
-        """All report the same load, and one has many requests that take nothing."""
+    @rule(address=st.sampled_from(DECODE), load=loads, tier=tiers, more=st.integers(4, 6))
+    def crowd(self, address: str, load: Heartbeat, tier: Tier, more: int) -> None:
+        """All report the same load, and the one that holds the prompt has many requests that take nothing."""
         self.report_all(load=replace(load, phase=Phase.SERVING), same=True)
-        self.give(address=address, tier=Tier.BATCH, num_tokens=0, num_sequences=0, num_blocks=0, times=6)
+        worker = self.worker(address)
+        if worker is not None:
+            fewest = min(each.in_flight for each in self.registry.workers.values() if each.role is Role.DECODE)
+            times = 2 * fewest + more - worker.in_flight
+            self.give(address=address, tier=tier, num_tokens=0, num_sequences=0, num_blocks=0, times=times)
+            self.compare(Ask(num_tokens=1001, tier=tier, now=self.now), {worker.place: 992}, Caution())
 
     @rule(data=st.data(), confirmed=st.booleans())
     def leave(self, data: st.DataObject, confirmed: bool) -> None:
@@ -192,11 +197,12 @@ class RoutingMachine(RuleBasedStateMachine):
     def list_anew(self, listed: set[str], serving: bool) -> None:
         self.registry.relist(Role.DECODE, {address: serving or address == min(listed) for address in listed})
 
-    @rule()
-    def come_or_go(self) -> None:
+    @rule(come=st.booleans())
+    def come_or_go(self, come: bool) -> None:
+        """A worker goes, and another one may come at its address."""
         if EXTRA in self.registry.workers:
             self.registry.remove(EXTRA)
-        else:
+        if come:
             self.registry.add(Role.DECODE, Endpoint(address=EXTRA))
             with contextlib.suppress(FingerprintMismatchError):
                 self.registry.opened(EXTRA, self.life(), self.welcome(Role.DECODE, OLD, 10_000))
@@ -221,7 +227,11 @@ class RoutingMachine(RuleBasedStateMachine):
             avoid, beside, too_small = (self.some_places(data) for _ in range(3))
             caution = replace(caution, avoid=avoid, beside=beside, too_small=too_small)
         held = st.sampled_from([num for num in (16, 32, 96, 992) if num < ask.num_tokens] or [0])
-        cached = {place: data.draw(held) for place in self.some_places(data)}
+        cached = {place: data.draw(held) for place in sorted(self.some_places(data), key=str)}
+        self.compare(ask, cached, caution)
+
+    def compare(self, ask: Ask, cached: dict[Place, int], caution: Caution) -> None:
+        """Choose, in both ways."""
         expected = full_scan.choose(
             self.registry,
             ask,
@@ -241,13 +251,17 @@ class RoutingMachine(RuleBasedStateMachine):
             row = least_loaded_decode(table, caution.able(table, usable, ask), ask, table.spread(cached))
             assert table.workers[row] is full_scan.least_loaded_decode(could, ask, cached)
 
-    @invariant()
-    def the_table_is_that_of_the_workers(self) -> None:
+    @rule()
+    def look(self) -> None:
+        """The table is that of the workers, and so are the lists of usable ones."""
         for role in (Role.PREFILL, Role.DECODE):
             assert self.registry.usable(role) == full_scan.usable(self.registry, role)
         fresh = LoadTable(self.registry.workers.values())
         assert self.registry.table.workers == fresh.workers
         np.testing.assert_array_equal(self.registry.table._cells, fresh._cells)
+
+    def teardown(self) -> None:
+        self.look()
 
 
 RoutingMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
