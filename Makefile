@@ -1,4 +1,4 @@
-# Baton: `make serve` runs the local stack, `make test` and `make check` what CI runs.
+# Baton: `make serve` runs the local stack, `make unit` the fast tests, `make test` and `make check` what CI runs.
 PYTHON ?= python3
 MODEL ?= demo
 PREFILL ?= 1
@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 CLIENTS := .venv-clients/.installed
 NODE_CLIENTS := tests/clients/node_modules/.installed
 
-.PHONY: serve test chaos clients gpu model check format screenshots clean
+.PHONY: serve unit test chaos clients gpu model check format screenshots clean
 
 serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
@@ -20,9 +20,14 @@ serve: $(STAMP)
 # When one of them crashes, the run goes on without it and names the test: with another in its place it may never end.
 DEALT := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-test: export OMP_NUM_THREADS := 1
+unit test: export OMP_NUM_THREADS := 1
 # Some images forbid Python to keep what it has compiled: each of the hundreds of processes would compile all of Baton.
-test: export PYTHONDONTWRITEBYTECODE :=
+unit test: export PYTHONDONTWRITEBYTECODE :=
+
+# The loop while one works: parts, rules and invariants, without what starts other programs or takes long.
+unit: $(STAMP)
+	$(BIN)/python -m pytest -n 2 $(DEALT) -m "not gpu and not processes and not long" tests/property tests/unit
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 $(DEALT) -m "not gpu" tests/kernels tests/parity tests/model tests/property tests/unit
 	$(BIN)/python -m pytest -n 3 $(DEALT) --durations 15 -m "not gpu and not chaos" tests/chaos tests/e2e

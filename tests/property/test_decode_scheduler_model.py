@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from step_tokens import handles
@@ -521,6 +522,7 @@ def test_every_token_is_where_the_block_table_says(data: st.DataObject, num_even
     traffic.drain()
 
 
+@pytest.mark.long
 def test_many_long_runs() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
     num_finished = num_swapped = num_recomputed = num_revoked = num_hit = num_steps = num_ahead = 0

@@ -682,6 +682,7 @@ def test_no_pull_waits_for_ever(data: st.DataObject, num_events: int) -> None:
     world.end()
 
 
+@pytest.mark.long
 def test_many_long_runs() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
     num_admitted = num_prefixes = 0

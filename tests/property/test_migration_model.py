@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from migration_bench import Leg, Link, Site, World
@@ -223,6 +224,7 @@ def test_a_sequence_goes_on_as_if_it_had_stayed(data: st.DataObject, num_events:
     play(lambda options: data.draw(st.sampled_from(options)), num_events)
 
 
+@pytest.mark.long
 def test_many_long_journeys() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
     num_moved = num_begun_again = num_preempted = 0

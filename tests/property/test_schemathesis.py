@@ -15,6 +15,8 @@ import pytest
 from gateway_fixtures import CHAT_PATH, COMPLETIONS_PATH, EOS, MODEL, ScriptedGenerator, Server, serve
 from tool_models import NOON, TOOLS, WEATHER, tokens_of, tool_settings, tool_tokenizer
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "50"))
 """For each operation."""
 SEED = int(os.environ.get("SCHEMATHESIS_SEED", "1"))

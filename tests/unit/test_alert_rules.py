@@ -151,12 +151,14 @@ def run(tmp_path: Path, case: Mapping[str, Any], tests: Mapping[str, list[dict[s
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text(json.dumps({"groups": groups()}))
     assert f"{len(names('alert')) + len(names('record'))} rules found" in promtool("check", "rules", rules)
 
 
+@pytest.mark.processes
 def test_prometheus_takes_the_queries_of_the_dashboard_and_of_autoscalers(tmp_path: Path) -> None:
     asked = [
         re.sub(r"\$\w+", "a", expression.replace("$__rate_interval", "5m"))
@@ -168,12 +170,14 @@ def test_prometheus_takes_the_queries_of_the_dashboard_and_of_autoscalers(tmp_pa
     assert f"{len(asked)} rules found" in promtool("check", "rules", rules)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("at", ["2m", "30m", "40m"])
 def test_a_healthy_deployment_is_silent(tmp_path: Path, at: str) -> None:
     silent = [{"eval_time": at, "alertname": name, "exp_alerts": []} for name in names("alert")]
     run(tmp_path, {}, {"alert_rule_test": silent})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "number"), [(name, number) for name, cases in CASES["alerts"].items() for number in range(len(cases))]
 )
@@ -192,6 +196,7 @@ def test_every_alert_has_cases_in_which_it_fires_and_nearby_ones_in_which_it_doe
         assert {"fires" in case for case in cases} == {True, False}, name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", range(len(CASES["recorded"])))
 def test_recorded_rules(tmp_path: Path, number: int) -> None:
     case = CASES["recorded"][number]
@@ -204,6 +209,7 @@ def test_recorded_rules(tmp_path: Path, number: int) -> None:
     run(tmp_path, case, {"promql_expr_test": expected})
 
 
+@pytest.mark.processes
 def test_a_namespace_does_not_see_the_other(tmp_path: Path) -> None:
     samples = [
         {"labels": f'{{namespace="{namespace}"}}', "value": value} for namespace, value in (("a", 3.2), ("b", 0.8))

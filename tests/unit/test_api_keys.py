@@ -187,6 +187,7 @@ def test_a_drawn_key_is_its_digest_and_another_each_time() -> None:
         assert sha256 == digest(key)
 
 
+@pytest.mark.processes
 def test_the_command_prints_a_key_and_an_entry_that_belong_together(file: Path) -> None:
     command = [sys.executable, "-m", "common.runtime.cli", "api-key", "team-a.1@x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -146,6 +146,7 @@ def test_nobody_was_refused() -> None:
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @promtool
 def test_a_step_of_the_load_is_followed_and_nothing_flaps() -> None:
     """From half of one worker to what four can do, for half an hour."""
@@ -163,6 +164,7 @@ def test_a_step_of_the_load_is_followed_and_nothing_flaps() -> None:
     assert max(story.refused, default=0.0) <= STEP_AT_S + 120
 
 
+@pytest.mark.processes
 @promtool
 def test_what_is_needed_no_more_goes() -> None:
     story = simulate(step(2.0, 11.0, 60.0, 240.0), 1800.0, 0, rules())
@@ -172,6 +174,7 @@ def test_what_is_needed_no_more_goes() -> None:
     assert story.p90_ttft_s(300.0, 1800.0) < TARGET_S, "nothing is lost by shrinking"
 
 
+@pytest.mark.processes
 @promtool
 def test_the_decode_pool_is_what_its_loads_add_up_to(tmp_path: Path) -> None:
     def wanted(*loads: float, refused: float = 0.0, served: float = 15.0) -> float | None:

@@ -73,6 +73,7 @@ async def test_long_texts_are_tokenised_a_few_at_once(monkeypatch: pytest.Monkey
     assert work.num_begun == 14
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_does_not_wait_for_daemon_threads() -> None:
     program = """
 import threading

@@ -308,6 +308,7 @@ def test_help_names_every_option_and_exits_0(role: str, capsys: pytest.CaptureFi
         assert f"--{name.replace('_', '-')}" in text
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["-h"], 0), ([], 2), (["no-such-role"], 2)], ids=str)
 def test_the_command_itself(arguments: list[str], code: int) -> None:
     command = [sys.executable, "-m", "common.runtime.cli", *arguments]

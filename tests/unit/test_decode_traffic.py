@@ -311,6 +311,7 @@ def test_a_step_in_which_nobody_is_due_costs_the_same_however_many_run() -> None
     assert costs[0] == costs[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_tenants", [1, 10_000])
 def test_a_hundred_thousand_requests_that_wait_make_no_step_dearer(num_tenants: int) -> None:
     """Nor one in which somebody ends, and whoever fits comes in."""

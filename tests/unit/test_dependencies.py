@@ -122,6 +122,7 @@ def gateway_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("role", ["serve", "prefill", "decode"])
 def test_without_the_workers_packages_one_line_says_what_to_install(role: str, gateway_site: Path) -> None:
     done = run_python(gateway_site, "-m", "common.runtime.cli", role, "--model", "demo")
@@ -130,6 +131,7 @@ def test_without_the_workers_packages_one_line_says_what_to_install(role: str, g
     assert done.stdout == ""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("role", ["gateway", "bench", "kv-size", "api-key", "keys"])
 def test_the_other_commands_do_without_them(role: str, gateway_site: Path) -> None:
     done = run_python(gateway_site, "-m", "common.runtime.cli", role, "--help")

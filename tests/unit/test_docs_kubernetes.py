@@ -59,6 +59,7 @@ def overlay(name: str) -> list[Object]:
     return build(ROOT / "k8s" / "overlays" / name)
 
 
+@pytest.mark.processes
 @needs_kubectl
 def test_the_example_overlay_fits_together(tmp_path: Path) -> None:
     objects = example(tmp_path, between("example overlay"))
@@ -72,6 +73,7 @@ def test_the_example_overlay_fits_together(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.processes
 @needs_kubectl
 def test_every_query_of_the_example_asks_for_its_namespace(tmp_path: Path) -> None:
     scaled = list(of(example(tmp_path, between("example overlay")), "ScaledObject"))
@@ -82,6 +84,7 @@ def test_every_query_of_the_example_asks_for_its_namespace(tmp_path: Path) -> No
     assert len({trigger["serverAddress"] for trigger in asked.values()}) == 1
 
 
+@pytest.mark.processes
 @needs_kubectl
 def test_the_example_overlay_builds_with_the_other_autoscaler(tmp_path: Path) -> None:
     text = between("example overlay")
@@ -96,6 +99,7 @@ def test_the_example_overlay_has_every_component_but_one_of_the_autoscalers() ->
     assert used | {"hpa"} == {path.name for path in COMPONENTS.iterdir() if path.is_dir()}
 
 
+@pytest.mark.processes
 @needs_kubectl
 def test_the_secrets_that_the_page_makes_are_those_that_the_pods_mount(tmp_path: Path) -> None:
     objects = example(tmp_path, between("example overlay"))
@@ -118,6 +122,7 @@ def test_what_the_page_applies_is_there() -> None:
     assert [each for each in applied if each != "chat" and not (ROOT / each / "kustomization.yaml").is_file()] == []
 
 
+@pytest.mark.processes
 @needs_kubectl
 def test_the_seconds_of_the_page_are_those_of_the_manifests() -> None:
     objects = build(ROOT / "k8s" / "base")
@@ -163,6 +168,7 @@ def unrestricted(objects: list[Object]) -> list[Any]:
     return [kind for kind in volumes if kind not in RESTRICTED_VOLUMES] + shared + added
 
 
+@pytest.mark.processes
 @needs_kubectl
 def test_only_rdma_needs_more_than_the_level_restricted(tmp_path: Path) -> None:
     assert unrestricted(overlay("cpu-dev")) == unrestricted(overlay("gpu")) == []

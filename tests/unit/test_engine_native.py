@@ -484,6 +484,7 @@ def test_without_a_compiler_the_engine_says_so_and_computes(
         native.kernels.cache_clear()
 
 
+@pytest.mark.processes
 def test_a_compiler_that_fails_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -508,6 +509,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setattr(native, "_FLAGS", ("-O0", *native._FLAGS[1:]))
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("quickly")
 def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -519,6 +521,7 @@ def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert library.stat().st_mtime_ns == made
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("quickly")
 def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -551,6 +554,7 @@ def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path.home()
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("trouble", [others_can_write, cannot_be_made, no_home])
 def test_without_a_cache_that_can_be_trusted_the_kernels_are_compiled_and_nothing_is_left(
@@ -568,6 +572,7 @@ def test_without_a_cache_that_can_be_trusted_the_kernels_are_compiled_and_nothin
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, str(native.SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],

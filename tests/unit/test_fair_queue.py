@@ -381,6 +381,7 @@ def most_work(num_items: int, num_tenants: int) -> dict[str, float]:
     return {name: count / num_rounds for name, count in total.items()}
 
 
+@pytest.mark.long
 def test_no_operation_costs_as_much_as_what_waits() -> None:
     small, large = most_work(1000, 100), most_work(100_000, 10_000)
     for name, amount in large.items():

@@ -61,6 +61,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.processes
 def test_a_text_that_is_too_long_takes_little_memory_and_gives_it_back() -> None:
     """8 MiB of one letter took 1.2 GiB, and of words 2 GiB, most of which stayed; what is tokenised whole is at most
     6 bytes for each token of the context."""

@@ -53,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.processes
 def test_no_torch_in_the_gateway(folder: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(folder)], capture_output=True, text=True, timeout=60, check=False

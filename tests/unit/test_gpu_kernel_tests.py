@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.record import ROOT
+
+pytestmark = pytest.mark.processes
 
 
 def test_the_tests_of_kernels_are_collected_by_pytest_alone() -> None:

@@ -10,7 +10,11 @@ import tarfile
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from benchmarks.record import ROOT
+
+pytestmark = pytest.mark.processes
 
 PYTHON = """#!{python}
 # Stands in for python3: notes what pip is to install, and makes the files that the script then looks for.

@@ -46,6 +46,7 @@ importlib.import_module(f"benchmarks.gpu.{sys.argv[1]}")
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("module", BLOCKED)
 def test_a_part_is_imported_without_what_it_does_not_need(module: str) -> None:
     done = subprocess.run(
@@ -207,6 +208,7 @@ def test_sizes_of_memories_are_read() -> None:
     assert inventory.memory_mib("nvidia-smi: not found") == {}
 
 
+@pytest.mark.processes
 def test_an_inventory_needs_nothing_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(inventory, "PACKAGES", ("torch", "no-such-package"))
@@ -229,6 +231,7 @@ exit $CODE
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("errors", [0, 3])
 def test_what_the_sanitizer_finds_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: int) -> None:
     program = tmp_path / "compute-sanitizer"
@@ -248,6 +251,7 @@ def test_what_the_sanitizer_finds_is_a_row(tmp_path: Path, monkeypatch: pytest.M
         assert list(rows) == []
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_models_that_were_not_compared_are_a_failure() -> None:
     rows = inventory.models()

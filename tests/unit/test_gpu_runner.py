@@ -126,6 +126,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.processes
 def test_it_goes_on_after_whatever_a_measurement_does(fakes: Path) -> None:
     names = ("fine", "crashes", "raises", "hangs", "chatters", "garbles", "says_nothing")
     last = fake(fakes, "fine", number=1)
@@ -157,12 +158,14 @@ def fields(measurement: Measurement) -> dict[str, Any]:
     return {name: getattr(measurement, name) for name in measurement.__slots__}
 
 
+@pytest.mark.processes
 def test_rows_of_what_failed_are_kept(fakes: Path) -> None:
     run_all(fakes, fake(fakes, "crashes"), fake(fakes, "hangs", 3.0))
     rows = [(each["measurement"], each["row"]["kind"]) for each in lines_of(fakes) if each["line"] == "row"]
     assert rows == [("crashes", "first"), ("hangs", "first")]
 
 
+@pytest.mark.processes
 def test_a_row_is_on_disk_while_its_measurement_goes_on(fakes: Path) -> None:
     """The measurement itself sees the file of the results, with the row that it has yielded before."""
     found = fakes / "found"
@@ -189,6 +192,7 @@ def test_a_row_is_on_disk_while_its_measurement_goes_on(fakes: Path) -> None:
     assert line["row"] == {"kind": "first"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["leaves", "ends_and_leaves"])
 def test_nothing_that_a_measurement_started_is_left(fakes: Path, name: str) -> None:
     pids = fakes / "pids"
@@ -199,6 +203,7 @@ def test_nothing_that_a_measurement_started_is_left(fakes: Path, name: str) -> N
     assert not [pid for pid in found if runs(pid)]
 
 
+@pytest.mark.processes
 def test_a_process_is_found_by_its_mark() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"BENCHMARK_MARK": "m1"})
     try:
@@ -212,12 +217,14 @@ def test_a_process_is_found_by_its_mark() -> None:
     assert marked("m1") == []
 
 
+@pytest.mark.processes
 def test_what_there_is_no_time_for_is_told(fakes: Path) -> None:
     outcomes = run_all(fakes, fake(fakes, "hangs", 100.0), fake(fakes, "fine"), limit_s=6.0)
     assert {name: each.status for name, each in outcomes.items()} == {"hangs": "timeout", "fine": "skipped"}
     assert ends_of(fakes)["fine"]["error"] == "no time is left of 6 s"
 
 
+@pytest.mark.processes
 def test_a_second_way_is_tried_only_if_the_first_fails(fakes: Path) -> None:
     def instead(of: str, name: str) -> Measurement:
         return Measurement(**{**fields(fake(fakes, "fine")), "name": name, "instead_of": of})
@@ -226,6 +233,7 @@ def test_a_second_way_is_tried_only_if_the_first_fails(fakes: Path) -> None:
     assert list(run_all(fakes, *measurements, instead("not chosen", "c"))) == ["raises", "a", "fine"]
 
 
+@pytest.mark.processes
 def test_of_much_output_the_begin_and_the_end_are_kept(fakes: Path) -> None:
     run_all(fakes, fake(fakes, "fine"), fake(fakes, "talks", size=3 * MOST_LOG_BYTES))
     text = (fakes / "out" / LOG).read_text()
@@ -234,6 +242,7 @@ def test_of_much_output_the_begin_and_the_end_are_kept(fakes: Path) -> None:
     assert len(text) < 1.1 * MOST_LOG_BYTES
 
 
+@pytest.mark.processes
 def test_runs_are_appended_and_each_tells_its_command(fakes: Path) -> None:
     for _ in range(2):
         run_all(fakes, fake(fakes, "fine", number=1))

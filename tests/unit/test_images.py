@@ -91,12 +91,14 @@ ModelTokenizer.load(root / "common/demo_model")
 """Imports all that a gateway ever does, wherever in its code, and loads a tokenizer: `transformers` is lazy too."""
 
 
+@pytest.mark.processes
 def test_a_gateway_needs_nothing_that_its_lock_lacks(tmp_path: Path) -> None:
     link_only(pins(LOCKS["gateway"]), tmp_path)
     done = run_python(tmp_path, "-c", PROBE, str(ROOT))
     assert done.stdout + done.stderr == ""
 
 
+@pytest.mark.processes
 def test_what_a_lock_lacks_is_missed(tmp_path: Path) -> None:
     link_only([*(pins(LOCKS["gateway"]).keys() - {"llguidance", "regex"}), "pytest"], tmp_path)
     done = run_python(tmp_path, "-c", PROBE, str(ROOT))

@@ -274,6 +274,7 @@ def test_options_are_variables_too_which_roles_leave_alone(monkeypatch: pytest.M
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_the_command() -> None:
     done = run("qwen2.5-0.5b", BATON_KV_SIZE_TOKENS="32768")
     assert (done.returncode, done.stderr) == (0, "")
@@ -282,6 +283,7 @@ def test_the_command() -> None:
     assert [line.split()[0] for line in table[1:]] == list(KNOWN_SHAPES)
 
 
+@pytest.mark.processes
 def test_an_error_is_one_line_and_exit_2(tmp_path: Path) -> None:
     for arguments in (["no-such-model"], [str(tmp_path)], ["demo", "--tokens", "-1"]):
         done = run(*arguments)
@@ -290,6 +292,7 @@ def test_an_error_is_one_line_and_exit_2(tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.processes
 def test_it_answers_without_torch() -> None:
     check = (
         "import sys; from common.runtime import cli; cli.main();"

@@ -109,6 +109,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
         plots.plot_files({}, tmp_path, "png")
 
 
+@pytest.mark.processes
 async def test_a_run_is_reported_written_and_computed_again(server: ScriptedServer, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     options = ("--url", server.url, "--requests", "12", "--warmup", "3", "--output-tokens", "5", "--seed", "9", *GOAL)
@@ -145,6 +146,7 @@ async def test_a_run_is_reported_written_and_computed_again(server: ScriptedServ
     assert (code, "does not follow from its timeline" in err) == (2, True)
 
 
+@pytest.mark.processes
 async def test_the_same_command_sends_the_same_bytes(server: ScriptedServer) -> None:
     options = ("--url", server.url, "--requests", "6", "--workload", "sharegpt", "--seed", "2", "--concurrency", "1")
     assert (await bench(*options))[0] == 0
@@ -152,6 +154,7 @@ async def test_the_same_command_sends_the_same_bytes(server: ScriptedServer) -> 
     assert server.bodies[:6] == server.bodies[6:]
 
 
+@pytest.mark.processes
 async def test_a_sweep_and_its_pictures(server: ScriptedServer, tmp_path: Path) -> None:
     """From the third rate on, every other request is refused."""
 
@@ -183,6 +186,7 @@ async def test_a_sweep_and_its_pictures(server: ScriptedServer, tmp_path: Path) 
     assert again.splitlines()[1:] == out.splitlines()[1:-2]
 
 
+@pytest.mark.processes
 async def test_pictures(server: ScriptedServer, tmp_path: Path) -> None:
     one, many = tmp_path / "one.json", tmp_path / "many.json"
     options = ("--url", server.url, "--requests", "4", "--rate", "200", "--output-tokens", "3", *GOAL)
@@ -194,6 +198,7 @@ async def test_pictures(server: ScriptedServer, tmp_path: Path) -> None:
     assert all(Path(line).read_bytes().startswith(b"\x89PNG") for line in out.splitlines())
 
 
+@pytest.mark.processes
 async def test_ctrl_c_reports_what_is_done_and_exits_130(server: ScriptedServer, tmp_path: Path) -> None:
     async def script(connection: Connection, body: dict[str, Any]) -> None:
         if len(server.bodies) > 4:
@@ -214,6 +219,7 @@ async def test_ctrl_c_reports_what_is_done_and_exits_130(server: ScriptedServer,
     assert json.loads(path.read_text())["run"]["interrupted"] is True
 
 
+@pytest.mark.processes
 async def test_nobody_there_is_one_line(server: ScriptedServer) -> None:
     code, out, err = await bench("--url", "http://127.0.0.1:1")
     assert (code, out) == (2, "")
@@ -221,6 +227,7 @@ async def test_nobody_there_is_one_line(server: ScriptedServer) -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.processes
 async def test_a_run_without_a_success_fails_and_says_why(server: ScriptedServer) -> None:
     async def script(connection: Connection, body: dict[str, Any]) -> None:
         await connection.answer("400 Bad Request", {"error": {"message": "too long"}})
@@ -234,6 +241,7 @@ async def test_a_run_without_a_success_fails_and_says_why(server: ScriptedServer
     assert err == "error: no warm-up request succeeded; the first: http_error 400: too long\n"
 
 
+@pytest.mark.processes
 async def test_files_that_are_not_results_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("{}")

@@ -54,7 +54,7 @@ def included(base: str) -> frozenset[str]:
 
 BUILDS = {" + ".join(build): build for build in builds()}
 
-pytestmark = needs("kubectl")
+pytestmark = [needs("kubectl"), pytest.mark.processes]
 
 
 @cache

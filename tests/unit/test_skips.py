@@ -10,6 +10,8 @@ from pathlib import Path
 import needs
 import pytest
 
+pytestmark = pytest.mark.processes
+
 TESTS = Path(__file__).parents[1]
 SKIPPING = """
 import pytest

@@ -188,6 +188,7 @@ async def test_a_request_that_cannot_be_traced_is_served(
 # --- the gateway -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_nothing_is_imported_where_no_collector_is_named() -> None:
     code = "import sys, gateway.__main__; sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

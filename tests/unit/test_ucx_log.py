@@ -180,6 +180,7 @@ def test_a_log_that_goes_elsewhere_tells_nothing() -> None:
     assert told.route(AGENT, MIB, "cpu") == Route()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("variable", [None, "UCX_LOG_FILE", "UCX_PROTO_INFO"])
 def test_an_operator_who_wants_the_log_gets_it(variable: str | None) -> None:
     """In a process of its own, for UCX may be loaded in this one."""

@@ -39,6 +39,7 @@ def test_everything_else_is_accepted(device: str, value: str) -> None:
     guard_allocator(device, dict.fromkeys(VARIABLES, value))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_ends_before_it_loads_anything(role: str) -> None:
     ended = subprocess.run(
@@ -128,6 +129,7 @@ def test_zmq_is_no_rdma(sysfs: Path) -> None:
         guard_route(DecodeSettings(require_rdma=True, transport="zmq"), "cuda", {}, sysfs)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_without_rdma_ends_before_it_loads_anything(role: str) -> None:
     ended = subprocess.run(
