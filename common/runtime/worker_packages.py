@@ -6,7 +6,7 @@ import importlib.util
 
 from common.contract.errors import OperatorError
 
-_ALWAYS = ("numpy", "safetensors", "torch")
+_ALWAYS = ("safetensors", "torch")
 
 
 def require_worker_packages(transport: str, device: str) -> None:
