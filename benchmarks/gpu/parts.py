@@ -86,6 +86,7 @@ def stack(out: Path, scratch: Path) -> list[Measurement]:
         system("baton colocated"),
         system("baton pair"),
         system("baton pair", ", UCX told", env=ucx(), instead_of="stack baton pair"),
+        system("baton pair, MPS", optional=True),
         system("generate_batch", optional=True),
         system("static batching", optional=True),
     ]

@@ -1,8 +1,8 @@
 """The whole stack on one GPU, beside static and continuous batching of `transformers`.
 
 The model has Qwen3-0.6B's shape and random weights; lengths are ShareGPT's. Each system gets the same prompts, one
-system at a time. Baton runs as a prefill and a decode worker that share the GPU, and colocated. A system that does not
-answer in `START_S` is killed, and so is a load that takes longer than `LOAD_S`.
+system at a time. Baton runs as a prefill and a decode worker that share the GPU, by time slices and by MPS, and
+colocated. A system that does not answer in `START_S` is killed, and so is a load that takes longer than `LOAD_S`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.gpu.engine import SHAPES
+from benchmarks.gpu.mps import mps
 from benchmarks.models import give_every_token_text
 from benchmarks.peers.process import free_port, running, wait_until_it_answers
 from benchmarks.record import load_figures
@@ -66,7 +67,7 @@ def made(folder: Path, shape: Any) -> Path:
 def command_of(system: str, folder: Path, port: int) -> list[str]:
     """The command that starts the system on a port of the loopback interface."""
     if system.startswith("baton"):
-        prefill = "1" if system.endswith("pair") else "0"
+        prefill = "0" if system.endswith("colocated") else "1"
         return [
             sys.executable, "-m", "common.runtime.cli", "serve", "--port", str(port), "--restart", "never",
             "--log-level", "warning", "--model", str(folder), "--device", DEVICE, "--kv-cache-bytes", str(KV_BYTES),
@@ -87,7 +88,11 @@ def serving(system: str, folder: Path, scratch: Path) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     ready = f"{url}/ready" if system.startswith("baton") else f"{url}/health"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")} | SIZES
-    with started(command_of(system, folder, port), environment, ready, scratch / "system.log", START_S):
+    with ExitStack() as stack:
+        if system.endswith("MPS"):
+            environment |= stack.enter_context(mps(scratch))
+        log = scratch / "system.log"
+        stack.enter_context(started(command_of(system, folder, port), environment, ready, log, START_S))
         yield url
 
 
