@@ -105,7 +105,7 @@ class Run:
     """One run: events in the order of their time."""
 
     def __init__(self, coming: list[Arrival], outcome: Outcome) -> None:
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._events: list[tuple[float, int, Callable[[float], object]]] = []
         self._numbers = itertools.count(1)
         self._costs = Costs()
         self._scheduler = PrefillScheduler(
@@ -142,7 +142,7 @@ class Run:
             what(now)
         assert not self._told, "somebody has no first token"
 
-    def _at(self, moment: float, what: Callable[[float], None]) -> None:
+    def _at(self, moment: float, what: Callable[[float], object]) -> None:
         heapq.heappush(self._events, (moment, next(self._numbers), what))
 
     # --- the gateway ---

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from gateway_fixtures import MODEL, encode, settings, tokenizer
 
+from common.contract.messages import FinishReason
 from common.runtime.lifecycle import end_with_parent, run
 from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener
@@ -37,7 +38,7 @@ class Parrot:
             await asyncio.sleep(0)
             part, left = word[:left], left - len(word)
             for choice in range(generation.num_choices):
-                end = None if left > 0 else "length"
+                end: FinishReason | None = None if left > 0 else "length"
                 yield Delta(choice=choice, token_ids=part, logprobs=None, finish_reason=end)
 
     def ready(self) -> Readiness:

@@ -174,9 +174,9 @@ class FakeApi:
         if self.says is not None:
             await response.write(self.says.encode() + b"\n")
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        for version, event in self.history:
+        for version, past in self.history:
             if version > since:
-                events.put_nowait(event)
+                events.put_nowait(past)
         self.watches.add(events)
         try:
             async with asyncio.timeout(float(request.query["timeoutSeconds"])):

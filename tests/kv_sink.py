@@ -135,7 +135,7 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
     assert attach.worker is not None
     mover.add_source(attach.worker, welcome.transport_metadata)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    work = {
+    work: dict[str, Any] = {
         "token_ids": tuple(tokens),
         "prompt_len": len(tokens),
         "choices": (0,),

@@ -139,7 +139,7 @@ def settings_exist(objects: list[Object]) -> Iterator[str]:
             yield f"{named(each)}: {role!r} is no role"
             continue
         fields = ROLES[role].model_fields
-        given: dict[str, str] = {}
+        given: dict[str, Any] = {}
         for name, value in environment(objects, container).items():
             if name.startswith(ENV_PREFIX):
                 field = name.removeprefix(ENV_PREFIX).lower()

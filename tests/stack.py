@@ -118,7 +118,7 @@ class Process:
         with self._changed:
             found = self._changed.wait_for(lambda: name in self.facts or "ended" in self.facts, timeout_s)
         announced = found and name in self.facts
-        assert announced, f"no {name!r} from {self.popen.args}:\n" + "\n".join(self.log[-30:])
+        assert announced, f"no {name!r} from {self.popen.args!r}:\n" + "\n".join(self.log[-30:])
         return self.facts[name]
 
     def get(self, path: str) -> Any:
@@ -219,7 +219,8 @@ class Workers:
         common += ["--kv-cache-bytes", str(64 * 2**20), *options]
         workers = cls(folder)
         workers.prefill = [Process("prefill_worker", [*common, *prefill_options], env) for _ in range(prefill)]
-        each = [decode_options] * decode if not decode_options or isinstance(decode_options[0], str) else decode_options
+        shared = [option for option in decode_options if isinstance(option, str)]
+        each = [options for options in decode_options if not isinstance(options, str)] or [shared] * decode
         assert len(each) == decode
         workers.decode = [Process("decode_worker", [*common, *mine], env) for mine in each]
         for process in workers.all:
@@ -292,16 +293,19 @@ class Workers:
             if running.done():
                 running.result()
             async with asyncio.timeout(15):
-                while len(dispatcher.ready().details["workers"]) != sum(  # type: ignore[arg-type]
-                    worker["usable"]  # type: ignore[index]
-                    for worker in dispatcher.ready().details["workers"]  # type: ignore[attr-defined]
-                ):
+                while not all_usable(dispatcher):
                     await asyncio.sleep(0.01)
             yield dispatcher
         finally:
             usable.cancel()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+def all_usable(dispatcher: Dispatcher) -> bool:
+    """True if every worker that the dispatcher knows can be given work."""
+    workers: Any = dispatcher.ready().details["workers"]
+    return all(worker["usable"] for worker in workers)
 
 
 class Gateway:
@@ -414,6 +418,7 @@ async def answer(dispatcher: Dispatcher, work: Generation) -> Answer:
     """Run a generation to its end."""
     result = Answer([[] for _ in range(work.num_choices)], [None] * work.num_choices, [])
     async for delta in dispatcher.generate(work):
+        assert isinstance(delta, Delta)
         result.tokens[delta.choice].extend(delta.token_ids)
         result.reasons[delta.choice] = delta.finish_reason
         result.deltas.append(delta)

@@ -169,6 +169,7 @@ def main() -> None:
     """Entry point."""
     role = sys.argv.pop(1)
     stage = Stage()
+    make: Callable[[Any, WorkerHost, Path], Awaitable[Worker]]
     if role == "prefill":
         from prefill_worker.__main__ import make_worker as make
     else:
@@ -176,10 +177,11 @@ def main() -> None:
 
     async def make_worker(settings: Any, host: WorkerHost, folder: Path) -> Worker:
         host.server.send = StagedSend(host.server.send, stage)  # type: ignore[method-assign]
-        worker: Any = await make(settings, host, folder)
-        worker._engine.runner = StagedRunner(worker._engine.runner, stage)
+        worker = await make(settings, host, folder)
+        inside: Any = worker
+        inside._engine.runner = StagedRunner(inside._engine.runner, stage)
         _stage_reads(worker, stage)
-        stage.crc = lambda: list(worker._lender._checksum(range(worker._pool.num_blocks)))
+        stage.crc = lambda: list(inside._lender._checksum(range(inside._pool.num_blocks)))
         await stage.serve(os.environ["STAGE_SOCKET"])
         return worker
 

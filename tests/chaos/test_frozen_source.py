@@ -53,7 +53,7 @@ async def test_a_source_that_wakes_up_late_changes_no_block(stage: Theatre) -> N
                 nonlocal most
                 state = sink.state()  # one answer: between two, an abort moves the blocks from the one to the other
                 most = max(most, state["blocks_quarantined"])
-                return state["requests"] == 0 and state["blocks_quarantined"] == 0
+                return bool(state["requests"] == 0 and state["blocks_quarantined"] == 0)
 
             await until(empty, "quarantine does not end", timeout_s=4 * BOUND_S)
             print(f"at most {most} blocks in quarantine, none after {time.monotonic() - began:.2f} s")

@@ -28,6 +28,7 @@ _UCX_ABORT = re.compile(r"^\[[^\]]+:\d+ *:\d+(:\d+)?\]\s+\w+\.(c|inl):\d+\s+(Ass
 
 PULSE = ("--heartbeat-interval-s", "0.25", "--heartbeat-timeout-s", "1.5")
 CHUNK = 64
+Connection = socket.socket
 
 
 def says_that_ucx_aborts(line: str) -> bool:
@@ -50,7 +51,7 @@ class Actor:
     control_port: int = 0
     closed: set[str] = field(default_factory=set)
     """Gates that a test has closed."""
-    _stage: socket.socket | None = None
+    _stage: Connection | None = None
 
     def start(self) -> None:
         """Start, or start again, without waiting."""

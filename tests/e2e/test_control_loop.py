@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from held_worker import decode_from, eventually, work, worker
 from stack import gateway_of
 from step_tokens import handles
 
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestKey, new_incarnation, new_request_id
-from common.contract.kv_layout import Fingerprint
+from common.contract.ids import Incarnation, new_incarnation
 from common.contract.messages import (
     Abort,
     Cancelled,
@@ -30,118 +27,10 @@ from common.contract.messages import (
     Prefill,
     Resume,
     Role,
-    Source,
     Suspicion,
     Tokens,
     Trial,
 )
-from common.contract.sampling import SamplingParams
-from common.engine.batch import Slice
-from common.engine.engine import Engine
-from common.engine.runner import ModelRunner, Submitted, load_runner
-from common.runtime.channel import ControlServer
-from common.runtime.checkpoint import config_hash, weights_hash
-from common.runtime.clock import Pulse, monotonic
-from common.runtime.config import DecodeSettings, PrefillSettings
-from decode_worker.worker import DecodeWorker
-from kv_transfer.regions import Region
-from kv_transfer.transports import transport_maker
-from prefill_worker.worker import PrefillWorker
-
-PULSE = Pulse(interval_s=0.05, timeout_s=20)
-
-
-class HeldRunner:
-    """A real runner whose steps can be held."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._changed = threading.Condition()
-        self._num_free_steps = math.inf
-        self.in_step = threading.Event()
-        """Set while a step is held."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def hold(self, *, after: int = 0) -> None:
-        """Hold every step but for the next `after`: those that are held now are among them."""
-        with self._changed:
-            self._num_free_steps = after
-            self._changed.notify_all()
-
-    def release(self) -> None:
-        """Let steps run again."""
-        with self._changed:
-            self._num_free_steps = math.inf
-            self._changed.notify_all()
-
-    def submit(self, slices: Sequence[Slice]) -> Submitted:
-        with self._changed:
-            if self._num_free_steps < 1:
-                self.in_step.set()
-                assert self._changed.wait_for(lambda: self._num_free_steps >= 1, 30)
-                self.in_step.clear()
-            self._num_free_steps -= 1
-        return self._runner.submit(slices)
-
-
-@asynccontextmanager
-async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tuple[Any, HeldRunner, str, str]]:
-    """A worker in this process: (worker, its runner, its address, its incarnation)."""
-    me = new_incarnation()
-    executor = ThreadPoolExecutor(max_workers=1)
-    held = HeldRunner(load_runner(folder, kv_cache_bytes=8 * 2**20, block_size=16))
-    fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=held.layout)
-    engine = Engine(executor, held, fingerprint)  # type: ignore[arg-type]
-    cache = held.cache
-    region = Region(address=cache.address, num_blocks=cache.num_blocks, block_bytes=cache.layout.block_bytes)
-    maker = transport_maker("zmq", region, me, "127.0.0.1")
-    server = ControlServer(me, monotonic, PULSE)
-    port = server.bind("127.0.0.1", 0)
-    common: dict[str, Any] = {"transport": "zmq", "heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 20, **settings}
-    made: Any
-    if role is Role.PREFILL:
-        made = PrefillWorker(PrefillSettings(**common).on("cpu"), me, server, engine, region, maker, monotonic)
-    else:
-        made = DecodeWorker(DecodeSettings(**common).on("cpu"), me, server, engine, region, maker, monotonic)
-    await made.start()
-    loops = [asyncio.create_task(server.run(made)), asyncio.create_task(made.run())]
-    try:
-        yield made, held, f"127.0.0.1:{port}", me
-        made.check_invariants()
-    finally:
-        held.release()
-        for loop in loops:
-            loop.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
-        await server.close()
-
-
-def decode_from(request: dict[str, Any], address: str, incarnation: str) -> Decode:
-    """For the offer that a Prefill of the same key makes there."""
-    key = RequestKey(request["request"], request["attempt"])
-    return Decode(
-        **request, handles=handles(), source=Source(address=address, incarnation=Incarnation(incarnation)), offered=key
-    )
-
-
-def work(length: int, max_tokens: int) -> dict[str, Any]:
-    return {
-        "request": new_request_id(),
-        "attempt": 1,
-        "token_ids": tuple(range(10, 10 + length)),
-        "prompt_len": length,
-        "choices": (0,),
-        "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-        "budget_s": 60,
-    }
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -204,7 +93,9 @@ async def test_a_worker_ends_though_a_message_comes_just_then(turns: int, checkp
         assert tested.ready()[1]["leases"] == 1
         for _ in range(20):
             await asyncio.sleep(0.001)  # then its loops are at rest
-        (running,) = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "PrefillWorker.run"]
+        (running,) = [
+            task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "PrefillWorker.run"
+        ]
         tested.on_message(Incarnation(me), Resume())
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -352,8 +243,8 @@ async def test_suspects_have_steps_of_their_own_and_their_gateways_know(checkpoi
             await eventually(lambda index=index: bool(heard(index, Finished)))  # type: ignore[misc]
         for index in range(3):  # nobody is on trial any more, whether or not there is another step
             await eventually(lambda index=index: heard(index, Trial)[-1].num_requests == 0)  # type: ignore[misc]
-            told = [(trial.num_requests, len(trial.requests)) for trial in heard(index, Trial)]
-            assert told == [(1, index == 1), (0, 0), (1, index == 2), (0, 0)]
+            each = [(trial.num_requests, len(trial.requests)) for trial in heard(index, Trial)]
+            assert each == [(1, index == 1), (0, 0), (1, index == 2), (0, 0)]
         texts = [[token for tokens in heard(index, Tokens) for token in tokens.token_ids] for index in range(3)]
         assert texts == [texts[0]] * 3
         assert 0 < num_before < len(texts[0])

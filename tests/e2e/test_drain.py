@@ -36,10 +36,10 @@ from stack import (
 from common.contract.errors import Cause
 from common.contract.messages import Role
 from gateway.routing.dispatcher import Dispatcher
-from gateway.serving.generation import GenerationFailed
+from gateway.serving.generation import Delta, GenerationFailed
 from gateway.workers.registry import Registry
 
-LONG = {"max_tokens": 150, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
 NUM_BEFORE = 24
 """Steps that a stream has before its worker stands still."""
 
@@ -126,6 +126,7 @@ async def streaming(
         nonlocal num_seen
         result = Answer([[] for _ in range(work.num_choices)], [None] * work.num_choices, [])
         async for delta in dispatcher.generate(work):
+            assert isinstance(delta, Delta)
             num_seen += len(delta.token_ids)
             result.tokens[delta.choice].extend(delta.token_ids)
             result.reasons[delta.choice] = delta.finish_reason

@@ -13,6 +13,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,20 @@ for number, tls in enumerate(sys.argv[1:]):
     print("open" if len(listeners(os.getpid())) > len(before) else "closed", file=sys.stderr)
     agent = None
 """
-TLS = ("all", "tcp", "\\tcp", "sm,self,tcp", "^tcp", "^\\tcp", "^shm,tcp", "^,tcp", "^tcp:aux", "^^tcp", "^ tcp", "^t*")
+TLS: tuple[str, ...] = (
+    "all",
+    "tcp",
+    "\\tcp",
+    "sm,self,tcp",
+    "^tcp",
+    "^\\tcp",
+    "^shm,tcp",
+    "^,tcp",
+    "^tcp:aux",
+    "^^tcp",
+    "^ tcp",
+    "^t*",
+)
 TLS += ("^all", "^rc", "^TCP", "shm,,tcp", "sm,tcp:aux", "rc,ud", "sm,self", "TCP", " tcp", "t*", "", "all,^tcp")
 
 
@@ -172,6 +186,10 @@ def work(**fields: Any) -> dict[str, Any]:
     } | fields
 
 
+def says(worker: Process, line: str) -> bool:
+    return any(line in each for each in worker.log)
+
+
 async def test_a_decode_worker_connects_only_to_its_peers_networks(workers: dict[str, Process]) -> None:
     worker = workers["decode"]
     with ExitStack() as stack:
@@ -188,7 +206,7 @@ async def test_a_decode_worker_connects_only_to_its_peers_networks(workers: dict
                 assert "--peer-networks (127.0.0.2/32)" in failed.message
                 assert worker.metric("baton_sources_refused_total") == number
                 line = f"refused to connect to {address} (127.0.0.1)"
-                await until(lambda line=line: any(line in each for each in worker.log), "the log says nothing")
+                await until(partial(says, worker, line), "the log says nothing")
             decode = work(source=Source(address=peer.address, incarnation=STRANGER))
             link.send(Decode(**decode, handles=handles(), offered=RequestKey(decode["request"], 1)))
             await until(peer.called, "it does not connect to where it may")

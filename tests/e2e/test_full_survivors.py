@@ -11,6 +11,7 @@ from stack import Process, Workers, answer, generation, prompt, until
 
 from common.contract.errors import Cause
 from gateway.routing.dispatcher import Dispatcher
+from gateway.serving.generation import Delta
 
 NUM_SEQS, NUM_WAITING = 2, 1
 NUM_LET_IN = NUM_SEQS + NUM_WAITING
@@ -37,6 +38,7 @@ class Stream:
     async def _run(self) -> None:
         work = generation(self.prompt, max_tokens=2**15, ignore_eos=True)
         async for delta in self._dispatcher.generate(work):
+            assert isinstance(delta, Delta)
             self.tokens += delta.token_ids
 
     def has_got(self, num_tokens: int) -> bool:

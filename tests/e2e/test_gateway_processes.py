@@ -14,9 +14,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from stack import Process
 
-from benchmarks.gateway import GatewayProcess, model_folder, tokens_with_text
-from benchmarks.scripted_workers import Script, ScriptedPool
+from benchmarks.pinned_processes import PULSE, model_folder, tokens_with_text
+from benchmarks.scripted_batch import Script
+from benchmarks.scripted_workers import ScriptedPool
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.runtime.checkpoint import config_hash
@@ -28,17 +30,21 @@ BODY = {"prompt": [7] * 100, "max_tokens": 3, "ignore_eos": True}
 
 
 @asynccontextmanager
-async def gateway(tmp_path: Path, *options: str) -> AsyncIterator[tuple[GatewayProcess, str]]:
+async def gateway(tmp_path: Path, *options: str) -> AsyncIterator[tuple[Process, str]]:
     """Two processes; the URL that they share."""
     folder = model_folder(tmp_path)
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash="", layout=LAYOUT)
     pool = ScriptedPool(fingerprint, 1, Script(tokens_with_text(folder), short=True), Pulse(timeout_s=30.0))
-    process = GatewayProcess(folder, pool, None, ["--processes", "2", *options])
+    arguments = ["--model", str(folder), "--port", "0", "--prefill-workers", pool.prefill.bind()]
+    arguments += ["--decode-workers", ",".join(worker.bind() for worker in pool.decode)]
+    arguments += ["--heartbeat-timeout-s", str(PULSE.timeout_s), "--processes", "2", *options]
+    process = Process("gateway", arguments)
     running = asyncio.create_task(pool.run())
     try:
-        yield process, f"http://127.0.0.1:{await asyncio.to_thread(process.wait_ready)}"
+        await asyncio.to_thread(process.fact, "ready")
+        yield process, process.facts["url"]
     finally:
-        process.close()
+        process.kill()
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
@@ -82,10 +88,10 @@ async def test_two_processes_serve_one_port_and_answer_for_each_other(tmp_path: 
         own = json.loads((await get(f"{url}/ready?own"))[1])
         assert own["details"]["workers"]
 
-        processes = children(process.process.pid)
+        processes = children(process.popen.pid)
         assert len(processes) == 2
-        process.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.process.wait, 30) == 0
+        process.popen.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.popen.wait, 30) == 0
         assert not any(Path(f"/proc/{child}").exists() for child in processes)
 
 
@@ -100,7 +106,7 @@ async def test_a_hangup_reaches_every_process_and_ends_none(tmp_path: Path) -> N
     async with gateway(tmp_path, "--api-keys", str(keys)) as (process, url):
         write("new")
         os.utime(keys, (0, 0))
-        process.process.send_signal(signal.SIGHUP)
+        process.popen.send_signal(signal.SIGHUP)
         reloaded: dict[str, float] = {}
         async with asyncio.timeout(60):
             while len(reloaded) < 2 or not all(reloaded.values()):
@@ -111,7 +117,7 @@ async def test_a_hangup_reaches_every_process_and_ends_none(tmp_path: Path) -> N
             async with aiohttp.ClientSession(headers=headers) as session:
                 async with session.post(f"{url}/v1/completions", json=BODY) as got:
                     assert got.status == status, await got.text()
-        assert process.process.poll() is None
+        assert process.popen.poll() is None
 
 
 async def test_a_page_says_which_process_it_sees(tmp_path: Path) -> None:
@@ -124,9 +130,9 @@ async def test_a_page_says_which_process_it_sees(tmp_path: Path) -> None:
 
 async def test_a_process_that_dies_ends_the_gateway(tmp_path: Path) -> None:
     async with gateway(tmp_path) as (process, _):
-        first, second = children(process.process.pid)
+        first, second = children(process.popen.pid)
         os.kill(first, signal.SIGKILL)
-        assert await asyncio.to_thread(process.process.wait, 30) == 1
+        assert await asyncio.to_thread(process.popen.wait, 30) == 1
         assert not Path(f"/proc/{second}").exists()
 
 
@@ -134,7 +140,7 @@ async def test_a_process_that_does_not_answer_is_not_ready_and_all_end_with_the_
     tmp_path: Path,
 ) -> None:
     async with gateway(tmp_path) as (process, url):
-        processes = children(process.process.pid)
+        processes = children(process.popen.pid)
         os.kill(processes[0], signal.SIGSTOP)
         try:
             # A connection of which the frozen one is in charge gets no answer at all.
@@ -149,7 +155,7 @@ async def test_a_process_that_does_not_answer_is_not_ready_and_all_end_with_the_
             os.kill(processes[0], signal.SIGCONT)
         assert (status, json.loads(body)) == (503, {"ready": False, "reason": "a process does not answer"})
 
-        process.process.kill()
+        process.popen.kill()
         async with asyncio.timeout(60):
             while any(Path(f"/proc/{child}").exists() for child in processes):
                 await asyncio.sleep(0.05)

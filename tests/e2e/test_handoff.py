@@ -6,12 +6,13 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from stack import BLOCK_BYTES, Workers, answer, avoided, generation, prompt, until
 
 from common.contract.errors import Cause
-from gateway.serving.generation import GenerationFailed
+from gateway.serving.generation import Delta, GenerationFailed
 
 Pool = Callable[..., Workers]
 SMALL_DECODE = {
@@ -35,6 +36,7 @@ async def test_same_seed_gives_the_same_text_alone_in_a_full_batch_and_over_ever
         other = generation(prompt(seed, 40 + seed), temperature=1.0, seed=seed, max_tokens=900, ignore_eos=True)
         while True:
             async for delta in dispatcher.generate(other):
+                assert isinstance(delta, Delta)
                 beside += len(delta.token_ids)
 
     async with main_pool.dispatcher(registry) as dispatcher:
@@ -152,11 +154,11 @@ async def test_a_decode_worker_without_room_lets_requests_wait_and_every_one_fin
 async def test_gateways_share_workers_that_have_no_room_for_all(pool: Pool) -> None:
     """Each knows nothing of the others: room, order and ends are the workers' business. One leaves in the middle."""
     workers = pool("small-decode", **SMALL_DECODE)
-    works = [
-        generation(prompt(700 + index, 20 + 9 * index), max_tokens=30, ignore_eos=True, n=1 + index % 2, **sampling)
-        for index in range(9)
-        for sampling in ({}, {"temperature": 1.0, "seed": index})
-    ]
+    works = []
+    for index in range(9):
+        samplings: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": index}]
+        ids, n = prompt(700 + index, 20 + 9 * index), 1 + index % 2
+        works += [generation(ids, max_tokens=30, ignore_eos=True, n=n, **sampling) for sampling in samplings]
     async with workers.dispatcher() as first, workers.dispatcher() as second:
         async with workers.dispatcher() as leaving:
             alone = [await answer(first, work) for work in works]

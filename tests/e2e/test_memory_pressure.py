@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import pytest
 from stack import BLOCK_SIZE, Answer, Process, Workers, answer, generation, prompt
 
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Delta, Generation
 
 NUM_BLOCKS = 40
 """Of each of the small decode workers."""
@@ -29,7 +30,7 @@ def crowd() -> list[Generation]:
     works = []
     for index in range(24):
         ids = prompt(901 + index, 30 + 3 * index) if index % 4 else common + prompt(901 + index, index)
-        sampling = {} if index % 2 else {"temperature": 1.0, "top_k": 50, "seed": index}
+        sampling: dict[str, Any] = {} if index % 2 else {"temperature": 1.0, "top_k": 50, "seed": index}
         n = 3 if index % 6 == 0 else 1
         works.append(generation(ids, n=n, max_tokens=60 + index, ignore_eos=True, logprobs=1, **sampling))
     return works
@@ -181,6 +182,7 @@ async def test_aborts_at_random_moments_under_pressure_leave_nothing_behind(
         tokens: list[list[int]] = [[] for _ in range(work.num_choices)]
         stream = dispatcher.generate(work)
         async for delta in stream:
+            assert isinstance(delta, Delta)
             tokens[delta.choice] += delta.token_ids
             leaves_after -= 1
             if leaves_after == 0:

@@ -7,13 +7,14 @@ import json
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from stack import Answer, Process, Workers, answer, generation, prompt, until
 
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.router import LocalPrefill
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Delta, Generation
 
 CHUNK = 16
 TOKEN_BUDGET = 80
@@ -29,7 +30,7 @@ def mixed(cache_salt: str) -> list[Generation]:
     """
     works = []
     for index, length in enumerate((1, 15, 16, 17, 33, 64, 81, 100, 160, 161, 240, 400)):
-        sampling = {} if index % 2 else {"temperature": 1.0, "top_p": 0.9, "seed": 300 + index}
+        sampling: dict[str, Any] = {} if index % 2 else {"temperature": 1.0, "top_p": 0.9, "seed": 300 + index}
         n = 3 if index % 4 == 0 else 1
         works.append(generation(prompt(700 + index, length), n=n, max_tokens=40, ignore_eos=True, **sampling))
     return [replace(work, cache_salt=cache_salt) for work in works]
@@ -119,6 +120,7 @@ async def test_a_prompt_rides_with_the_decodes_in_pieces_or_goes_before_them(loc
     async with workers.dispatcher() as dispatcher:
         asked: asyncio.Task[Answer] | None = None
         async for delta in dispatcher.generate(stream):
+            assert isinstance(delta, Delta)
             num_streamed += len(delta.token_ids)
             if num_streamed == 5:
                 asked = asyncio.create_task(ask_other())
@@ -164,4 +166,5 @@ def complete(gateway: Process, ids: list[int]) -> dict[str, dict[str, int]]:
     headers = {"Content-Type": "application/json"}
     url = f"{gateway.fact('url')}/v1/completions"
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
-        return json.load(response)
+        completion: dict[str, dict[str, int]] = json.load(response)
+        return completion

@@ -126,7 +126,7 @@ async def test_a_turn_computes_its_new_text_and_pulls_the_answer_before_from_whe
     num_held = 0
     """Leading tokens of the prompt that the prefill worker computed, or pulled, for the turn before."""
     async with workers.dispatcher() as dispatcher:
-        names = (
+        names: tuple[tuple[Process, str, dict[str, str]], ...] = (
             (p, PULLS, {"end": "pulled"}),
             (p, PULLS, {"end": "gave_up"}),
             (p, "baton_prefix_tokens_pulled_total", {}),
@@ -342,6 +342,7 @@ async def test_a_holder_that_fails_in_the_middle_of_a_read_costs_time_but_no_req
         source.wait_ready()
         _, p_link = await stack.enter_async_context(gateway_of(p.facts["control"]))
         d_gateway, d_link = await stack.enter_async_context(gateway_of(d.facts["control"]))
+        assert p_link.worker is not None
         holder = PlayedHolder(p_link.worker, wire, source)
         stack.callback(holder.close)
         stop, go_on = (

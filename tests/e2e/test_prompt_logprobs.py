@@ -13,9 +13,9 @@ import aiohttp
 import openai
 import pytest
 import torch
+from held_worker import decode_from, eventually, work, worker
 from stack import MODEL, Process, Workers, gateway_of, prompt
 from step_tokens import handles
-from test_control_loop import decode_from, eventually, work, worker
 from transformers import AutoModelForCausalLM
 
 from common.contract.errors import Cause

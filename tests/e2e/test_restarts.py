@@ -318,7 +318,14 @@ def test_after_five_restarts_it_gives_up_and_says_why() -> None:
         os.kill(pid, signal.SIGKILL)
         thief: list[socket.socket] = []
         port = int(stack.url.rpartition(":")[2])
-        wait_until(lambda: bool(thief.extend(filter(None, [taken(port)])) or thief), "the port is not free")
+
+        def take() -> bool:
+            found = taken(port)
+            if found is not None:
+                thief.append(found)
+            return found is not None
+
+        wait_until(take, "the port is not free")
         with thief[0]:
             wait_until(lambda: stack.popen.poll() is not None, "it does not give up", 2 * START_TIMEOUT_S)
         code, log = stack.wait()

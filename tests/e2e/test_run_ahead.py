@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from stack import BLOCK_BYTES, Answer, Workers, answer, generation, prompt
@@ -16,7 +17,7 @@ Pool = Callable[..., Workers]
 
 def works(stop_token: int) -> list[Generation]:
     """Everything by which a step may depend on the one before it."""
-    kinds: list[dict[str, object]] = [
+    kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 1.0, "seed": 7, "top_p": 0.9},
         {"stop_token_ids": (stop_token,)},

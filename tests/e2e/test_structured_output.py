@@ -15,7 +15,7 @@ from stack import BLOCK_BYTES, MODEL, Process, Workers, generation, prompt
 
 from gateway.intake.structured_output import compile_grammar
 from gateway.routing.dispatcher import Dispatcher
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Delta, Generation
 
 Pool = Callable[..., Workers]
 
@@ -120,17 +120,18 @@ async def test_what_stops_follows_the_schema_and_nearly_everything_stops(main_ga
 async def test_each_kind_of_grammar(main_gateway: Process, asked: dict[str, Any], expected: str, stream: bool) -> None:
     """Three choices of a short prompt, which a decode worker computes itself; each ends where its grammar lets it."""
     async with openai.AsyncOpenAI(base_url=f"{main_gateway.facts['url']}/v1", api_key="any") as client:
-        texts, reasons = ["", "", ""], [None, None, None]
+        texts = ["", "", ""]
+        reasons: list[str | None] = [None, None, None]
         many: Any = {"model": MODEL, "prompt": "say it:", "n": 3, "max_tokens": 300}
         if stream:
             async for chunk in await client.completions.create(**many, **WEIGHTLESS, extra_body=asked, stream=True):
                 for choice in chunk.choices:
                     texts[choice.index] += choice.text
-                    reasons[choice.index] = choice.finish_reason or reasons[choice.index]  # type: ignore[call-overload]
+                    reasons[choice.index] = choice.finish_reason or reasons[choice.index]
         else:
             answer = await client.completions.create(**many, **WEIGHTLESS, extra_body=asked)
             texts = [choice.text for choice in answer.choices]
-            reasons = [choice.finish_reason for choice in answer.choices]  # type: ignore[misc]
+            reasons = [choice.finish_reason for choice in answer.choices]
     ended = [text for text, reason in zip(texts, reasons, strict=True) if reason == "stop"]
     assert ended
     for text in ended:
@@ -142,6 +143,7 @@ async def tokens_of(dispatcher: Dispatcher, work: Generation, after: Callable[[i
     tokens: list[list[int]] = [[] for _ in range(work.num_choices)]
     reasons: list[str | None] = [None] * work.num_choices
     async for delta in dispatcher.generate(work):
+        assert isinstance(delta, Delta)
         tokens[delta.choice] += delta.token_ids
         reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
         after(len(tokens[0]))
@@ -152,7 +154,7 @@ def structured(seed: int, first: int = 3, **more: Any) -> Generation:
     """About 60 tokens that follow an expression."""
     grammar, error = compile_grammar("regex", "([a-f]{4}-){12}[0-9]{9}")
     assert not error
-    sampling = {"temperature": 1.0, "seed": seed, "max_tokens": 90, "grammar": grammar}
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 90, "grammar": grammar}
     return generation(prompt(first, 100), **sampling, **more)
 
 

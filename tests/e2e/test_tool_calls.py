@@ -72,7 +72,8 @@ def message_of(choice: Any) -> tuple[str, list[tuple[str, str]], str]:
 
 async def streamed(client: openai.AsyncOpenAI, body: Any) -> tuple[str, list[tuple[str, str]], str]:
     """The same of a stream."""
-    text, calls, finish_reason = "", [], ""
+    text, finish_reason = "", ""
+    calls: list[tuple[str, str]] = []
     async for chunk in await client.chat.completions.create(**body, stream=True):
         (choice,) = chunk.choices
         text += choice.delta.content or ""
@@ -192,12 +193,13 @@ async def test_bad_functions_are_the_clients_to_mend(serving: Serving) -> None:
     bad_name = {"type": "function", "function": {"name": "a b"}}
     unknown = {"type": "function", "function": {"name": "get_time"}}
     async with client_of(process) as client:
-        for change, param in [
+        changes: list[tuple[dict[str, Any], str]] = [
             ({"tools": [bad_name]}, "tools[0].function.name"),
             ({"tool_choice": unknown}, "tool_choice"),
             ({"tools": [], "tool_choice": "required"}, "tool_choice"),
             ({"functions": [{"name": "f"}]}, "functions"),
-        ]:
+        ]
+        for change, param in changes:
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(**asked(1, **change))
             assert caught.value.param == param

@@ -73,7 +73,7 @@ def test_rotate_and_write(
     cache = torch.full((5, kv_heads, 2, 2, block_size, head_dim), float("nan"), dtype=dtype).to(device)
 
     heads = qkv.double().view(num_tokens, -1, head_dim)
-    q, k, v = heads.split([num_heads, kv_heads, kv_heads], dim=1)
+    q, k, v = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
         q, k = norm(q, norms[0]), norm(k, norms[1])
     q, k = (rotate(x, (angles[0].double(), angles[1].double())) for x in (q, k))

@@ -182,11 +182,12 @@ def test_a_greedy_step_asks_for_nothing_after_its_graph(
     device: torch.device, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = runner_of(checkpoint("llama"), device, TritonBackend(device))
-    runner._graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=4, max_blocks=4)
+    graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=4, max_blocks=4)
+    runner._graphs = graphs
     computed: list[Computed] = []
 
     def compute(rows: Rows, chosen_N: torch.Tensor) -> Computed | None:
-        result = EagerGraphs.compute(runner._graphs, rows, chosen_N)
+        result = EagerGraphs.compute(graphs, rows, chosen_N)
         assert result is not None
         computed.append(result)
         monkeypatch.setattr(runner._backend, "best", None)  # whoever calls it from here on fails

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from common.engine.kernels import sampler
 SIZES = st.one_of(st.integers(2, 60), st.sampled_from([1023, 1024, 1025, 8191, 8192, 8193, 9000]))
 
 
-def sample_of(seed: int, **parameters: object) -> Sample:
+def sample_of(seed: int, **parameters: Any) -> Sample:
     """A sample with these parameters."""
     params = SamplingParams(max_tokens=10, seed=seed, **parameters)
     return Sample(params=params, choice=seed % 3, position=seed % 1000, token_ids=(), prompt_len=0)

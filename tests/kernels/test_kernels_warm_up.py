@@ -81,7 +81,7 @@ def key(kernel: Any, named: dict[str, Any]) -> tuple[Any, ...]:
     """What a launch is specialised for: constants, options, and of each argument its type and what is assumed of it."""
     parameters = inspect.signature(kernel.fn).parameters
     exempt = kernel.kwargs.get("do_not_specialize") or ()
-    parts = []
+    parts: list[tuple[Any, ...]] = []
     for name, value in sorted(named.items()):
         if name not in parameters or "constexpr" in str(parameters[name].annotation):
             parts.append((name, value))

@@ -8,8 +8,8 @@ from typing import Any
 from handoff_scenarios import only
 from handoff_world import Bounds, Parts
 
-from common.contract.ids import Incarnation, LeaseId, RequestKey
-from common.contract.messages import Settle, Settled, Tokens
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
+from common.contract.messages import PromptTimes, Settle, Settled, Tokens
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
 from kv_transfer import sink as pulls
@@ -40,10 +40,12 @@ class WatchedTable(LeaseTable):
         _note(before, state_of(lease))
         return actions
 
-    def complete(self, request: Any, first_tokens: Sequence[Tokens]) -> list[Any]:
+    def complete(
+        self, request: RequestId, first_tokens: Sequence[Tokens], times: PromptTimes | None = None
+    ) -> list[Any]:
         lease = self._leases[request]
         before = state_of(lease)
-        actions = super().complete(request, first_tokens)
+        actions = super().complete(request, first_tokens, times)
         _note(before, state_of(lease))
         return actions
 
@@ -87,7 +89,10 @@ class EarlyReuse(LeaseTable):
 
     def _end(self, lease: Lease, *, settled: bool = False) -> Any:
         end = super()._end(lease, settled=settled)
-        return Unpin(end.key, (), settled) if lease.lease in self.freed else end
+        if lease.lease not in self.freed:
+            return end
+        assert isinstance(end, Unpin)
+        return Unpin(end.key, (), settled)
 
 
 class NoSettle(Pull):

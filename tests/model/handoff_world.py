@@ -370,7 +370,7 @@ class World:
                     return
                 link.session = True
                 known = worker.on_hello(link.client, listed)
-                link.down.append(Answer(number, known))  # type: ignore[arg-type]
+                link.down.append(Answer(number, known))
             case _ if not link.session:
                 link.torn = link.known  # HelloRequired
             case _:
@@ -502,7 +502,7 @@ class World:
         self.crashed = True
         old = self.workers[address]
         life = int(old.me.partition(".")[2]) + 1
-        self.workers[address] = type(old)(self, address, life)  # type: ignore[arg-type]
+        self.workers[address] = type(old)(self, address, life)
         for name, link in list(self.links.items()):
             if link.address == address:
                 link.restart()

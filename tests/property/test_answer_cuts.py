@@ -56,7 +56,8 @@ cuts = st.lists(st.integers(0, 150), max_size=30)
 
 def joined(events: Sequence[Event]) -> tuple[str, list[list[str]], str]:
     """Text, calls, and the order in which both came, a letter for each part of either. All of it can be sent."""
-    text, calls, order = "", [], ""
+    text, order = "", ""
+    calls: list[list[str]] = []
     for event in events:
         (event if isinstance(event, str) else event.arguments).encode()
         if isinstance(event, str):

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES
 from common.contract.codec import decode, encode
 from common.contract.errors import Cause, ProtocolError
-from common.contract.ids import Handle, Incarnation, RequestKey
+from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import (
-    MAX_CHOICES,
     MESSAGES,
     Abort,
     Ack,
@@ -33,6 +32,7 @@ from common.contract.messages import (
     Drain,
     Failed,
     Finished,
+    FinishReason,
     Goodbye,
     Heartbeat,
     HeartbeatEcho,
@@ -63,7 +63,7 @@ from common.contract.messages import (
     Trial,
     Welcome,
 )
-from common.contract.sampling import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from common.contract.tiers import Tier
 
 SENDER = Incarnation("0123456789ab")
@@ -81,7 +81,7 @@ reals = st.floats(allow_nan=False, allow_infinity=False)
 choices = st.integers(0, MAX_CHOICES - 1)
 causes = st.sampled_from(Cause)
 roles = st.sampled_from(Role)
-finish_reasons = st.sampled_from(["stop", "length", None])
+finish_reasons: st.SearchStrategy[FinishReason | None] = st.sampled_from(["stop", "length", None])
 numbers = st.integers(0, 2**32 - 1) | st.integers(0, 300)
 long_numbers = st.integers(0, 2**64 - 1).map(Handle) | st.integers(0, 300).map(Handle)
 token_ids = st.lists(numbers, max_size=20).map(tuple)
@@ -149,7 +149,7 @@ def all_tokens(draw: st.DrawFn) -> Tokens:
     taken = draw(st.lists(numbers, min_size=1, max_size=6))
     reports = draw(st.none() | st.lists(logprobs, min_size=len(taken), max_size=len(taken)))
     return Tokens(
-        request=draw(handles),
+        request=RequestId(draw(handles)),
         attempt=draw(attempts),
         choice=draw(choices),
         position=draw(counts),
@@ -184,21 +184,21 @@ def prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
         top_logprobs=of(singles, num * num_top),
     )
     return PromptLogprobs(
-        request=draw(handles), attempt=draw(attempts), position=draw(st.integers(1, 2**62)), scores=scores
+        request=RequestId(draw(handles)), attempt=draw(attempts), position=draw(st.integers(1, 2**62)), scores=scores
     )
 
 
 @st.composite
-def works(draw: st.DrawFn, cls: type[Message], **more: st.SearchStrategy[Any]) -> Message:
+def works(draw: st.DrawFn, /, cls: type[Prefill | Decode], **more: st.SearchStrategy[Any]) -> Prefill | Decode:
     """A `Prefill` or `Decode` that makes sense."""
     prompt = draw(prompts)
-    fields = {name: draw(strategy) for name, strategy in more.items()}
+    fields: dict[str, Any] = {name: draw(strategy) for name, strategy in more.items()}
     wanted = tuple(draw(st.lists(choices, min_size=1, max_size=MAX_CHOICES, unique=True)))
     if cls is Decode:
         fields["handles"] = tuple(draw(long_numbers) for _ in wanted)
     scored = fields.get("prefix") is None and draw(st.booleans())
     return cls(
-        request=draw(handles),
+        request=RequestId(draw(handles)),
         attempt=draw(attempts),
         token_ids=prompt,
         prompt_len=len(prompt) if scored else draw(st.integers(1, len(prompt))),

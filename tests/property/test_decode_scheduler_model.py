@@ -21,7 +21,7 @@ from step_tokens import handles
 
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
-from common.contract.messages import BlocksReady, Decode, Source, Tokens
+from common.contract.messages import BlocksReady, Decode, FinishReason, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
@@ -259,7 +259,7 @@ class Traffic:
         for choice in work.choices:
             remaining = work.sampling.max_tokens - (len(work.token_ids) - work.prompt_len)
             over = remaining == 1 or len(work.token_ids) + 1 == MAX_SEQUENCE_TOKENS
-            reason = "length" if over else self.pick([None, None, None, "stop"])
+            reason: FinishReason | None = "length" if over else self.pick([None, None, None, "stop"])
             token = self.token(request, choice, len(work.token_ids))
             first_tokens.append(
                 Tokens(
@@ -407,7 +407,7 @@ class Traffic:
         sequence.num_computed = sequence.num_tokens
         num_tokens = sequence.num_tokens + 1
         last = num_tokens - sequence.prompt_len >= sequence.sampling.max_tokens or num_tokens >= MAX_SEQUENCE_TOKENS
-        reason = "length" if last else self.pick([None, None, None, None, None, None, "stop"])
+        reason: FinishReason | None = "length" if last else self.pick([None, None, None, None, None, None, "stop"])
         generation.append(self.token(request, sequence.choice, sequence.num_tokens), None, reason)
         if reason is not None:
             self.scheduler.remove(generation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 import pytest
 from gateway_fixtures import byte_fallback_backend, byte_level, encode, tokenizer, wrap
@@ -14,6 +15,7 @@ from gateway.serving.generation import Delta
 from gateway.text.choice_text import ChoiceText
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop_strings import StopStrings
+from gateway.text.tokenizer import ModelTokenizer
 
 BYTE_LEVEL = tokenizer()
 BYTE_FALLBACK = wrap(byte_fallback_backend())
@@ -31,7 +33,7 @@ garbage = st.lists(
 texts = st.text(st.sampled_from("aé日本語😀👩‍👧 \n\ufffdhelo"), max_size=60)
 
 
-def pieces(model_tokenizer, token_ids):
+def pieces(model_tokenizer: ModelTokenizer, token_ids: Sequence[int]) -> tuple[list[str], str]:
     detokenizer = Detokenizer(model_tokenizer)
     return [detokenizer.push(token_id) for token_id in token_ids], detokenizer.flush()
 

@@ -463,6 +463,7 @@ class World:
         )
         try:
             async for delta in self.gateway.generate(generation):
+                assert isinstance(delta, Delta)
                 self.receive(ask, delta)
         except GenerationFailed as failure:
             return failure.cause

@@ -39,6 +39,7 @@ from common.contract.messages import (
     Message,
     OfferWithdrawn,
     PrefillDone,
+    RequestMessage,
     Settle,
     Settled,
     Source,
@@ -48,7 +49,7 @@ from common.engine.block_pool import BlockPool
 from kv_transfer import lease as offers
 from kv_transfer import sink as pulls
 from kv_transfer import source as leases
-from kv_transfer.sink import Pull
+from kv_transfer.sink import Action, Pull
 from kv_transfer.source import LeaseTable
 
 REQUESTS = tuple(RequestId(f"r{number}") for number in range(3))
@@ -248,7 +249,8 @@ def cached_prefix(cached: dict[Content, int], names: Iterable[bytes]) -> list[in
 class Read:
     """A read under way: each block is copied at a moment of its own."""
 
-    pull: Pull
+    pull: Pull | None
+    """None if its blocks were released too early: nobody hears of the read any more."""
     start: int
     source_blocks: tuple[int, ...]
     sink_blocks: tuple[int, ...]
@@ -295,7 +297,7 @@ class Decoder:
 
     def say_hello(self) -> None:
         """The session with the source is opened again after a loss."""
-        quarantined = (read.pull for read in self.reads if read.pull is not DEAF)
+        quarantined = (read.pull for read in self.reads if read.pull is not None)
         self.to_source.append(frozenset(pull.key for pull in (*self.pulls.values(), *quarantined)))
         for pull in list(self.pulls.values()):
             self.do(pull, pull.attach())
@@ -303,6 +305,7 @@ class Decoder:
     def give_room(self) -> None:
         while self.wanting:
             pull = self.wanting[0]
+            assert pull.num_blocks is not None
             held = cached_prefix(self.cached, names_of(pull))[: pull.num_blocks]
             missing = pull.num_blocks - len(held)
             self.pool.share(held)
@@ -339,13 +342,15 @@ class Decoder:
     def end_read(self, read: Read, error: str | None) -> None:
         assert error is not None or read.copied == len(read.sink_blocks)
         self.reads.remove(read)
-        self.do(read.pull, read.pull.read_done(read.start, error))
+        if read.pull is not None:
+            self.do(read.pull, read.pull.read_done(read.start, error))
 
     def finish(self, key: RequestKey) -> None:
         """An admitted sequence has generated its last token."""
         self.keep(key.request, self.admitted.pop(key))
 
     def hear(self, message: Message) -> None:
+        assert isinstance(message, RequestMessage)
         pull = self.pulls.get(message.request)
         if pull is None or pull.key != message.key:
             return
@@ -361,7 +366,7 @@ class Decoder:
             case _:
                 raise AssertionError(message)
 
-    def do(self, pull: Pull, actions: Iterable[pulls.Action]) -> None:
+    def do(self, pull: Pull, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case pulls.SendToSource(Settle() as message) if self.world.without.settle:
@@ -387,7 +392,7 @@ class Decoder:
                     if self.world.without.quarantine:
                         self.pool.release(pull.quarantined)
                         for read in self.reads:
-                            read.pull = DEAF if read.pull is pull else read.pull
+                            read.pull = None if read.pull is pull else read.pull
 
     def take_prefix(self, pull: Pull, block_ids: tuple[int, ...]) -> None:
         [request] = [request for request, names in NAMES.items() if tuple(names) == pull.block_hashes]
@@ -411,16 +416,6 @@ class Decoder:
 def names_of(pull: Pull) -> Iterable[BlockHash]:
     """What a pull's blocks are named."""
     return pull.block_hashes or NAMES[pull.key.request]
-
-
-class _Deaf:
-    """Stands for a pull whose blocks were released too early: nobody hears of its reads any more."""
-
-    def read_done(self, start: int, error: str | None) -> list[pulls.Action]:
-        return []
-
-
-DEAF = _Deaf()
 
 
 # --- the world ---------------------------------------------------------------------------------------------------
@@ -516,7 +511,7 @@ class Play:
     def __init__(self, world: World, choose: Choose) -> None:
         self.world = world
         self.choose = choose
-        self.calm = choose([3, 10, 30])
+        self.calm: int = choose([3, 10, 30])
 
     def pick(self, options: Iterable[Any]) -> Any:
         return self.choose(list(options))
@@ -618,7 +613,7 @@ class Play:
         sink.from_source.clear()
         self.world.source.do(self.world.source.table.sink_said_hello(sink.name, (), self.world.now))
 
-    def lose(self, wire: deque[Message]) -> Callable[[], None]:
+    def lose(self, wire: deque[Any]) -> Callable[[], None]:
         def lose_or_repeat() -> None:
             index = self.pick(range(len(wire)))
             if self.pick([True, False]):

@@ -17,6 +17,7 @@ from common.contract.messages import (
     AttachPrefix,
     BlocksReady,
     Detach,
+    Message,
     OfferWithdrawn,
     PrefillDone,
     Settle,
@@ -35,6 +36,11 @@ SINKS = tuple(Incarnation(f"d{number}") for number in range(3))
 requests = st.sampled_from(REQUESTS)
 sinks = st.sampled_from(SINKS)
 attempts = st.integers(1, 3)
+
+
+def sent(action: Action) -> Message:
+    assert isinstance(action, Send)
+    return action.message
 
 
 @dataclass
@@ -311,7 +317,7 @@ class LeaseMachine(RuleBasedStateMachine):
             mine = (held.sink, held.key) == (sink, key)
             message = AttachPrefix(request=request, attempt=attempt, block_hashes=HASHES)
             [answer] = self.table.attach(message, sink, self.now)
-            assert isinstance(answer.message, BlocksReady if mine and held.lent else OfferWithdrawn)
+            assert isinstance(sent(answer), BlocksReady if mine and held.lent else OfferWithdrawn)
             if not mine or held.lent:  # else it is refused the prefix, and keeps the offer that it is attached to
                 self.check([answer])
             return
@@ -384,6 +390,7 @@ class LeaseMachine(RuleBasedStateMachine):
         held = data.draw(st.sampled_from(ready))
         names = [(lease, epoch) for _, key, lease, epoch in self.seen if key.request == held.key.request]
         lease, epoch = data.draw(st.sampled_from(names if stale else sorted(held.names)))
+        assert held.sink is not None
         self.ask(held.sink, held.key, lease, epoch)
 
     def ask(self, sink: Incarnation, key: RequestKey, lease: LeaseId, epoch: int) -> None:

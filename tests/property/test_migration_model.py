@@ -45,7 +45,7 @@ class Play:
             prefix_cache=choose([True, True, True, False]),
             run_ahead=choose(["on", "off"]),
         )
-        self.calm = choose([10, 40, 150])
+        self.calm: int = choose([10, 40, 150])
         """How often what leads on is chosen, compared with what disturbs."""
 
     def pick(self, options: Iterable[Any]) -> Any:

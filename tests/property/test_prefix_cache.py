@@ -280,22 +280,22 @@ class Broken(BlockPool):
     def check_invariants(self) -> None:
         pass
 
+    def _evict_first(self, first: list[int], num: int) -> list[int]:
+        order = [*first, *(block for block in self._unreferenced if block not in first)]
+        self._unreferenced = type(self._unreferenced)()
+        self._unreferenced.extend(order)
+        return super()._evict(num)
+
 
 class EvictsUsedBlocks(Broken):
     def _evict(self, num: int) -> list[int]:
-        used = next((block for block, name in enumerate(self._names) if name is not None), None)
-        if used is None:
-            return super()._evict(num)
-        self._unreferenced.setdefault(used)
-        self._unreferenced.move_to_end(used, last=False)
-        return super()._evict(num)
+        used = [block for block, name in enumerate(self._names) if name is not None and self._ref_counts[block]]
+        return self._evict_first(used[: min(num, 1)], num)
 
 
 class EvictsTheLatest(Broken):
     def _evict(self, num: int) -> list[int]:
-        if self._unreferenced:
-            self._unreferenced.move_to_end(next(reversed(self._unreferenced)), last=False)
-        return super()._evict(num)
+        return self._evict_first(list(self._unreferenced)[-1:], num)
 
 
 class KeepsTheNameOfTheEvicted(Broken):
@@ -339,6 +339,10 @@ class NamesTwoBlocksAlike(Broken):
 
 @pytest.mark.parametrize("pool", Broken.__subclasses__())
 def test_the_machine_finds_out_a_broken_pool(pool: type[Broken]) -> None:
+    class BrokenMachine(PrefixCacheMachine):
+        def __init__(self) -> None:
+            super().__init__(pool)
+
     search = settings(
         max_examples=300,
         stateful_step_count=50,
@@ -349,5 +353,9 @@ def test_the_machine_finds_out_a_broken_pool(pool: type[Broken]) -> None:
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    with pytest.raises((AssertionError, LookupError)):
-        run_state_machine_as_test(lambda: PrefixCacheMachine(pool), settings=search)
+    with pytest.raises((AssertionError, LookupError)) as found:
+        run_state_machine_as_test(BrokenMachine, settings=search)
+    first: BaseException = found.value
+    while first.__context__ is not None:  # teardown fails as well, whatever has failed before it
+        first = first.__context__
+    assert isinstance(first, AssertionError | LookupError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from common.contract.messages import (
     AttachSequence,
     BlocksReady,
     Detach,
+    Message,
     OfferWithdrawn,
     PrefillDone,
     Settle,
@@ -27,13 +29,18 @@ from common.contract.messages import (
 from kv_transfer.sink import Action, Admit, GaveUp, Pull, PullState, Release, SendToSource, StartRead, WantBlocks
 
 KEY = RequestKey(RequestId("r1"), 1)
-ABOUT = {"request": KEY.request, "attempt": KEY.attempt}
+ABOUT: dict[str, Any] = {"request": KEY.request, "attempt": KEY.attempt}
 SEQUENCE = AttachSequence(**ABOUT, sequence=RequestKey(RequestId("r1"), 7), choice=2, position=6)
 LEASE = (LeaseId("l1"), 3)
 OTHER_LEASES = [(LeaseId("l2"), 3), (LeaseId("l1"), 4)]
 BASE = {LEASE: 100, OTHER_LEASES[0]: 300, OTHER_LEASES[1]: 400}
 """Source block `BASE[lease] + i` holds block `i` of the sequence."""
 HASHES = block_hashes(range(6), 1)
+
+
+def sent(action: Action) -> Message:
+    assert isinstance(action, SendToSource)
+    return action.message
 
 
 class Worker:
@@ -241,7 +248,7 @@ class Worker:
         states = {PullState.SETTLING: settling, PullState.SETTLED: [], PullState.ABANDONED: []}
         expected = states.get(self.pull.state, [self.asks_by])
         actions = self.pull.attach()
-        assert [type(action.message) for action in actions] == expected
+        assert [type(sent(action)) for action in actions] == expected
         self.check(actions)
 
     def reserve(self) -> None:

@@ -3,7 +3,9 @@ order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ def check(waterfall: Waterfall, arrived: int, ended: int) -> None:
 class World:
     """What truly happens, in nanoseconds of a clock that nobody has."""
 
-    draw: st.DrawFn
+    draw: Callable[[st.SearchStrategy[int]], int]
     now: int
     """At the gateway."""
     waterfall: Waterfall = field(default_factory=Waterfall)
@@ -124,7 +126,7 @@ def handed_off(world: World, *, until: str = "end") -> None:
     prompt = {"queue": world.some(), "prefix_pull": world.some(), "prefill": world.some()}
     sent = begun + to_p + sum(prompt.values())
     first_at = sent + from_p
-    prompt_times = PromptTimes(**{f"{name}_s": spent / SECOND for name, spent in prompt.items()})
+    prompt_times = PromptTimes(num_cached=0, **{f"{name}_s": spent / SECOND for name, spent in prompt.items()})
     told = max(sent + p_to_d, begun + to_d)
     stages = {name: world.some() for name in ("reserve", "pull", "settle", "decode_queue")}
     joined = told + sum(stages.values())
@@ -246,7 +248,9 @@ events = st.one_of(
 
 @settings(deadline=None, max_examples=500)
 @given(st.lists(st.tuples(events, st.floats(0, 3)), max_size=25), st.floats(0, 1e6), st.booleans())
-def test_whatever_is_told_the_account_is_complete(told: list, arrived: float, finished: bool) -> None:
+def test_whatever_is_told_the_account_is_complete(
+    told: list[tuple[Any, float]], arrived: float, finished: bool
+) -> None:
     waterfall, now = Waterfall(), arrived
     waterfall.arrived("id", arrived)
     for (kind, *about), pause_s in told:
