@@ -79,7 +79,7 @@ def test_the_step_of_the_second_token_is_kept() -> None:
         return Sequence((1,), lambda *what: sent.append((name, *what)), num_sent=num_sent)
 
     script = Script((5,))
-    batch = Batch[str](script, {"worker": sequence("worker", 0)})
+    batch = Batch[str](script, sequences={"worker": sequence("worker", 0)})
     batch._step()
     batch.sequences["server"] = late = sequence("server", 1)
     batch._step()
