@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def test_keys_are_found_by_themselves_alone(file: Path) -> None:
 
 
 def test_a_file_that_changes_is_read_again(file: Path) -> None:
-    time, reloads = Time(), []
+    time = Time()
+    reloads: list[bool] = []
     keyring = Keyring(file, clock=time, reloaded=reloads.append)
     file.write_text(entry("bob", "other"))
     assert keyring.find(KEY) is not None, "looked at no more than once a second"
@@ -144,7 +146,8 @@ def test_at_once_means_before_a_second_is_over(file: Path) -> None:
 def test_what_cannot_be_used_changes_nothing_and_is_logged_once(
     file: Path, bad: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    time, reloads = Time(), []
+    time = Time()
+    reloads: list[bool] = []
     keyring = Keyring(file, clock=time, reloaded=reloads.append)
     file.write_text(bad)
     for _ in range(3):
@@ -238,7 +241,7 @@ async def test_a_key_is_asked_for(file: Path) -> None:
             headers = {"Authorization": authorization}
             async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION, headers=headers) as response:
                 assert response.status == 200
-        for headers, status in [
+        cases: list[tuple[Mapping[str, str], int]] = [
             ({"x-api-key": "first"}, 200),
             ({"X-API-Key": "sécond"}, 200),
             ({"x-api-key": "first", "Authorization": "Bearer first"}, 200),
@@ -248,9 +251,10 @@ async def test_a_key_is_asked_for(file: Path) -> None:
             ({"x-api-key": "first", "Authorization": "Bearer sécond"}, 401),
             ({"x-api-key": "first", "Authorization": "Basic first"}, 401),
             (CIMultiDict([("x-api-key", "first"), ("x-api-key", "first")]), 401),
-        ]:
-            async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION, headers=headers) as response:
-                assert response.status == status, headers
+        ]
+        for given, status in cases:
+            async with session.post(server.url + COMPLETIONS_PATH, json=COMPLETION, headers=given) as response:
+                assert response.status == status, given
         for path in ["/health", "/ready", "/metrics"]:
             async with session.get(server.url + path) as response:
                 assert response.status == 200

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import zmq
@@ -60,7 +61,7 @@ KEY = RequestKey(RequestId("r"), 1)
 
 
 def heartbeat(number: int, sent: int) -> Heartbeat:
-    load = {"steps": 0, "running": 0, "waiting": 0, "blocks_used": 0, "blocks_total": 1}
+    load: dict[str, Any] = {"steps": 0, "running": 0, "waiting": 0, "blocks_used": 0, "blocks_total": 1}
     return Heartbeat(number=number, sent=sent, phase=Phase.SERVING, echoed=number, **load)
 
 
@@ -1157,7 +1158,7 @@ async def test_a_peer_that_stops_reading_costs_nothing_while_it_is_waited_for(
         assert sent < 50_000, "a peer that reads nothing is sent everything"
         await asyncio.sleep(0)
     encoded = 0
-    await asyncio.sleep(30 * server_end.BACKPRESSURE_RETRY_S)
+    await asyncio.sleep(30 * ends.BACKPRESSURE_RETRY_S)
     assert len(outbox) > 1000, "the peer has read: the test shows nothing"
     assert encoded <= 2 * len(outbox)
 

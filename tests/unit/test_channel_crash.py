@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import zmq
@@ -51,7 +52,7 @@ WAIT_S = 20
 
 
 def heartbeat(number: int, *, echoed: int) -> Heartbeat:
-    load = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
+    load: dict[str, Any] = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
     return Heartbeat(number=number, sent=0, **load, phase=Phase.SERVING, echoed=echoed)
 
 
@@ -145,6 +146,13 @@ class Client:
         self.context = zmq.asyncio.Context()
         self.link = ControlClient(self.context, f"127.0.0.1:{port}", self.me, self, clock, pulse)
         self.linking = asyncio.create_task(self.link.run())
+
+    async def has_resynced(self, times: int) -> None:
+        await self.changes.until(lambda: self.resyncs == times)
+
+    async def has_heard(self, beats: int) -> None:
+        """So many heartbeats, unless the worker is lost before."""
+        await self.changes.until(lambda: self.beats == beats or bool(self.losses))
 
     def hello(self, link: ControlClient) -> Hello:
         return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())
@@ -416,7 +424,7 @@ async def test_each_break_is_judged_by_itself(net: Net, monkeypatch: pytest.Monk
     client = await net.client(port)
     for number in (1, 2):
         proxy.break_connections()
-        await client.changes.until(lambda number=number: client.resyncs == number)
+        await client.has_resynced(number)
     proxy.deaf = True
     proxy.break_connections()
     await client.breaks()
@@ -617,7 +625,7 @@ async def test_echoes_that_are_missing_for_long_show_a_deaf_worker(
     worker, client = played
     for number in range(1, 20):
         await worker.send(client.me, heartbeat(number, echoed=min(2, number - 1)))
-        await client.changes.until(lambda number=number: client.beats == number or bool(client.losses))
+        await client.has_heard(number)
         if client.losses:
             break
         net.now_s += 0.25
@@ -632,12 +640,12 @@ async def test_a_worker_that_takes_one_message_after_another_is_not_deaf(
     worker, client = played
     for number in range(1, 20):
         await worker.send(client.me, replace(heartbeat(number, echoed=0), received=number // 3))
-        await client.changes.until(lambda number=number: client.beats == number or bool(client.losses))
+        await client.has_heard(number)
         assert client.losses == []
         net.now_s += 0.25
     for number in range(20, 40):
         await worker.send(client.me, replace(heartbeat(number, echoed=0), received=6))
-        await client.changes.until(lambda number=number: client.beats == number or bool(client.losses))
+        await client.has_heard(number)
         if client.losses:
             break
         net.now_s += 0.25

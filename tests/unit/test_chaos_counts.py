@@ -83,7 +83,7 @@ class PlayedStage:
 @pytest.mark.parametrize("num_collapses", [0, 1, 2])
 async def test_a_stage_that_collapsed_before_the_fault_is_put_up_again(num_collapses: int) -> None:
     stage = PlayedStage(num_collapses, befallen=False)
-    await begun_anew_if_collapsed(stage.test)(stage, answer="right")  # type: ignore[arg-type]
+    await begun_anew_if_collapsed(stage.test)(stage, answer="right")
     assert stage.num_tries == num_collapses + 1
 
 
@@ -97,5 +97,5 @@ async def test_a_stage_that_collapsed_before_the_fault_is_put_up_again(num_colla
 )
 async def test_every_other_failure_is_one(stage: PlayedStage, num_tries: int) -> None:
     with pytest.raises(AssertionError, match="it fails"):
-        await begun_anew_if_collapsed(stage.test)(stage, answer="right")  # type: ignore[arg-type]
+        await begun_anew_if_collapsed(stage.test)(stage, answer="right")
     assert stage.num_tries == num_tries

@@ -260,7 +260,7 @@ def test_a_changed_byte_anywhere_shows(folder: Path, elements: int) -> None:
 )
 def test_a_revision_that_changes_little_of_a_large_file_shows(folder: Path, change: Change) -> None:
     ramp = np.arange(1, 2 * 2**20 + 1, dtype=np.float32).reshape(2048, 1024)
-    tensors = {f"layers.{layer}.mlp": ramp + layer for layer in range(8)}
+    tensors: dict[str, np.ndarray] = {f"layers.{layer}.mlp": ramp + layer for layer in range(8)}
     tensors |= {f"layers.{layer}.norm": np.ones(1024, dtype=np.float32) for layer in range(8)}
     save_file(tensors, folder / "model.safetensors")
     before = weights_hash(folder)

@@ -21,7 +21,7 @@ def of_outputs(*outputs: int) -> list[Size]:
 
 def test_a_step_costs_what_was_timed_and_between_two_batches_something_between() -> None:
     clock = Clock({0: 1.0, 1: 2.0, 8: 16.0}, prompt_token_s=0.5)
-    assert [clock.step_s(num, 0) for num in (0, 1, 4.5, 8, 20)] == [1, 2, 9, 16, 16]
+    assert [clock.step_s(num, 0) for num in (0, 1, 4, 8, 20)] == [1, 2, 8, 16, 16]
     assert clock.step_s(1, 10) == 7
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 import tracemalloc
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import pytest
@@ -32,17 +32,20 @@ from common.contract.messages import (
     Decode,
     Failed,
     Goodbye,
+    Heartbeat,
     Hello,
     Message,
     Phase,
     Prefill,
     PrefillDone,
     PrefixHint,
+    PromptLogprobs,
     RequestMessage,
     Role,
     Settle,
     Source,
     StepTokens,
+    Timings,
     TokenLogprobs,
     Tokens,
     Welcome,
@@ -58,6 +61,7 @@ from common.contract.sampling import (
 )
 from common.contract.tiers import Tier
 
+M = TypeVar("M", bound=Message)
 ME = Incarnation("0123456789abcdef")
 REQUEST = RequestId("r1")
 FINGERPRINT = Fingerprint(
@@ -109,11 +113,19 @@ HELLO: dict[str, Any] = {"role": "gateway", "fingerprint": None, "open_requests"
 
 def frame_of(kind: str, fields: object) -> bytes:
     """A frame with one message that nobody has checked."""
-    return msgpack.packb([ME, [[kind, fields]]])
+    frame: bytes = msgpack.packb([ME, [[kind, fields]]])
+    return frame
 
 
-def received(kind: str, fields: object) -> Message:
+def received(kind: type[M], fields: object) -> M:
     """The message as a receiver has it."""
+    message = received_by_name(kind.__name__, fields)
+    assert isinstance(message, kind)
+    return message
+
+
+def received_by_name(kind: str, fields: object) -> Message:
+    """As `received`, of the kind with this name."""
     _, [message] = decode(frame_of(kind, fields))
     return message
 
@@ -129,20 +141,18 @@ def refused(kind: str, fields: object) -> str:
 
 
 def test_messages_arrive_in_order_and_as_they_were() -> None:
+    scored = TokenLogprobs(logprob=-0.25, top=((1, -0.25), (7, -1.5)))
     tokens = Tokens(
         request=REQUEST,
         attempt=2,
         choice=1,
         position=12,
         token_ids=(1, 2**32 - 1),
-        logprobs=(
-            TokenLogprobs(logprob=-0.25, top=((1, -0.25), (7, -1.5))),
-            TokenLogprobs(logprob=-3.0, top=()),
-        ),
+        logprobs=(scored, TokenLogprobs(logprob=-3.0, top=())),
         finish_reason="stop",
     )
-    first = dataclasses.replace(tokens, token_ids=(1,), logprobs=tokens.logprobs[:1])
-    messages = [
+    first = dataclasses.replace(tokens, token_ids=(1,), logprobs=(scored,))
+    messages: list[Message] = [
         Hello(role=Role.DECODE, fingerprint=FINGERPRINT, open_requests=(RequestKey(REQUEST, 2),)),
         Decode(
             request=REQUEST,
@@ -177,14 +187,19 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
     assert sender == ME
     assert arrived == messages
     assert [type(message) for message in arrived] == [type(message) for message in messages]
-    key = arrived[0].open_requests[0]
-    assert isinstance(key, RequestKey)
-    assert isinstance(arrived[0].role, Role)
-    assert isinstance(arrived[1].tier, Tier)
-    assert isinstance(arrived[4].cause, Cause)
-    assert [len(name) for name in arrived[6].block_hashes] == [HASH_BYTES] * 3
-    assert arrived[2].key == RequestKey(REQUEST, 2)
-    assert isinstance(arrived[1].offered, RequestKey)
+    hello, work, told, _, failed, _, prefix, _ = arrived
+    assert isinstance(hello, Hello)
+    assert isinstance(hello.open_requests[0], RequestKey)
+    assert isinstance(hello.role, Role)
+    assert isinstance(work, Decode)
+    assert isinstance(work.tier, Tier)
+    assert isinstance(work.offered, RequestKey)
+    assert isinstance(told, Tokens)
+    assert told.key == RequestKey(REQUEST, 2)
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.cause, Cause)
+    assert isinstance(prefix, AttachPrefix)
+    assert [len(name) for name in prefix.block_hashes] == [HASH_BYTES] * 3
 
 
 def test_a_frame_may_be_empty_and_a_view() -> None:
@@ -193,12 +208,12 @@ def test_a_frame_may_be_empty_and_a_view() -> None:
 
 def test_the_tokens_of_a_step_travel_in_columns() -> None:
     step = StepTokens(handles=(Handle(8), Handle(2**64 - 1)), positions=(3, 7), token_ids=(5, 6))
-    assert received("StepTokens", STEP) == step
+    assert received(StepTokens, STEP) == step
     assert decode(encode(ME, [step])) == (ME, [step])
 
 
 def test_log_probabilities_of_a_prompt_travel_in_columns() -> None:
-    message = received("PromptLogprobs", SCORED)
+    message = received(PromptLogprobs, SCORED)
     assert (message.position, len(message.scores), message.scores.num_alternatives) == (1, 2, 2)
     first, second = message.scores.each()
     assert first == TokenLogprobs(logprob=-0.5, top=((7, -0.5), (8, -2.0)))
@@ -206,21 +221,21 @@ def test_log_probabilities_of_a_prompt_travel_in_columns() -> None:
     assert message.scores.part(1).each() == [second]
     assert message.scores.part(0, 1).ranks == (1,)
     assert message.scores.part(0, 9) == message.scores
-    assert received("Prefill", {**WORK, "prompt_logprobs": 20}).prompt_logprobs == 20
-    assert received("Decode", {**DECODE, "source": None, "prompt_logprobs": 0}).prompt_logprobs == 0
-    assert received("Prefill", WORK).prompt_logprobs is None
+    assert received(Prefill, {**WORK, "prompt_logprobs": 20}).prompt_logprobs == 20
+    assert received(Decode, {**DECODE, "source": None, "prompt_logprobs": 0}).prompt_logprobs == 0
+    assert received(Prefill, WORK).prompt_logprobs is None
 
 
 def test_absent_fields_take_their_defaults() -> None:
-    message = received("Tokens", TOKENS)
+    message = received(Tokens, TOKENS)
     assert message == Tokens(request=REQUEST, attempt=1, choice=0, position=3, token_ids=(9,))
 
 
 def test_work_is_of_the_middle_tier_and_of_nobody_in_particular() -> None:
     """What a gateway leaves out."""
-    for work in (received("Prefill", WORK), received("Decode", {**DECODE, "source": None})):
+    for work in (received(Prefill, WORK), received(Decode, {**DECODE, "source": None})):
         assert (work.tier, work.tenant, work.cache_salt) == (Tier.STANDARD, "", "")
-    assert received("Prefill", WORK).prefix is None
+    assert received(Prefill, WORK).prefix is None
 
 
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
@@ -228,25 +243,26 @@ def test_work_is_of_the_middle_tier_and_of_nobody_in_particular() -> None:
 def test_tier_tenant_and_salt_arrive_with_the_work(kind: str, tier: Tier) -> None:
     source = {} if kind == "Prefill" else {**OFFERED, "handles": u64(1)}
     labels = {"tier": tier.value, "tenant": "t" * 256, "cache_salt": "s" * 256}
-    work = received(kind, {**WORK, **source, **labels})
+    work = received_by_name(kind, {**WORK, **source, **labels})
+    assert isinstance(work, Prefill | Decode)
     assert (work.tier, work.tenant, work.cache_salt) == (tier, "t" * 256, "s" * 256)
     assert isinstance(work.tier, Tier)
 
 
 def test_a_decode_names_its_source_or_computes_its_prompt() -> None:
-    assert received("Decode", {**DECODE, "source": None}).source is None
+    assert received(Decode, {**DECODE, "source": None}).source is None
     source = Source(address="h:1", incarnation=Incarnation("i"))
-    work = received("Decode", {**DECODE, **OFFERED})
+    work = received(Decode, {**DECODE, **OFFERED})
     assert (work.source, work.offered, work.moving) == (source, RequestKey(REQUEST, 1), False)
 
 
 def test_a_decode_may_be_of_a_running_choice() -> None:
-    work = received("Decode", {**DECODE, **OFFERED, "choices": [3], "moving": True})
+    work = received(Decode, {**DECODE, **OFFERED, "choices": [3], "moving": True})
     assert (work.choices, work.moving) == ((3,), True)
 
 
 def test_a_sequence_is_named_as_its_worker_knows_it() -> None:
-    message = received("AttachSequence", ATTACH_SEQUENCE)
+    message = received(AttachSequence, ATTACH_SEQUENCE)
     assert message == AttachSequence(request=REQUEST, attempt=2, sequence=RequestKey(REQUEST, 1), choice=0, position=3)
     assert isinstance(message.sequence, RequestKey)
 
@@ -254,7 +270,7 @@ def test_a_sequence_is_named_as_its_worker_knows_it() -> None:
 @pytest.mark.parametrize("phase", Phase)
 def test_a_worker_says_whether_it_takes_work(phase: Phase) -> None:
     load = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
-    heartbeat = received("Heartbeat", {"number": 7, "sent": 0, **load, "phase": phase.value, "echoed": 6})
+    heartbeat = received(Heartbeat, {"number": 7, "sent": 0, **load, "phase": phase.value, "echoed": 6})
     assert (heartbeat.phase, heartbeat.echoed) == (phase, 6)
     assert isinstance(heartbeat.phase, Phase)
     assert "phase" in refused("Heartbeat", {"number": 7, "sent": 0, **load})
@@ -262,30 +278,30 @@ def test_a_worker_says_whether_it_takes_work(phase: Phase) -> None:
 
 def test_a_prefill_may_be_told_of_a_prefix() -> None:
     hint = PrefixHint(source=Source(address="h:1", incarnation=Incarnation("i")), num_tokens=32)
-    assert received("Prefill", {**WORK, "prefix": {"source": SOURCE, "num_tokens": 32}}).prefix == hint
-    assert received("Prefill", {**WORK, "prefix": None}).prefix is None
+    assert received(Prefill, {**WORK, "prefix": {"source": SOURCE, "num_tokens": 32}}).prefix == hint
+    assert received(Prefill, {**WORK, "prefix": None}).prefix is None
 
 
 def test_names_of_blocks_are_bytes_in_their_order() -> None:
     names = tuple(BlockHash(bytes([first]) * HASH_BYTES) for first in (255, 0, 128))
-    assert received("AttachPrefix", {**ATTACH_PREFIX, "block_hashes": b"".join(names)}) == AttachPrefix(
+    assert received(AttachPrefix, {**ATTACH_PREFIX, "block_hashes": b"".join(names)}) == AttachPrefix(
         request=REQUEST, attempt=1, block_hashes=names
     )
 
 
 def test_whole_numbers_are_real_numbers_too() -> None:
     """A budget of 30 s leaves another implementation as an integer."""
-    assert received("Prefill", {**WORK, "budget_s": 30}).budget_s == 30.0
+    assert received(Prefill, {**WORK, "budget_s": 30}).budget_s == 30.0
 
 
 def test_what_arrives_cannot_be_changed() -> None:
     for cls in MESSAGES:
         assert dataclasses.is_dataclass(cls)
-        assert cls.__dataclass_params__.frozen, cls
+        assert vars(cls)["__dataclass_params__"].frozen, cls
         assert not hasattr(cls, "__dict__") or "__slots__" in vars(cls), cls
-    message = received("Abort", {"request": "r1", "attempt": 1})
+    message = received(Abort, {"request": "r1", "attempt": 1})
     with pytest.raises(dataclasses.FrozenInstanceError):
-        message.attempt = 2
+        message.attempt = 2  # type: ignore[misc]
 
 
 def test_kinds_have_distinct_names() -> None:
@@ -554,15 +570,20 @@ TIMINGS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": None, "promp
 
 @pytest.mark.parametrize("number", [-1, 2**63, 1.5, True, "1", None])
 def test_cached_tokens_are_a_number_of_tokens(number: object) -> None:
-    assert received("Timings", TIMINGS).prompt.num_cached == 0
-    assert received("Timings", {**TIMINGS, "prompt": {**PROMPT_TIMES, "num_cached": 16}}).prompt.num_cached == 16
+    plain = received(Timings, TIMINGS).prompt
+    assert plain is not None
+    assert plain.num_cached == 0
+    cached = received(Timings, {**TIMINGS, "prompt": {**PROMPT_TIMES, "num_cached": 16}}).prompt
+    assert cached is not None
+    assert cached.num_cached == 16
     assert "num_cached" in refused("Timings", {**TIMINGS, "prompt": {**PROMPT_TIMES, "num_cached": number}})
 
 
 @pytest.mark.parametrize("seconds", [-1e-9, 10.0**6 + 1, float("inf"), float("nan"), "1", None])
 def test_durations_are_bounded(seconds: object) -> None:
-    assert received("Timings", TIMINGS).prompt.prefill_s == 1.5
-    assert received("PrefillDone", {**DONE, "times": PROMPT_TIMES}).times.prefill_s == 1.5
+    for times in (received(Timings, TIMINGS).prompt, received(PrefillDone, {**DONE, "times": PROMPT_TIMES}).times):
+        assert times is not None
+        assert times.prefill_s == 1.5
     assert "prefill_s" in refused("Timings", {**TIMINGS, "prompt": {**PROMPT_TIMES, "prefill_s": seconds}})
     assert "prefill_s" in refused("PrefillDone", {**DONE, "times": {**PROMPT_TIMES, "prefill_s": seconds}})
     assert "queue" in refused("Timings", {**TIMINGS, "prompt": {**PROMPT_TIMES, "queue": 0.0}})
@@ -594,7 +615,7 @@ REQUEST_MESSAGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("handle", ["", "x" * 65, b"r1", 5], ids=["empty", "too long", "of bytes", "a number"])
 def test_request_ids_are_bounded_text(handle: object) -> None:
     for kind, fields in REQUEST_MESSAGES.items():
-        assert isinstance(received(kind, fields), RequestMessage)
+        assert isinstance(received_by_name(kind, fields), RequestMessage)
         assert "request" in refused(kind, {**fields, "request": handle})
 
 
@@ -653,7 +674,7 @@ def test_a_first_token_is_a_token() -> None:
 
 
 def test_an_offer_has_a_block() -> None:
-    assert received("BlocksReady", {**OFFER, "block_ids": b"", "num_blocks": 1}) == BlocksReady(
+    assert received(BlocksReady, {**OFFER, "block_ids": b"", "num_blocks": 1}) == BlocksReady(
         request=REQUEST, attempt=1, lease=LeaseId("l1"), epoch=1, start=0, block_ids=(), num_blocks=1
     )
 
@@ -704,7 +725,7 @@ LARGEST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", LARGEST)
 def test_a_message_at_its_bounds_travels(kind: str) -> None:
-    message = received(kind, LARGEST[kind])
+    message = received_by_name(kind, LARGEST[kind])
     assert decode(encode(ME, [message])) == (ME, [message])
 
 

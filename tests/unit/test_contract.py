@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -96,13 +97,15 @@ def test_a_mismatch_in_two_fields_names_both() -> None:
 
 def test_every_field_of_a_fingerprint_is_compared() -> None:
     names = {field.name for field in dataclasses.fields(Fingerprint)} - {"layout"}
-    changed = {name: PROTOCOL_VERSION + 1 if name == "protocol_version" else "changed" for name in names}
+    changed: dict[str, Any] = {
+        name: PROTOCOL_VERSION + 1 if name == "protocol_version" else "changed" for name in names
+    }
     for name, value in changed.items():
         with pytest.raises(FingerprintMismatchError, match=name):
             FINGERPRINT.require_equal(dataclasses.replace(FINGERPRINT, **{name: value}), "a", "b")
     for field in dataclasses.fields(KVLayout):
-        value = "changed" if field.name == "dtype" else 1
-        other = dataclasses.replace(FINGERPRINT, layout=dataclasses.replace(LLAMA_2_7B, **{field.name: value}))
+        change: dict[str, Any] = {field.name: "changed" if field.name == "dtype" else 1}
+        other = dataclasses.replace(FINGERPRINT, layout=dataclasses.replace(LLAMA_2_7B, **change))
         with pytest.raises(FingerprintMismatchError, match=f"layout.{field.name}"):
             FINGERPRINT.require_equal(other, "a", "b")
 
@@ -111,7 +114,7 @@ def test_every_field_of_a_fingerprint_is_compared() -> None:
 
 
 @pytest.mark.parametrize("draw", [new_request_id, new_incarnation, new_lease_id])
-def test_ids_are_distinct_long_and_fit_the_wire(draw) -> None:
+def test_ids_are_distinct_long_and_fit_the_wire(draw: Callable[[], str]) -> None:
     drawn = [draw() for _ in range(1000)]
     assert len(set(drawn)) == 1000
     assert min(len(each) for each in drawn) >= 24, "96 bits at least"

@@ -195,7 +195,7 @@ def test_who_came_back_is_as_old_as_it_was() -> None:
     bench.forget(b.request)
     bench.reserve()
     bench.step()
-    assert c.stage is Stage.RUNNING
+    assert (b.stage, c.stage) == (Stage.ENDED, Stage.RUNNING)
     [d] = bench.enter(request("d", 3))
     bench.preempt()
     assert (a.stage, c.stage, d.stage) == (Stage.RUNNING, Stage.RUNNING, Stage.PREEMPTED)
@@ -544,7 +544,7 @@ def test_room_is_kept_for_a_higher_tier_for_a_while_and_no_longer(meanwhile: str
     bench.want(request("too big beside a", 44, tier=INTERACTIVE))
     bench.forget(first)
     bench.reserve()
-    assert b.stage is Stage.PREEMPTED
+    assert (list(bench.pulling), b.stage) == ([], Stage.PREEMPTED)
     bench.now = 6.0
     if meanwhile == "somebody asks":
         bench.want(request("somebody else", 4, tier=BATCH))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from decode_bench import EAGER, ENDLESS, Bench, request, tokens
@@ -260,7 +261,7 @@ def _sent_back(bench: Bench, subject: DecodeRequest) -> None:
     assert (bench.scheduler.num_computing, bench.scheduler.num_waiting) == (0, 1)
 
 
-SMALL_STEPS = {"max_num_seqs": 2, "token_budget": 6, "prefill_tokens": 1}
+SMALL_STEPS: dict[str, Any] = {"max_num_seqs": 2, "token_budget": 6, "prefill_tokens": 1}
 WAYS: dict[str, tuple[dict[str, object], Callable[[Bench, DecodeRequest], Step | None]]] = {
     "waiting": ({}, _waiting),
     "pulling": ({}, _pulling),
@@ -383,8 +384,7 @@ def test_a_preempted_sequence_comes_back_when_its_mask_is_there() -> None:
         assert newer.stage is Stage.PREEMPTED
     bench.scheduler.mask_known(newer)
     bench.reserve()
-    assert newer.stage is Stage.RECOMPUTING
-    assert older.stage is Stage.RUNNING
+    assert (older.stage, newer.stage) == (Stage.RUNNING, Stage.RECOMPUTING)
 
 
 @pytest.mark.parametrize("preempted", [False, True])

@@ -32,6 +32,11 @@ def step(bench: Bench, seconds: float = 1.0) -> None:
     bench.now += seconds
 
 
+def step_until(bench: Bench, generation: Generation, stage: Stage) -> None:
+    while generation.stage is not stage:
+        step(bench)
+
+
 def decoded(generation: Generation, now: float) -> DecodeTimes:
     decode = timings_of(generation, now).decode
     assert decode is not None
@@ -108,8 +113,7 @@ def test_the_time_out_of_the_batch_is_told_apart() -> None:
         pulled(subject, told=0.0, reserved=0.0, read=0.0)
         bench.enter(subject)
     (first,), (second,) = old.generations, new.generations
-    while second.stage is not Stage.PREEMPTED:
-        step(bench)
+    step_until(bench, second, Stage.PREEMPTED)
     joined, lost = second.joined_at, second.paused_at
     assert joined is not None
     assert lost is not None
@@ -117,8 +121,7 @@ def test_the_time_out_of_the_batch_is_told_apart() -> None:
     assert (waiting.decode_s, waiting.preempted_s) == (lost - joined, 5.0)
     bench.forget(old)
     assert first.stage is Stage.ENDED
-    while second.stage is not Stage.RUNNING:
-        step(bench)
+    step_until(bench, second, Stage.RUNNING)
     assert second.paused_at is None
     back = decoded(second, bench.now)
     assert back.preempted_s == second.paused_s > 0

@@ -231,6 +231,7 @@ class Worker:
     def want(self, num_prompt: int, max_tokens: int, tenant: str = "") -> None:
         """A request asks to come in."""
         self.num_requests += 1
+        source = Source(address="p:1", incarnation=Incarnation("p"))
         work = Decode(
             request=RequestId(f"r{self.num_requests}"),
             attempt=1,
@@ -241,13 +242,11 @@ class Worker:
             sampling=SamplingParams(max_tokens=max_tokens),
             budget_s=1.0,
             tenant=tenant,
-            source=Source(address="p:1", incarnation=Incarnation("p")),
+            source=source,
             offered=RequestKey(RequestId(f"r{self.num_requests}"), 1),
         )
         chain = BlockChain(16)
-        subject = DecodeRequest(
-            work, Incarnation("g"), 1e9, float(self.num_requests), chain, Pull(work.key, work.source)
-        )
+        subject = DecodeRequest(work, Incarnation("g"), 1e9, float(self.num_requests), chain, Pull(work.key, source))
         self.scheduler.want(subject, 0.0)
 
     def come_in(self) -> None:

@@ -53,7 +53,11 @@ class Cluster:
     async def ask(self, num_tokens: int = 3) -> list[Delta]:
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         generation = Generation(token_ids=PROMPT, num_choices=1, sampling=sampling, budget_s=WAIT_S)
-        return [delta async for delta in self.dispatcher.generate(generation)]
+        deltas = []
+        async for delta in self.dispatcher.generate(generation):
+            assert isinstance(delta, Delta)
+            deltas.append(delta)
+        return deltas
 
 
 async def until(reached: Callable[[], bool]) -> None:

@@ -127,7 +127,7 @@ def test_measures_what_the_machine_takes(folder: Path) -> None:
 def test_what_a_step_takes_is_told_apart_from_its_tokens(folder: Path, most_tokens: int) -> None:
     runner = timed(folder, step_s=5e-3, token_s=1e-4)
     costs = measured(runner, most_tokens)
-    assert (costs.step_s, costs.prefill_s_per_token) == (pytest.approx(5e-3), pytest.approx(1e-4))
+    assert (costs.step_s, costs.prefill_s_per_token) == pytest.approx((5e-3, 1e-4))
     assert max(runner.sizes) == most_tokens
 
 
@@ -135,7 +135,7 @@ def test_a_step_that_is_long_enough_is_the_largest(folder: Path) -> None:
     """Of 64 tokens it takes more than a tenth of a second."""
     runner = timed(folder, step_s=1e-3, token_s=2e-3)
     costs = measured(runner, 512)
-    assert (costs.step_s, costs.prefill_s_per_token) == (pytest.approx(1e-3), pytest.approx(2e-3))
+    assert (costs.step_s, costs.prefill_s_per_token) == pytest.approx((1e-3, 2e-3))
     assert max(runner.sizes) == 64
     assert runner.now < 0.5
 
@@ -164,7 +164,7 @@ def test_a_small_cache_and_a_small_swap_space_do(folder: Path) -> None:
     runner = timed(folder, kv_cache_bytes=2 * block_bytes, swap_bytes=block_bytes)
     costs = measured(runner)
     assert max(runner.sizes) == 32
-    assert (costs.prefill_s_per_token, costs.swap_s_per_block) == (pytest.approx(1e-4), pytest.approx(1e-5))
+    assert (costs.prefill_s_per_token, costs.swap_s_per_block) == pytest.approx((1e-4, 1e-5))
 
 
 def test_without_swap_space_prefill_alone_is_measured(folder: Path) -> None:

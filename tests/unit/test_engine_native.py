@@ -49,7 +49,7 @@ def threads() -> Iterator[None]:
 
 
 def distance(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return ((out.double() - ref).norm() / ref.norm()).item()
+    return float(((out.double() - ref).norm() / ref.norm()).item())
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_rotation(kernels: Kernels, head_dim: int, normalised: bool) -> None:
     double = None if norms is None else (norms[0].double(), norms[1].double())
     expected = DoubleBackend().rotate(qkv.double(), 3, 2, double, 1e-5, angles)
     kernels.rotate(qkv, 3, 2, norms, 1e-5, (angles[0].float(), angles[1].float()))
-    ours = qkv.view(4, 7, head_dim).split([3, 2, 2], dim=1)
+    ours = torch.split(qkv.view(4, 7, head_dim), [3, 2, 2], dim=1)
     for out, ref in zip(ours, expected, strict=True):
         assert out.shape == ref.shape
         assert distance(out, ref) < TOLERANCE

@@ -72,9 +72,9 @@ class Late(ModelRunner):
             def __init__(self, kernels: native.Kernels) -> None:
                 super().__init__(kernels)
 
-                def best(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                def best(x_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                     log.append("sampled")
-                    return kernels.best(logits_RV)
+                    return kernels.best(x_TV)
 
                 self.best = best
 

@@ -92,7 +92,8 @@ def test_nothing_to_sample() -> None:
 @pytest.mark.parametrize("tiny", [5e-324, 1e-300, 1e-46, 1e-30])
 def test_a_number_that_float32_cannot_hold_leaves_the_most_likely_token(name: str, tiny: float) -> None:
     logits = random_logits(3)
-    drawn = tokens_of(logits, [ask(**{name: tiny}), ask(), ask(temperature=0.0)])
+    params: dict[str, Any] = {name: tiny}
+    drawn = tokens_of(logits, [ask(**params), ask(), ask(temperature=0.0)])
     if name != "min_p":
         assert drawn[0] == logits[0].argmax().item()
 

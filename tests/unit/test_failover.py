@@ -464,7 +464,7 @@ def test_who_is_too_large_for_a_worker_never_goes_there_again(run: Run, address:
         let_in(run)
         run.go(D, P)
     run.on(address, failed(Cause.TOO_LARGE, "20 blocks"))
-    assert (run.want.too_small, run.want.refusal) == ({place(address)}, Fail(Cause.TOO_LARGE, "20 blocks"))
+    assert (run.want.too_small, run.want.refusal) == (frozenset({place(address)}), Fail(Cause.TOO_LARGE, "20 blocks"))
     run.go(D2, P2)
     run.on(D2, tokens(START + heard, 9))
     run.lose(D2)

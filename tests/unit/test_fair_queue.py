@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec
 
 import pytest
 
@@ -334,7 +335,10 @@ class Deadline(float):
     __hash__ = float.__hash__
 
 
-def work(act: Callable[[], object]) -> int:
+P = ParamSpec("P")
+
+
+def work(act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> int:
     """Calls and comparisons of deadlines that `act` makes: a measure of its work that no clock disturbs."""
     num_calls = 0
 
@@ -345,7 +349,7 @@ def work(act: Callable[[], object]) -> int:
     before = Deadline.num_compared
     sys.setprofile(count)
     try:
-        act()
+        act(*args, **kwargs)
     finally:
         sys.setprofile(None)
     return num_calls + Deadline.num_compared - before
@@ -368,16 +372,14 @@ def most_work(num_items: int, num_tenants: int) -> dict[str, float]:
     for number in range(num_rounds):
         now = 100.0 * (number % 2)  # everything is aged, or nothing
         [item] = queue.first(now)
-        total["first"] += work(lambda now=now: queue.first(now, 16))
-        total["take"] += work(lambda item=item, now=now: queue.take(item, now))
-        total["charge"] += work(lambda item=item: queue.charge(item.tier, item.tenant, rng.randrange(1000)))
-        total["flow"] += work(lambda item=item, step=2000 + number: queue.flow(item.tier, item.tenant, 2.0, step))
+        total["first"] += work(queue.first, now, 16)
+        total["take"] += work(queue.take, item, now)
+        total["charge"] += work(queue.charge, item.tier, item.tenant, rng.randrange(1000))
+        total["flow"] += work(queue.flow, item.tier, item.tenant, 2.0, 2000 + number)
         gone = items.pop()
-        total["discard"] += work(lambda gone=gone: queue.discard(gone))
+        total["discard"] += work(queue.discard, gone)
         if gone is not item:
-            total["add"] += work(
-                lambda gone=gone: queue.add(gone, tier=gone.tier, tenant="new", deadline=Deadline(0.5), now=1.0)
-            )
+            total["add"] += work(queue.add, gone, tier=gone.tier, tenant="new", deadline=Deadline(0.5), now=1.0)
     return {name: count / num_rounds for name, count in total.items()}
 
 

@@ -104,7 +104,7 @@ def test_what_a_worker_was_given_counts_until_it_has_reported_it() -> None:
     over = given(8, sequences=1, blocks=5)
     registry.took(D, over)
     registry.left(D, LIFE, over)
-    assert (room_s(decode, STANDARD, 1), occupancy(decode)) == (pytest.approx(0.5), pytest.approx(0.3)), "it has ended"
+    assert (room_s(decode, STANDARD, 1), occupancy(decode)) == pytest.approx((0.5, 0.3)), "it has ended"
     registry.resynced(D)
     assert (room_s(decode, STANDARD, 1), occupancy(decode)) == (0.0, 0.0)
     registry.took(D, given(1, sequences=2))

@@ -38,7 +38,7 @@ from common.contract.errors import Cause
 from common.contract.messages import FinishReason
 from common.contract.sampling import MAX_SEED
 from common.contract.tiers import Tier
-from gateway.serving.generation import Delta, Generation, GenerationFailed, Readiness
+from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness
 
 
 async def test_completion() -> None:
@@ -336,7 +336,7 @@ async def test_many_prompts_are_generated_some_at_a_time() -> None:
     most = 0
 
     class Watched(ScriptedGenerator):
-        async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
             nonlocal most
             async with aclosing(super().generate(generation)) as deltas:
                 async for delta in deltas:
@@ -575,7 +575,7 @@ async def test_probes() -> None:
 class Routed(ScriptedGenerator):
     """Its requests were sent somewhere."""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+    def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
         generation.waterfall.route = {"route": "handoff", "prefill": "p:1"}
         return super().generate(generation)
 

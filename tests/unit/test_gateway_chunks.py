@@ -18,7 +18,8 @@ TEXTS = ["a", " the", '"', "\\", "\n\n", "\u2028", "é", "日本", "😀", "\x00
 
 
 def piece(text: str, choice: int = 0, **other: Any) -> Piece:
-    return Piece(**({"choice": choice, "text": text, "num_tokens": 1, "reports": (), "finish_reason": None} | other))
+    fields: dict[str, Any] = {"choice": choice, "text": text, "num_tokens": 1, "reports": (), "finish_reason": None}
+    return Piece(**(fields | other))
 
 
 def report() -> TokenReport:

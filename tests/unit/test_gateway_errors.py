@@ -31,7 +31,7 @@ from gateway_fixtures import (
 from gateway import bounded_threads
 from gateway.intake import request_intake
 
-COMMON_CASES = [
+COMMON_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
@@ -131,7 +131,7 @@ COMMON_CASES = [
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
 ]
-COMPLETION_CASES = [
+COMPLETION_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [""]}, "prompt"),
@@ -156,7 +156,7 @@ COMPLETION_CASES = [
     ({"echo": 1}, "echo"),
     ({"echo": True, "logprobs": 21}, "logprobs"),
 ]
-CHAT_CASES = [
+CHAT_CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": "hello"}, "messages"),
@@ -414,7 +414,7 @@ async def test_unknown_fields_are_ignored() -> None:
 
 
 async def test_null_and_values_that_ask_for_nothing_count_as_absent() -> None:
-    harmless = {
+    harmless: dict[str, Any] = {
         "temperature": None,
         "stop": None,
         "n": None,

@@ -22,7 +22,7 @@ from gateway_fixtures import (
 )
 
 from common.contract.errors import Cause
-from gateway.serving.generation import GenerationFailed
+from gateway.serving.generation import Delta, GenerationFailed
 
 STATUSES = {
     Cause.CANCELLED: 499,
@@ -91,6 +91,7 @@ async def test_a_generation_that_just_stops_is_a_failure() -> None:
     class Quits(ScriptedGenerator):
         async def generate(self, generation: Any) -> Any:
             async for delta in super().generate(generation):
+                assert isinstance(delta, Delta)
                 yield dataclasses.replace(delta, finish_reason=None)
 
     status, answer, _ = await post(COMPLETIONS_PATH, COMPLETION, Quits())

@@ -16,7 +16,7 @@ from tool_models import tokens_of, tool_tokenizer
 
 from common.contract.errors import Cause
 from common.contract.messages import Tokens
-from gateway.serving.generation import Delta, Generation, GenerationFailed
+from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta
 from gateway.text.answer_parts import AnswerParts, AnswerPlan
 from gateway.text.choice_text import ChoiceText, Piece
 from gateway.text.tool_parsers import HermesParser
@@ -101,7 +101,7 @@ async def test_nothing_waits_for_a_token_behind_a_stop_string() -> None:
     """Its generation is closed there, so that nothing comes of what has come with it; another prompt may take long."""
 
     class OneOfTwo(Joined):
-        async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
             if generation.token_ids[-1] == encode("b")[-1]:
                 await asyncio.Event().wait()
             async for delta in super().generate(generation):

@@ -32,7 +32,7 @@ async def test_chat_logprobs(stream: bool) -> None:
         else:
             answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2)
             assert answer.choices[0].logprobs is not None
-            entries = answer.choices[0].logprobs.content or []  # type: ignore[assignment]
+            entries = answer.choices[0].logprobs.content or []
     assert len(entries) == len(token_ids)
     assert b"".join(bytes(entry.bytes or []) for entry in entries) == "hello 日</s>".encode()
     assert entries[0].token == byte_level().decode(token_ids[:1])

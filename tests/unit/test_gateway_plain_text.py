@@ -129,5 +129,5 @@ def test_one_of_any_length() -> None:
 
 
 def test_values_that_are_no_text_stay_as_they_are() -> None:
-    value = {"a": [1, None, True, 2.5, {"b": []}]}
+    value: dict[str, Any] = {"a": [1, None, True, 2.5, {"b": []}]}
     assert Marker(["<s>"]).marked(value) == value

@@ -103,7 +103,8 @@ async def test_old_versions_are_refused(certificate: Certificate, version: ssl.T
 async def test_a_certificate_that_is_renewed_is_shown_to_the_next(
     certificate: Certificate, version: ssl.TLSVersion
 ) -> None:
-    time, reloads = Time(), []
+    time = Time()
+    reloads: list[bool] = []
     tls = ServerTls(certificate.chain, certificate.key, clock=time, reloaded=reloads.append)
     context = certificate.client()
     context.minimum_version = context.maximum_version = version
@@ -123,7 +124,8 @@ async def test_a_certificate_that_is_renewed_is_shown_to_the_next(
 async def test_files_that_cannot_be_used_change_nothing(
     certificate: Certificate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    time, reloads = Time(), []
+    time = Time()
+    reloads: list[bool] = []
     tls = ServerTls(certificate.chain, certificate.key, clock=time, reloaded=reloads.append)
     async with serve(ScriptedGenerator(), tls=tls.context) as server:
         serial, key = certificate.serial, certificate.key.read_bytes()

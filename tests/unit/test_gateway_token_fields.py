@@ -27,7 +27,7 @@ from gateway_fixtures import (
 from common.contract.ids import RequestId, RequestKey
 from common.contract.messages import PromptTimes, Role, Timings
 from gateway.answer.chunk_encoder import encode_in_pieces
-from gateway.serving.generation import Delta, Generation
+from gateway.serving.generation import Delta, Generation, PromptDelta
 
 IDS = {"return_token_ids": True}
 PROMPT = [BOS, *encode("hello")]
@@ -135,7 +135,7 @@ class CachingGenerator(ScriptedGenerator):
 
     num_cached: list[int] = field(default_factory=list)
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
         key = RequestKey(RequestId(str(len(self.generations))), 1)
         told = PromptTimes(queue_s=0.0, prefix_pull_s=0.0, prefill_s=0.0, num_cached=self.num_cached.pop(0))
         waterfall = generation.waterfall
@@ -143,6 +143,7 @@ class CachingGenerator(ScriptedGenerator):
         waterfall.measured(key, Timings(request=key.request, attempt=1, choice=None, prompt=told, decode=None))
         async with aclosing(super().generate(generation)) as deltas:
             async for delta in deltas:
+                assert isinstance(delta, Delta)
                 waterfall.tokens(key, delta.choice, Role.DECODE, 0.0)
                 yield delta
 

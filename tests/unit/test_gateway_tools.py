@@ -61,7 +61,7 @@ async def ask(generator: ScriptedGenerator, template: str = "hermes", **body: An
 
 async def chunks_of(generator: ScriptedGenerator, template: str = "hermes", **body: Any) -> list[ChatCompletionChunk]:
     async with client_of(generator, template) as client:
-        asked = {"model": MODEL, "messages": MESSAGES, "stream": True} | body
+        asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "stream": True} | body
         return [chunk async for chunk in await client.chat.completions.create(**asked)]
 
 
@@ -112,7 +112,8 @@ async def test_content_is_null_where_there_are_only_calls() -> None:
 
 async def test_text_is_text_whether_functions_are_offered_or_not() -> None:
     bodies: list[dict[str, Any]] = [{"tools": TOOLS}, {}, {"tools": []}]
-    bodies += [{"tool_choice": choice} | tools for choice in ("none", "auto") for tools in ({}, {"tools": []})]
+    without: list[dict[str, Any]] = [{}, {"tools": []}]
+    bodies += [{"tool_choice": choice} | tools for choice in ("none", "auto") for tools in without]
     for body in bodies:
         answer = await ask(scripted("hello < there"), **body)
         assert answer.choices[0].message.content == "hello < there"
@@ -121,7 +122,8 @@ async def test_text_is_text_whether_functions_are_offered_or_not() -> None:
 
 
 async def test_what_looks_like_a_call_is_text_where_no_function_is_offered() -> None:
-    for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+    bodies: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}]
+    for body in bodies:
         generator = scripted(TWO_CALLS)
         answer = await ask(generator, **body)
         assert answer.choices[0].message.content == TWO_CALLS
@@ -329,7 +331,8 @@ async def test_content_of_an_assistant_may_be_null(template: str, given: dict[st
     writes a word of Python's."""
     call = {"id": "a2b4c6d8e", "type": "function", "function": {"name": "is-noon", "arguments": "{}"}}
     models = tool_tokenizer(template) if template in TEMPLATES else wrap(backend(), template)
-    for calls in ({"tool_calls": [call]}, {"tool_calls": []}, {"tool_calls": None}, {}):
+    fields: list[dict[str, Any]] = [{"tool_calls": [call]}, {"tool_calls": []}, {"tool_calls": None}, {}]
+    for calls in fields:
         message = {"role": "assistant"} | given | calls
         generator = scripted("hello")
         body = CHAT | {"messages": [*MESSAGES, message, *MESSAGES]}
@@ -500,12 +503,13 @@ async def test_effort_and_verbosity_are_for_templates_that_read_them(caplog: pyt
     caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
     template = "{{ reasoning_effort | default('medium') }} {{ verbosity }} {{ messages[-1].content }}"
     models = wrap(backend(), template)
-    for given, expected in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, "medium  hello"),
         ({"reasoning_effort": "high"}, "high  hello"),
         ({"reasoning_effort": "low", "verbosity": "high</s>"}, "low high</s> hello"),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "x"}}, "x  hello"),
-    ]:
+    ]
+    for given, expected in cases:
         generator = scripted("hello")
         status, _, _ = await post(
             CHAT_PATH, CHAT | given, generator, api_settings=tool_settings(), model_tokenizer=models

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 from faulty_transport import Faulty
@@ -615,7 +616,7 @@ class Peer:
         self.lender.on_peer_lost(peer)
 
     def heartbeat(self, number: int) -> Heartbeat:
-        zero = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
+        zero: dict[str, Any] = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
         return Heartbeat(number=number, **zero, phase=Phase.SERVING)
 
     async def __aenter__(self) -> Peer:

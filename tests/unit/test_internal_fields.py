@@ -12,7 +12,7 @@ from dispatcher_bench import Bench, D, P
 from gateway_fixtures import CHAT, CHAT_PATH, COMPLETION, COMPLETIONS_PATH, serve
 
 from common.contract.codec import encode
-from common.contract.ids import new_incarnation
+from common.contract.ids import RequestId, new_incarnation
 from common.contract.messages import MESSAGES, Decode, Message, Prefill
 
 FORGED = "forged4711"
@@ -98,7 +98,7 @@ async def test_and_what_they_are_told_is_what_they_would_be_without() -> None:
 
     def work(messages: list[Message]) -> list[Message]:
         return [
-            dataclasses.replace(message, request="0" * len(message.request), budget_s=1.0)
+            dataclasses.replace(message, request=RequestId("0" * len(message.request)), budget_s=1.0)
             for message in messages
             if isinstance(message, Prefill | Decode)
         ]

@@ -16,6 +16,7 @@ from common.contract.messages import Abort, Decode, Failed, Finished
 from common.contract.sampling import SamplingParams
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.masks import Tell
+from decode_worker.step import Step
 
 MANY = 1000
 """Steps that no test needs."""
@@ -52,10 +53,10 @@ class Running:
         self.num_scheduled = 0
         schedule = site.worker._scheduler.schedule
 
-        def counted(*args: Any) -> Any:
+        def counted(now: float, before: Step | None = None) -> Step:
             self.num_scheduled += 1
             assert self.num_scheduled < MANY, "it plans one step after the other, and there is nothing to do"
-            return schedule(*args)
+            return schedule(now, before)
 
         async def outcomes(step: Pause) -> Any:
             await asyncio.sleep(0)
@@ -63,7 +64,7 @@ class Running:
 
         site.worker._masks = self.masks  # type: ignore[assignment]
         site.worker._scheduler.schedule = counted  # type: ignore[method-assign]
-        site.engine.outcomes = outcomes  # type: ignore[method-assign,assignment]
+        site.engine.outcomes = outcomes  # type: ignore[method-assign]
         site.loop.close()
         site.worker._wake = asyncio.Event()
 

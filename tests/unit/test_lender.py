@@ -117,7 +117,7 @@ def worker() -> Iterator[Worker]:
     subject.lender.check_invariants()
 
 
-def attach_prefix(names: Sequence[bytes] = (*CACHED, *OTHER), request: RequestId = PREFIX) -> AttachPrefix:
+def attach_prefix(names: Sequence[BlockHash] = (*CACHED, *OTHER), request: RequestId = PREFIX) -> AttachPrefix:
     return AttachPrefix(request=request, attempt=1, block_hashes=tuple(names))
 
 
@@ -139,7 +139,9 @@ def test_the_offer_of_a_request_from_attach_to_settle(worker: Worker) -> None:
     told = worker.told()
     assert kinds(told) == [(D1, BlocksReady), (D1, BlocksReady), (D1, PrefillDone)]
     assert (worker.lender.num_leases, worker.lender.num_readers, worker.serving) == (1, 1, [True])
-    worker.lender.on_message(D1, settle(told[0][1]))
+    offer = told[0][1]
+    assert isinstance(offer, BlocksReady)
+    worker.lender.on_message(D1, settle(offer))
     [(_, verdict)] = worker.told()
     assert isinstance(verdict, Settled)
     assert verdict.valid
@@ -200,6 +202,7 @@ def test_another_sink_takes_over_what_a_prefill_has_offered(worker: Worker) -> N
     worker.told()
     worker.lender.on_message(D2, Attach(request=R1, attempt=2, offered=1))
     [(_, offer), (_, done)] = worker.told()
+    assert isinstance(offer, BlocksReady)
     assert (offer.attempt, offer.block_ids, type(done)) == (2, (1, 2), PrefillDone)
     worker.lender.on_message(D2, settle(offer))
     assert worker.unpinned == [(KEY, True)], "the worker knows it by the attempt that it has opened"
@@ -233,7 +236,9 @@ def test_a_prefix_is_lent_as_far_as_it_is_cached(worker: Worker) -> None:
     assert worker.held == {10: 1, 11: 1, 12: 1}
     assert worker.serving == [True]
     worker.lender.on_message(D1, settle(offer))
-    assert worker.told()[0][1].valid
+    [(_, verdict)] = worker.told()
+    assert isinstance(verdict, Settled)
+    assert verdict.valid
     assert (worker.held, worker.serving) == ({}, [True, False])
 
 
@@ -243,7 +248,7 @@ def test_two_sinks_may_have_the_same_prefix(worker: Worker) -> None:
     assert first.lease != second.lease
     worker.lender.on_message(D1, settle(first))
     worker.lender.on_message(D2, settle(second))
-    assert [message.valid for _, message in worker.told()] == [True, True]
+    assert [isinstance(message, Settled) and message.valid for _, message in worker.told()] == [True, True]
     assert worker.held == {}
 
 
@@ -259,6 +264,7 @@ def test_a_prefix_that_is_asked_for_again_is_lent_once(worker: Worker) -> None:
 def test_a_prefix_that_nobody_has_is_refused(worker: Worker) -> None:
     worker.lender.on_message(D1, attach_prefix(OTHER))
     [(sink, refused)] = worker.told()
+    assert isinstance(refused, OfferWithdrawn)
     assert (sink, refused.cause) == (D1, Cause.LEASE_LOST)
     assert (worker.lender.num_leases, worker.lender.num_parked, worker.serving) == (0, 0, [])
 
@@ -287,6 +293,7 @@ def test_so_many_prefixes_are_lent_at_once(worker: Worker, monkeypatch: pytest.M
     worker.lend(RequestId("p1"))
     worker.lender.on_message(D1, attach_prefix(request=RequestId("p2")))
     [(_, refused)] = worker.told()
+    assert isinstance(refused, OfferWithdrawn)
     assert refused.cause is Cause.CAPACITY
     assert worker.held == {1: 1, 2: 1, 10: 2, 11: 2, 12: 2}
     assert worker.lend(RequestId("p0")) == offer, "it has its place already"
@@ -299,6 +306,7 @@ def test_the_name_of_a_request_is_no_name_for_a_prefix(worker: Worker) -> None:
     worker.open()
     worker.lender.on_message(D1, attach_prefix(request=R1))
     [(_, refused)] = worker.told()
+    assert isinstance(refused, OfferWithdrawn)
     assert refused.cause is Cause.SUPERSEDED
     assert worker.held == {1: 1, 2: 1}
 
@@ -315,7 +323,9 @@ def test_with_checksums_lent_blocks_have_theirs() -> None:
     assert worker.lend().checksums == (1010, 1011, 1012)
     worker.open()
     worker.lender.on_message(D2, Attach(request=R1, attempt=1, offered=1))
-    assert worker.told()[0][1].checksums == (5, 6)
+    offer = worker.told()[0][1]
+    assert isinstance(offer, BlocksReady)
+    assert offer.checksums == (5, 6)
     worker.lender.check_invariants()
 
 

@@ -13,13 +13,19 @@ from typing import Any
 
 import pytest
 from load_server import Connection, ScriptedServer, obedient, scripted, token
+from pydantic import BaseModel
 from stack import until
 
 from benchmarks.load import plots
 from benchmarks.load.settings import LoadSettings, PlotSettings, ReportSettings, SweepSettings, load
 from common.contract.errors import OperatorError
 
-COMMANDS = {"": LoadSettings, "sweep": SweepSettings, "report": ReportSettings, "plot": PlotSettings}
+COMMANDS: dict[str, type[BaseModel]] = {
+    "": LoadSettings,
+    "sweep": SweepSettings,
+    "report": ReportSettings,
+    "plot": PlotSettings,
+}
 GOAL = ("--ttft-target-s", "60")
 
 

@@ -27,8 +27,9 @@ from gateway_fixtures import (
     settings,
     tokenizer,
 )
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from openapi_spec_validator import OpenAPIV31SpecValidator
+from pydantic import BaseModel
 from test_gateway_errors import CHAT_CASES, COMMON_CASES, COMPLETION_CASES
 
 from common.contract.errors import Cause
@@ -40,7 +41,7 @@ from gateway.serving.generation import GenerationFailed, Readiness
 
 DOCUMENT = describe()
 SCHEMAS = DOCUMENT["components"]["schemas"]
-BODIES = {
+BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
@@ -225,7 +226,7 @@ async def recording_client() -> AsyncIterator[tuple[openai.AsyncOpenAI, list[htt
         sent.append(request)
 
     async with serve(ScriptedGenerator()) as server:
-        http = httpx.AsyncClient(event_hooks={"request": [record]})
+        http: Any = httpx.AsyncClient(event_hooks={"request": [record]})
         async with openai.AsyncOpenAI(
             base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http
         ) as client:
@@ -234,6 +235,7 @@ async def recording_client() -> AsyncIterator[tuple[openai.AsyncOpenAI, list[htt
 
 @pytest.mark.parametrize(("endpoint", "options"), SENT, ids=repr)
 async def test_what_the_openai_client_sends_is_described(endpoint: str, options: dict[str, Any]) -> None:
+    answer: Any
     async with recording_client() as (client, sent):
         if endpoint == "chat":
             answer = await client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES} | options))

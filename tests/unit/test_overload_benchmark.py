@@ -14,7 +14,7 @@ from benchmarks.overload import SHARES, figures, per_second, summary
 def request(planned_s: float, *, ttft_s: float = 0.1, token_s: float = 0.01, took_s: float | None = None) -> Record:
     """One that had its three tokens; with `took_s` it was refused after so long."""
     first_s = planned_s + ttft_s
-    chunk_s = (first_s, first_s + token_s, first_s + 2 * token_s) if took_s is None else ()
+    chunk_s: tuple[float, ...] = (first_s, first_s + token_s, first_s + 2 * token_s) if took_s is None else ()
     return Record(
         index=0,
         turn=0,

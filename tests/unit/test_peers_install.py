@@ -18,7 +18,7 @@ def test_media_and_extras_are_left_out_and_torch_is_pinned() -> None:
 
 def test_packages_for_a_gpu_are_seen() -> None:
     names = ("torch", "nvidia-cublas", "cuda-toolkit", "torchvision", "regex")
-    report = {"install": [{"metadata": {"name": name}} for name in names]}
+    report: dict[str, object] = {"install": [{"metadata": {"name": name}} for name in names]}
     assert foreign(report) == ["nvidia-cublas", "cuda-toolkit", "torchvision"]
 
 

@@ -104,6 +104,13 @@ async def test_every_mode_streams_what_generate_gives(folder: Path, expected: li
 async def test_what_it_cannot_do_is_refused(folder: Path) -> None:
     async with TestServer(await application(options(folder, "static"))) as server, aiohttp.ClientSession() as session:
         url = str(server.make_url("/v1/completions"))
-        for wrong in ({"temperature": 1}, {"n": 2}, {"prompt": [[1], [2]]}, {"prompt": []}, {"max_tokens": 5000}):
+        wrongs: list[dict[str, Any]] = [
+            {"temperature": 1},
+            {"n": 2},
+            {"prompt": [[1], [2]]},
+            {"prompt": []},
+            {"max_tokens": 5000},
+        ]
+        for wrong in wrongs:
             async with session.post(url, json={"prompt": [1, 2], "max_tokens": 2, **wrong}) as answer:
                 assert answer.status == 400, wrong

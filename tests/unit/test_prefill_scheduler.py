@@ -358,7 +358,9 @@ def test_a_long_prompt_under_a_flood_of_short_ones_takes_twice_its_time_at_most(
 def test_short_prompts_do_not_wait_for_any_of_many_long_ones() -> None:
     bench = Bench(num_blocks=200_000, chunk_size=512, token_budget=1024, seconds_per_token=1e-4)
     bench.admit(*(request(f"long{number}", 32_000) for number in range(20)))
-    now, arrived, waits_s = 0.0, {}, []
+    now = 0.0
+    arrived: dict[str, float] = {}
+    waits_s: list[float] = []
     while bench.scheduler.num_uncomputed > 32_000:
         if now >= 0.2 * len(arrived):
             name = f"short{len(arrived)}"
@@ -503,9 +505,9 @@ def test_what_a_waiting_prompt_matches_is_not_looked_up_again_in_every_step() ->
     num_matched = 0
     match = bench.pool.match
 
-    def counted(names: Iterable[BlockHash]) -> list[int]:
+    def counted(block_hashes: Iterable[BlockHash]) -> list[int]:
         nonlocal num_matched
-        blocks = match(names)
+        blocks = match(block_hashes)
         num_matched += len(blocks)
         return blocks
 

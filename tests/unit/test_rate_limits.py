@@ -224,7 +224,12 @@ async def test_requests_at_once(tmp_path: Path) -> None:
 async def test_a_failure_gives_the_place_back(tmp_path: Path) -> None:
     generator = ScriptedGenerator(failure=ValueError("broken"))
     async with client_of(tmp_path, "max_concurrency = 1", generator) as client:
-        for body, status in [(COMPLETION, 500), ({"prompt": 5}, 400), (COMPLETION | {"model": "other"}, 404)] * 2:
+        bodies: list[tuple[dict[str, Any], int]] = [
+            (COMPLETION, 500),
+            ({"prompt": 5}, 400),
+            (COMPLETION | {"model": "other"}, 404),
+        ]
+        for body, status in bodies * 2:
             assert (await client.ask(body))[0] == status
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway_fixtures import (
-    CHAT,
     CHAT_PATH,
     COMPLETION,
     COMPLETIONS_PATH,
+    MESSAGES,
     ScriptedGenerator,
     assert_error,
     post,
@@ -26,7 +26,6 @@ from gateway_fixtures import (
 )
 
 from gateway.intake.field_types import MAX_CALLS, MAX_PARTS
-from gateway.web import request_body
 
 MANY = settings().limits.max_body_values + 1
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -43,7 +42,7 @@ async def test_what_would_take_long_to_decode_is_not_decoded(body: str, monkeypa
 
     async with serve(ScriptedGenerator()) as server, aiohttp.ClientSession() as session:
         with monkeypatch.context() as patch:
-            patch.setattr(request_body.json, "loads", decode)
+            patch.setattr("gateway.web.request_body.json.loads", decode)
             async with session.post(server.url + COMPLETIONS_PATH, data=body) as response:
                 text = await response.text()
         assert response.status == 413
@@ -78,7 +77,7 @@ async def test_a_conversation_is_put_into_its_template_in_a_thread(
         return render(*args)
 
     monkeypatch.setattr(kind, "render_chat", noted)
-    status, _, _ = await post(CHAT_PATH, {"messages": CHAT["messages"] * num_messages})
+    status, _, _ = await post(CHAT_PATH, {"messages": MESSAGES * num_messages})
     assert status == 200
     assert [thread is not threading.main_thread() for thread in threads] == [True]
 

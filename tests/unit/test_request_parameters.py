@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionStreamOptionsParam
 from openai.types.chat import completion_create_params as chat_completion_create_params
 from openai.types.shared_params import ResponseFormatJSONSchema
 from openai.types.shared_params.response_format_json_schema import JSONSchema
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from common.runtime.config import GatewaySettings, load
 from common.runtime.logs import JsonFormatter, TextFormatter
@@ -132,7 +132,7 @@ def test_parts_of_parameters() -> None:
     }
 
 
-BODIES = [(ChatRequest, CHAT), (CompletionRequest, COMPLETION)]
+BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [(ChatRequest, CHAT), (CompletionRequest, COMPLETION)]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_ignored_fields_of_parts_are_listed_by_their_paths(
     monkeypatch.setattr(schemas, "_IGNORED_FIELDS", IgnoredFields())
     caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
     function = {"name": "f", "wizard": "secret", "parameters": {"type": "object", "dragon": "secret"}}
-    body = {
+    body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "hello", "wizard": "secret"}],
         "stream_options": {"include_usage": True, "wizard": "secret"},
         "response_format": {
@@ -201,7 +201,12 @@ def test_ignored_fields_of_parts_are_listed_by_their_paths(
         parse(ChatRequest, body)  # two functions of one name: even so
     body["tools"] = body["tools"][:1]
     parse(ChatRequest, body)
-    for odd in ({"tools": [5, [], {"function": 5}]}, {"stream_options": [{"a": 1}]}, {"tools": {"b": [{}]}}):
+    odd_ones: list[dict[str, Any]] = [
+        {"tools": [5, [], {"function": 5}]},
+        {"stream_options": [{"a": 1}]},
+        {"tools": {"b": [{}]}},
+    ]
+    for odd in odd_ones:
         with pytest.raises(ApiError):
             parse(ChatRequest, CHAT | odd)
     names = [

@@ -190,10 +190,24 @@ def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.Monk
         run = {"command": "c", "commit": "c", "product": "p", "machine": machine, "figures": figures}
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
 
-    attention = {"batch": 8, "length": 1024, "us": 20.0, "longest_us": 21.5, "runs_us": 3.5, "of_copy_rate": 0.5}
+    attention: dict[str, object] = {
+        "batch": 8,
+        "length": 1024,
+        "us": 20.0,
+        "longest_us": 21.5,
+        "runs_us": 3.5,
+        "of_copy_rate": 0.5,
+    }
     attention |= {"over_fa3_fit": 1.25, "sdpa_us": 99.0, "cudnn_us": None, "cudnn_error": "no", "gather_us": 40.0}
     ragged = {"long": 32768, "short": 1024, "num_short": 32, "us": 80.0, "longest_us": 81.0, "of_copy_rate": 0.75}
-    chunk = {"chunk": 2048, "context": 8192, "us": 500.0, "tflops": 412.0, "sdpa_us": None, "cudnn_us": 450.0}
+    chunk: dict[str, object] = {
+        "chunk": 2048,
+        "context": 8192,
+        "us": 500.0,
+        "tflops": 412.0,
+        "sdpa_us": None,
+        "cudnn_us": 450.0,
+    }
     rows = {"batch": 64, "vocabulary": 128256, "greedy_us": 9.0, "temperature_us": 30.0, "top_k_top_p_us": 310.0}
     product = {"model": "llama", "product": "gate", "outputs": 28672, "inputs": 4096, "rows": 4}
     product |= {"us": 90.0, "torch_us": 95.5, "floor_us": 80.25}

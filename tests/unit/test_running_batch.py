@@ -23,7 +23,8 @@ def generation(order: int, tier: Tier = STANDARD, num_tokens: int = 1, num_block
     token_ids = list(range(num_tokens))
     table = list(range(num_blocks))
     sequence = Sequence(subject.key, 0, token_ids, 1, subject.work.sampling, num_tokens - 1, table)
-    return Generation(subject, sequence, subject.chain, order, 0.5, *subject.work.handles)
+    (handle,) = subject.work.handles
+    return Generation(subject, sequence, subject.chain, order, 0.5, handle)
 
 
 class Bench:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 
 from common.contract.block_hashes import BlockHash
@@ -35,8 +38,8 @@ from kv_transfer.sink import (
 )
 
 KEY = RequestKey(RequestId("r1"), 2)
-ABOUT = {"request": KEY.request, "attempt": KEY.attempt}
-LEASE = {"lease": LeaseId("l1"), "epoch": 7}
+ABOUT: dict[str, Any] = {"request": KEY.request, "attempt": KEY.attempt}
+LEASE: dict[str, Any] = {"lease": LeaseId("l1"), "epoch": 7}
 ATTACH = Attach(**ABOUT, offered=KEY.attempt)
 AT = Source(address="p:1", incarnation=Incarnation("p"))
 SINK_BLOCKS = (50, 51, 52)
@@ -58,6 +61,11 @@ def settled(*, valid: bool = True, **changes: object) -> Settled:
     return Settled(**ABOUT | LEASE | {"valid": valid} | changes)
 
 
+def state_of(pull: Pull) -> PullState:
+    """The state as it is now: a type checker would keep what an earlier assertion has found."""
+    return pull.state
+
+
 def sent(actions: list[Action]) -> list[type[Message]]:
     """Kinds of the messages for the source."""
     return [type(action.message) for action in actions if isinstance(action, SendToSource)]
@@ -74,7 +82,7 @@ def gave_up(actions: list[Action]) -> Cause | None:
 
 
 @pytest.fixture
-def pull():
+def pull() -> Iterator[Pull]:
     """A pull, whose invariants are checked at the end."""
     subject = Pull(KEY, AT)
     yield subject
@@ -143,20 +151,20 @@ states = pytest.mark.parametrize("state", IN_STATE)
 
 def test_the_life_of_a_pull(pull: Pull) -> None:
     assert pull.attach() == [SendToSource(Attach(**ABOUT, offered=2))], "by default, the Prefill of its own attempt"
-    assert pull.state is PullState.ATTACHING
+    assert state_of(pull) is PullState.ATTACHING
     assert pull.blocks_ready(ready(0)) == [WantBlocks(3)]
-    assert pull.state is PullState.OFFERED
+    assert state_of(pull) is PullState.OFFERED
     assert pull.reserve(SINK_BLOCKS) == []
-    assert pull.state is PullState.PULLING
+    assert state_of(pull) is PullState.PULLING
     assert pull.blocks_ready(ready(0, 10, 11)) == [StartRead(0, (10, 11), (50, 51), None)]
     assert pull.read_done(0, None) == []
     assert pull.blocks_ready(ready(2, 12)) == [StartRead(2, (12,), (52,), None)]
     assert pull.prefill_done(done(None)) == []
     assert pull.read_done(2, None) == [SendToSource(Settle(**ABOUT, **LEASE))]
-    assert pull.state is PullState.SETTLING
+    assert state_of(pull) is PullState.SETTLING
     assert not pull.over
     assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
-    assert pull.state is PullState.SETTLED
+    assert state_of(pull) is PullState.SETTLED
     assert pull.over
 
 
@@ -215,6 +223,7 @@ def test_no_settle_before_the_first_token_is_known(pull: Pull) -> None:
 def test_checksums_stay_with_their_blocks(pull: Pull) -> None:
     pull.blocks_ready(ready(0, 10, checksums=(1,)))
     [read] = pull.reserve(SINK_BLOCKS)
+    assert isinstance(read, StartRead)
     assert read.checksums == (1,)
     assert pull.blocks_ready(ready(0, 10, 11, 12, checksums=(1, 2, 3))) == [StartRead(1, (11, 12), (51, 52), (2, 3))]
 
@@ -222,6 +231,7 @@ def test_checksums_stay_with_their_blocks(pull: Pull) -> None:
 def test_choices_that_go_on_are_admitted_with_those_that_have_ended(pull: Pull) -> None:
     settling(pull)
     [admit] = pull.settled(settled())
+    assert isinstance(admit, Admit)
     assert [tokens.choice for tokens in admit.first_tokens] == [0]
 
 
@@ -243,7 +253,7 @@ def test_a_repeated_offer_wants_blocks_once(pull: Pull) -> None:
 
 
 @pytest.mark.parametrize("prepare", [lambda pull: pull, offered, pulling], ids=["attaching", "offered", "pulling"])
-def test_a_gap_is_asked_for_again(pull: Pull, prepare) -> None:
+def test_a_gap_is_asked_for_again(pull: Pull, prepare: Callable[[Pull], Pull]) -> None:
     prepare(pull)
     assert sent(pull.blocks_ready(ready(2, 12))) == [Attach]
     actions = pull.blocks_ready(ready(0, 10, 11, 12))
@@ -295,13 +305,14 @@ def test_a_lease_that_takes_the_place_of_another_brings_its_own_first_tokens(pul
     """Those of the other one would let the pull settle before the offer is complete, or begin from wrong tokens."""
     offered(pull)
     pull.prefill_done(done(None))
-    new = {"lease": LeaseId("l2"), "epoch": 8}
+    new: dict[str, Any] = {"lease": LeaseId("l2"), "epoch": 8}
     pull.blocks_ready(ready(0, 20, 21, 22, **new))
     pull.reserve(SINK_BLOCKS)
     assert pull.read_done(0, None) == []
     assert pull.state is PullState.PULLING
     assert sent(pull.prefill_done(done(None, None, **new))) == [Settle]
     [admit] = pull.settled(settled(**new))
+    assert isinstance(admit, Admit)
     assert len(admit.first_tokens) == 2
 
 
@@ -310,7 +321,7 @@ def test_a_lease_that_takes_the_place_of_another_brings_its_own_first_tokens(pul
 
 @pytest.mark.parametrize("changes", [{"lease": LeaseId("l2")}, {"epoch": 8}], ids=["another lease", "another epoch"])
 @pytest.mark.parametrize("kind", [BlocksReady, PrefillDone])
-def test_another_lease_voids_what_was_read(pull: Pull, kind: type, changes: dict[str, object]) -> None:
+def test_another_lease_voids_what_was_read(pull: Pull, kind: type, changes: dict[str, Any]) -> None:
     pulling(pull)
     if kind is BlocksReady:
         actions = pull.blocks_ready(ready(1, 99, **changes))
@@ -417,6 +428,7 @@ def test_a_withdrawn_offer_ends_the_pull(pull: Pull, state: PullState) -> None:
     IN_STATE[state](pull)
     actions = pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.LEASE_LOST, message="reclaimed"))
     assert gave_up(actions) is Cause.LEASE_LOST
+    assert isinstance(actions[-1], GaveUp)
     assert "reclaimed" in actions[-1].message
 
 
@@ -427,7 +439,7 @@ def test_that_a_source_leaves_or_is_too_small_is_not_said_of_the_sink(pull: Pull
 
 
 @pytest.mark.parametrize("prepare", [offered, settling], ids=["offered", "settling"])
-def test_the_source_is_told_at_once_when_no_read_is_open(pull: Pull, prepare) -> None:
+def test_the_source_is_told_at_once_when_no_read_is_open(pull: Pull, prepare: Callable[[Pull], Pull]) -> None:
     prepare(pull)
     assert sent(pull.abandon(None, "aborted")) == [Detach]
 
@@ -574,7 +586,7 @@ HASHES = tuple(BlockHash(bytes([number]) * 32) for number in range(4))
 
 
 @pytest.fixture
-def prefix():
+def prefix() -> Iterator[Pull]:
     """A prefix pull of four blocks, whose invariants are checked at the end."""
     subject = Pull(KEY, Source(address="d:1", incarnation=Incarnation("d")), HASHES)
     yield subject
@@ -647,7 +659,7 @@ def test_a_prefix_that_is_lent_anew_is_taken_if_nothing_was_read(prefix: Pull, r
     prefix.blocks_ready(ready(0, 10, 11, 12))
     if reserved:
         prefix.reserve(SINK_BLOCKS)
-    new = {"lease": LeaseId("l2"), "epoch": 8}
+    new: dict[str, Any] = {"lease": LeaseId("l2"), "epoch": 8}
     actions = prefix.blocks_ready(ready(0, 20, 21, 22, **new))
     if reserved:
         assert gave_up(actions) is Cause.LEASE_LOST

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
 
 import pytest
 
+from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import (
@@ -31,10 +34,11 @@ R1, R2 = RequestId("r1"), RequestId("r2")
 D1, D2 = Incarnation("d1"), Incarnation("d2")
 TTL_S = 30.0
 BLOCKS = (10, 11, 12)
+M = TypeVar("M", bound=Message)
 
 
 @pytest.fixture
-def table():
+def table() -> Iterator[LeaseTable]:
     """A table, whose invariants are checked at the end."""
     leases = LeaseTable(unattached_ttl_s=TTL_S)
     yield leases
@@ -54,17 +58,24 @@ def first_token(reason: FinishReason | None = None, choice: int = 0, attempt: in
     return Tokens(request=R1, attempt=attempt, choice=choice, position=9, token_ids=(5,), finish_reason=reason)
 
 
+@overload
+def opened(table: LeaseTable, attempt: int = 1, *, sink: Incarnation = D1) -> BlocksReady: ...
+@overload
+def opened(table: LeaseTable, attempt: int = 1, *, sink: None) -> None: ...
 def opened(table: LeaseTable, attempt: int = 1, *, sink: Incarnation | None = D1) -> BlocksReady | None:
     """Open a lease on `BLOCKS` for R1 at 0 s, with `sink` attached; the offer that the sink was sent."""
     assert table.open(key(attempt), BLOCKS, deadline=600.0, now=0.0) == []
     if sink is None:
         return None
-    [(to, offer)] = sent(table.attach(attach(attempt), sink, 0.0))
+    to, offer = only(BlocksReady, table.attach(attach(attempt), sink, 0.0))
     assert to == sink
-    assert isinstance(offer, BlocksReady)
     return offer
 
 
+@overload
+def completed(table: LeaseTable, attempt: int = 1, *, sink: Incarnation = D1) -> BlocksReady: ...
+@overload
+def completed(table: LeaseTable, attempt: int = 1, *, sink: None) -> None: ...
 def completed(table: LeaseTable, attempt: int = 1, *, sink: Incarnation | None = D1) -> BlocksReady | None:
     """As `opened`, with every block ready and the first token known."""
     offer = opened(table, attempt, sink=sink)
@@ -74,7 +85,7 @@ def completed(table: LeaseTable, attempt: int = 1, *, sink: Incarnation | None =
 
 
 def settle(offer: BlocksReady, **changes: object) -> Settle:
-    fields = {"request": R1, "attempt": offer.attempt, "lease": offer.lease, "epoch": offer.epoch}
+    fields: dict[str, Any] = {"request": R1, "attempt": offer.attempt, "lease": offer.lease, "epoch": offer.epoch}
     return Settle(**fields | changes)
 
 
@@ -86,8 +97,16 @@ def verdict(actions: list[Action]) -> bool:
 
 def sent(actions: list[Action]) -> list[tuple[Incarnation, Message]]:
     """(sink, message) of actions that are nothing but messages."""
-    assert all(isinstance(each, Send) for each in actions), actions
-    return [(each.sink, each.message) for each in actions]
+    messages = [(each.sink, each.message) for each in actions if isinstance(each, Send)]
+    assert len(messages) == len(actions), actions
+    return messages
+
+
+def only(kind: type[M], actions: list[Action]) -> tuple[Incarnation, M]:
+    """(sink, message) of the one action, a message of this kind."""
+    [(to, message)] = sent(actions)
+    assert isinstance(message, kind)
+    return to, message
 
 
 def told(actions: list[Action]) -> list[tuple[Incarnation, type]]:
@@ -114,9 +133,9 @@ def unpinned(actions: list[Action]) -> list[tuple[int, ...]]:
 def test_an_offer_is_told_block_by_block(table: LeaseTable) -> None:
     offer = opened(table)
     assert (offer.start, offer.block_ids, offer.num_blocks, offer.checksums) == (0, (), 3, None)
-    [(_, more)] = sent(table.blocks_ready(R1, 2, now=1.0))
+    _, more = only(BlocksReady, table.blocks_ready(R1, 2, now=1.0))
     assert (more.lease, more.epoch, more.start, more.block_ids) == (offer.lease, offer.epoch, 0, (10, 11))
-    [(_, last)] = sent(table.blocks_ready(R1, 3, now=2.0))
+    _, last = only(BlocksReady, table.blocks_ready(R1, 3, now=2.0))
     assert (last.start, last.block_ids) == (2, (12,))
     [(to, done)] = sent(table.complete(R1, [first_token()]))
     assert to == D1
@@ -135,22 +154,23 @@ def test_a_chunk_that_completes_no_block_is_not_announced(table: LeaseTable) -> 
 def test_an_attach_before_the_prefill_is_parked_and_answered(table: LeaseTable) -> None:
     assert table.attach(attach(), D1, 0.0) == []
     assert (table.num_parked, len(table)) == (1, 0)
-    [(to, offer)] = sent(table.open(key(), BLOCKS, 600.0, now=1.0))
+    to, offer = only(BlocksReady, table.open(key(), BLOCKS, 600.0, now=1.0))
     assert (to, offer.block_ids, offer.num_blocks) == (D1, (), 3)
     assert (table.num_parked, table.num_readers) == (0, 1)
 
 
 def test_a_late_attach_is_told_everything(table: LeaseTable) -> None:
     completed(table, sink=None)
-    ready, done = table.attach(attach(), D1, 5.0)
-    assert (ready.message.start, ready.message.block_ids) == (0, BLOCKS)
-    assert isinstance(done.message, PrefillDone)
+    [(_, ready), (_, done)] = sent(table.attach(attach(), D1, 5.0))
+    assert isinstance(ready, BlocksReady)
+    assert (ready.start, ready.block_ids) == (0, BLOCKS)
+    assert isinstance(done, PrefillDone)
 
 
 def test_a_repeated_attach_is_told_everything_again(table: LeaseTable) -> None:
     offer = opened(table)
     table.blocks_ready(R1, 2, now=1.0)
-    [(to, again)] = sent(table.attach(attach(), D1, 2.0))
+    to, again = only(BlocksReady, table.attach(attach(), D1, 2.0))
     assert (to, again.lease, again.epoch, again.start, again.block_ids) == (D1, offer.lease, offer.epoch, 0, (10, 11))
     assert table.num_readers == 1
 
@@ -159,10 +179,10 @@ def test_checksums_travel_with_their_blocks() -> None:
     table = LeaseTable(unattached_ttl_s=TTL_S, checksums=True)
     offer = opened(table)
     assert offer.checksums == ()
-    [(_, first)] = sent(table.blocks_ready(R1, 2, [7, 8], now=0.0))
-    [(_, second)] = sent(table.blocks_ready(R1, 3, [9], now=0.0))
+    _, first = only(BlocksReady, table.blocks_ready(R1, 2, [7, 8], now=0.0))
+    _, second = only(BlocksReady, table.blocks_ready(R1, 3, [9], now=0.0))
     assert (first.checksums, second.checksums) == ((7, 8), (9,))
-    [(_, again)] = sent(table.attach(attach(), D1, 1.0))
+    _, again = only(BlocksReady, table.attach(attach(), D1, 1.0))
     assert (again.block_ids, again.checksums) == (BLOCKS, (7, 8, 9))
     table.open(key(request=R2), BLOCKS, 600.0, 1.0)
     with pytest.raises(AssertionError, match="checksum"):
@@ -351,8 +371,10 @@ def test_a_newer_attempt_takes_the_lease_over(table: LeaseTable) -> None:
     offer = completed(table)
     actions = table.attach(attach(2, offered=1), D2, 1.0)
     assert withdrawals(actions) == [(D1, 1, Cause.SUPERSEDED)]
-    assert actions[1].message.attempt == 2
-    assert actions[1].message.lease == offer.lease
+    [ready] = [each.message for each in actions[1:2] if isinstance(each, Send)]
+    assert isinstance(ready, BlocksReady)
+    assert ready.attempt == 2
+    assert ready.lease == offer.lease
     assert not verdict(table.settle(settle(offer), D1))
     assert not verdict(table.settle(settle(offer), D2)), "the lease has moved on to attempt 2"
     assert verdict(table.settle(settle(offer, attempt=2), D2))
@@ -486,7 +508,7 @@ def test_parked_attaches_are_bounded_and_the_oldest_is_told(table: LeaseTable, m
     for number in range(2):
         assert table.attach(attach(request=RequestId(f"p{number}")), D1, float(number)) == []
     actions = table.attach(attach(request=RequestId("p2")), D2, 2.0)
-    [(to, message)] = sent(actions)
+    to, message = only(OfferWithdrawn, actions)
     assert (to, message.request, message.cause) == (D1, "p0", Cause.CAPACITY)
     assert table.num_parked == 2
 
@@ -508,7 +530,7 @@ def test_an_attach_that_is_parked_again_is_parked_once(table: LeaseTable) -> Non
 
 def test_a_parked_newer_attempt_is_given_the_lease(table: LeaseTable) -> None:
     table.attach(attach(2, offered=1), D1, 0.0)
-    [(to, offer)] = sent(table.open(key(1), BLOCKS, 600.0, 1.0))
+    to, offer = only(BlocksReady, table.open(key(1), BLOCKS, 600.0, 1.0))
     assert (to, offer.attempt) == (D1, 2)
 
 
@@ -580,9 +602,10 @@ def test_a_complete_offer_that_was_left_is_taken_by_a_newer_attempt(table: Lease
     """The decode worker has failed: nothing is computed again."""
     offer = completed(table)
     table.sink_said_hello(D1, (), 1.0)
-    [ready, done] = table.attach(attach(3, offered=1), D2, 2.0)
-    assert (ready.message.attempt, ready.message.lease, ready.message.block_ids) == (3, offer.lease, BLOCKS)
-    assert isinstance(done.message, PrefillDone)
+    [(_, ready), (_, done)] = sent(table.attach(attach(3, offered=1), D2, 2.0))
+    assert isinstance(ready, BlocksReady)
+    assert (ready.attempt, ready.lease, ready.block_ids) == (3, offer.lease, BLOCKS)
+    assert isinstance(done, PrefillDone)
     assert verdict(table.settle(settle(offer, attempt=3), D2))
 
 
@@ -629,7 +652,7 @@ def test_an_attach_for_a_newer_prefill_waits_while_the_older_offer_stands(table:
     actions = table.settle(settle(offer), D1)
     assert verdict(actions), "the older one goes on undisturbed"
     assert withdrawals(actions) == []
-    [(to, newer)] = sent(table.open(key(2), BLOCKS, 600.0, 2.0))
+    to, newer = only(BlocksReady, table.open(key(2), BLOCKS, 600.0, 2.0))
     assert (to, newer.attempt) == (D2, 2)
     assert newer.lease != offer.lease
     assert not table.awaits(key(2))
@@ -675,14 +698,12 @@ def test_ended_offers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPa
 def test_the_end_tells_whether_a_sink_has_the_blocks(table: LeaseTable) -> None:
     [end] = [each for each in table.settle(settle(completed(table)), D1) if isinstance(each, Unpin)]
     assert end == Unpin(key(), BLOCKS, settled=True)
-    for attempt, finish in enumerate(
-        (
-            lambda: table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0),
-            lambda: table.expire(1e9),
-            lambda: table.complete(R1, [first_token("stop")]),
-        ),
-        start=2,
-    ):
+    ends: list[Callable[[], list[Action]]] = [
+        lambda: table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0),
+        lambda: table.expire(1e9),
+        lambda: table.complete(R1, [first_token("stop")]),
+    ]
+    for attempt, finish in enumerate(ends, start=2):
         opened(table, attempt)
         table.blocks_ready(R1, len(BLOCKS), now=0.0)
         [end] = [each for each in finish() if isinstance(each, Unpin)]
@@ -694,7 +715,7 @@ def test_a_sequence_is_offered_as_it_was_asked_for(table: LeaseTable) -> None:
     table.expect(key(2), 600.0)
     assert table.attach(wanted, D1, 0.0) == []
     assert table.awaits(key(2))
-    [(_, offer)] = sent(table.open(key(2), BLOCKS, 600.0, 1.0))
+    _, offer = only(BlocksReady, table.open(key(2), BLOCKS, 600.0, 1.0))
     table.blocks_ready(R1, 3, now=1.0)
     table.complete(R1, [first_token(attempt=2)])
     assert told(table.attach(wanted, D1, 2.0)) == [(D1, BlocksReady), (D1, PrefillDone)], "after lost messages"
@@ -820,14 +841,13 @@ def test_nothing_is_pinned_twice_or_for_ever(table: LeaseTable) -> None:
 
 def lent(table: LeaseTable, sink: Incarnation = D1) -> BlocksReady:
     """Lend `BLOCKS` as R1 at 0 s; what the sink is offered."""
-    [(to, offer)] = sent(table.lend(key(), BLOCKS, sink, deadline=30.0, now=0.0))
+    to, offer = only(BlocksReady, table.lend(key(), BLOCKS, sink, deadline=30.0, now=0.0))
     assert to == sink
-    assert isinstance(offer, BlocksReady)
     return offer
 
 
 def attach_prefix(attempt: int = 1, request: RequestId = R1) -> AttachPrefix:
-    return AttachPrefix(request=request, attempt=attempt, block_hashes=(bytes(32),) * 5)
+    return AttachPrefix(request=request, attempt=attempt, block_hashes=(BlockHash(bytes(32)),) * 5)
 
 
 def returned(actions: list[Action]) -> list[tuple[int, ...]]:
@@ -855,7 +875,9 @@ def test_a_lent_prefix_is_offered_again_to_its_sink(table: LeaseTable) -> None:
 
 @pytest.mark.parametrize(("attempt", "sink"), [(1, D2), (2, D1), (2, D2)])
 @pytest.mark.parametrize("make", [attach, attach_prefix])
-def test_a_lent_prefix_is_for_nobody_else(table: LeaseTable, make, attempt: int, sink: Incarnation) -> None:
+def test_a_lent_prefix_is_for_nobody_else(
+    table: LeaseTable, make: Callable[[int], Attach | AttachPrefix], attempt: int, sink: Incarnation
+) -> None:
     offer = lent(table)
     actions = table.attach(make(attempt), sink, 1.0)
     assert told(actions) == [(sink, OfferWithdrawn)]
@@ -919,7 +941,7 @@ def test_a_lent_prefix_can_be_withdrawn(table: LeaseTable) -> None:
 
 def test_checksums_of_a_lent_prefix_travel_with_it() -> None:
     table = LeaseTable(unattached_ttl_s=TTL_S, checksums=True)
-    [(_, offer)] = sent(table.lend(key(), BLOCKS, D1, 30.0, 0.0, [7, 8, 9]))
+    _, offer = only(BlocksReady, table.lend(key(), BLOCKS, D1, 30.0, 0.0, [7, 8, 9]))
     assert offer.checksums == (7, 8, 9)
     with pytest.raises(AssertionError, match="checksum"):
         table.lend(key(request=R2), BLOCKS, D1, 30.0, 0.0)
@@ -932,7 +954,7 @@ def test_a_request_that_bears_the_name_of_a_lent_prefix_gets_its_lease(table: Le
     assert withdrawals(actions) == [(D1, 1, Cause.SUPERSEDED)]
     assert returned(actions) == [BLOCKS]
     assert not verdict(table.settle(settle(stale), D1))
-    [(_, offer)] = sent(table.attach(attach(), D2, 2.0))
+    _, offer = only(BlocksReady, table.attach(attach(), D2, 2.0))
     assert offer.num_blocks == 2
 
 
@@ -958,6 +980,8 @@ def test_who_attaches_when_the_first_token_has_ended_the_request_is_told_so() ->
     assert isinstance(unpin, Unpin)
     [(to, offer), (_, done)] = sent(table.attach(attach(2, offered=1), D1, 1.0))
     assert to == D1
+    assert isinstance(offer, BlocksReady)
+    assert isinstance(done, PrefillDone)
     assert (offer.attempt, offer.start, offer.block_ids, offer.num_blocks) == (2, 0, (), len(BLOCKS))
     assert (done.attempt, done.lease, done.first_tokens[0].finish_reason) == (2, offer.lease, "stop")
     assert table.num_readers == len(table) == table.num_parked == 0

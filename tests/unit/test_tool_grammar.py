@@ -106,7 +106,7 @@ async def test_a_required_call_is_valid_in_each_format(template: str, library_to
 @pytest.mark.parametrize("template", ["hermes", "llama3", "mistral", "mistral named"])
 @pytest.mark.parametrize("named", [True, False])
 async def test_one_call(template: str, named: bool, library_tokenizer: LLTokenizer) -> None:
-    body = {"tools": TOOLS, "tool_choice": NAMED if named else "required"}
+    body: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED if named else "required"}
     if not named:
         body["parallel_tool_calls"] = False
     for _, text, calls, finish_reason in await walks(body, template, library_tokenizer):
@@ -164,13 +164,14 @@ async def test_tags_that_are_no_tokens(library_tokenizer: LLTokenizer) -> None:
 
 
 async def test_what_needs_no_grammar_has_none() -> None:
-    for template, body in [
+    bodies: list[tuple[str, dict[str, Any]]] = [
         ("hermes", {"tools": TOOLS}),
         ("hermes", {"tools": TOOLS, "tool_choice": "auto"}),
         ("hermes", {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}),
         ("hermes reasoning", {"tools": TOOLS, "tool_choice": "none"}),
         ("hermes thinking", {}),
-    ]:
+    ]
+    for template, body in bodies:
         dialect = Dialect.of(tool_tokenizer(template))
         form = parse(ChatRequest, {"messages": MESSAGES} | body)
         assert await chat_grammar(form, dialect, dialect.tokenizer.render_chat(MESSAGES)) is None

@@ -19,7 +19,8 @@ WEATHER = '{"city": "Oslo", "days": [1, 2.5e3, {"x": "}\\"</tool_call>"}]}'
 
 def joined(events: Sequence[Event]) -> tuple[str, list[tuple[str, str]]]:
     """The text, and each call's name and arguments."""
-    text, calls = "", []
+    text = ""
+    calls: list[tuple[str, str]] = []
     for event in events:
         if isinstance(event, str):
             text += event

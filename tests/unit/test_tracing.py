@@ -62,7 +62,8 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 async def test_a_request_is_a_span_with_its_stages_inside() -> None:
     body = CHAT | {"temperature": 0.5, "max_tokens": 7, "n": 2}
-    (*stages, request), answer = await spans_of(CHAT_PATH, body, **{"X-Request-Id": "mine"})
+    header: dict[str, Any] = {"X-Request-Id": "mine"}
+    (*stages, request), answer = await spans_of(CHAT_PATH, body, **header)
     assert (request.name, request.kind, request.parent) == (f"chat {MODEL}", SpanKind.SERVER, None)
     said = attributes(request)
     expected = {
@@ -97,7 +98,7 @@ async def test_a_request_is_a_span_with_its_stages_inside() -> None:
 
 
 async def test_the_callers_trace_is_continued() -> None:
-    header = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "tracestate": "a=b"}
+    header: dict[str, Any] = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "tracestate": "a=b"}
     spans, _ = await spans_of(COMPLETIONS_PATH, COMPLETION, **header)
     assert {f"{span.context.trace_id:032x}" for span in spans if span.context} == {TRACE_ID}
     parent = spans[-1].parent
@@ -114,7 +115,7 @@ async def test_what_the_caller_does_not_sample_is_not_traced() -> None:
 async def test_a_trace_that_cannot_be_read_is_a_new_one(header: str) -> None:
     spans, _ = await spans_of(COMPLETIONS_PATH, COMPLETION, traceparent=header)
     assert spans[-1].parent is None
-    assert f"{spans[-1].context.trace_id:032x}" != TRACE_ID  # type: ignore[union-attr]
+    assert f"{spans[-1].context.trace_id:032x}" != TRACE_ID
 
 
 async def test_a_failure_is_an_error_with_its_cause() -> None:

@@ -38,7 +38,8 @@ def trials_of(**levels: Suspicion) -> Trials:
 
 def turns(trials: Trials, present: Collection[RequestKey], num_steps: int, start: float = 0.0) -> list[str]:
     """Who may be in each of so many steps, of equal length; news takes time, too."""
-    now, told, seen = start, (), []
+    now, seen = start, []
+    told: tuple[RequestKey, ...] = ()
     for _ in range(num_steps):
         chosen = trials.choose(present, now)
         if trials.turn != told:
@@ -227,8 +228,9 @@ def suspect(name: str, level: Suspicion, *, local: bool = False, num_tokens: int
 
 def names(step: Step) -> list[str]:
     """Who is in it."""
-    return [each.request.work.request for each in step.decodes] + [
-        each.prompt.request.work.request for each in step.chunks
+    return [
+        *(each.request.work.request for each in step.decodes),
+        *(each.prompt.request.work.request for each in step.chunks),
     ]
 
 
@@ -368,7 +370,9 @@ def prefill_scheduler(num_blocks: int = 64, **sizes: int) -> PrefillScheduler:
 
 def prefill_steps(scheduler: PrefillScheduler, num_steps: int) -> list[list[str]]:
     """Whose chunks are in each, when each takes `STEP_S`."""
-    now, told, steps = 0.0, (), []
+    now = 0.0
+    told: tuple[RequestKey, ...] = ()
+    steps: list[list[str]] = []
     for _ in range(num_steps):
         scheduler.admit(now)
         chunks = scheduler.schedule(now)
