@@ -27,7 +27,7 @@ from gateway_fixtures import (
     settings,
     tokenizer,
 )
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from pydantic import BaseModel
 from test_gateway_errors import CHAT_CASES, COMMON_CASES, COMPLETION_CASES
