@@ -45,7 +45,7 @@ MEASUREMENTS = (
     Measurement("benchmarks.decode_floor --model 0.5b --batches 1 8", 2.5),
     Measurement("benchmarks.scheduler_cost --steps 400", 4),
     Measurement("benchmarks.routing_cost", 0.5),
-    Measurement("benchmarks.gateway", 8),
+    Measurement("benchmarks.gateway", 13),
     Measurement("benchmarks.overload", 6.5),
     Measurement("benchmarks.routing", 6),
     Measurement("benchmarks.modes --rate 6 --requests 240", 6),
