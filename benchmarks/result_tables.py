@@ -88,24 +88,32 @@ def batch_throughput(run: Run) -> str:
 
 
 def step_overhead(run: Run) -> str:
-    """The time of a step outside the model, by number of streams, with the parts of it inside the sampler. In a record
-    without the parts there is one number of streams, which its workload names."""
-    figures = run["figures"]
+    """The time of a step outside the model, by number of streams, with the parts of it inside the sampler."""
     head = ["streams", "sampling", "µs, median", "least", "µs of processor time"]
-    if isinstance(run["workload"]["streams"], list):
-        head += ["`best`, µs", "`draw`, µs", "outside both, µs, median", "least", "`best` / a plain read"]
-    else:
-        figures = {str(run["workload"]["streams"]): figures}
+    head += ["`best`, µs", "`draw`, µs", "outside both, µs, median", "least", "`best` / a plain read"]
     rows = []
-    for streams, kinds in figures.items():
+    for streams, kinds in run["figures"].items():
         for kind, each in kinds.items():
             row = [streams, kind, *(f"{each['wall_us'][name]:.0f}" for name in ("p50", "min"))]
-            row.append(f"{each['cpu_us']['p50']:.0f}")
-            if "best_us" in each:
-                row += [f"{each[name]['p50']:.0f}" for name in ("best_us", "draw_us")]
-                row += [f"{each['outside_us'][name]:.0f}" for name in ("p50", "min")]
-                row.append(f"{each['best_over_read']['p50']:.2f}")
-            rows.append(row)
+            row += [f"{each[name]['p50']:.0f}" for name in ("cpu_us", "best_us", "draw_us")]
+            row += [f"{each['outside_us'][name]:.0f}" for name in ("p50", "min")]
+            rows.append([*row, f"{each['best_over_read']['p50']:.2f}"])
+    return table(head, rows)
+
+
+def routing_cost(run: Run) -> str:
+    """CPU time of one choice of workers, by number of workers and by how many hold the prompt's beginning."""
+    rows = [
+        [
+            f"{int(workers):,}",
+            load,
+            *(f"{each[f'choose_us_{holders}'] / 1000:.2f}" for holders in ("none", "20", "all")),
+            f"{each['report_us']:.0f}",
+        ]
+        for load in ("idle", "busy")
+        for workers, each in run["figures"][load].items()
+    ]
+    head = ["workers", "load", "prompt cached nowhere, ms", "by 20, ms", "by all, ms", "a heartbeat, µs"]
     return table(head, rows)
 
 
@@ -439,6 +447,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "decode-floor-15m-1": decode_floor,
     "against": against,
     "step-overhead": step_overhead,
+    "routing-cost": routing_cost,
     "steady": steady,
     "bench-agreement": agreement,
     "modes": modes,

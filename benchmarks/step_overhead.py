@@ -20,7 +20,7 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
     from common.engine.backend import Backend
     from common.engine.batch import Sample
-    from common.engine.penalties import LastTokens
-    from common.engine.sampler import Choice, Likeliest
+    from common.engine.sampler import Choice
 
 KV_BYTES_PER_STREAM = 2**24
 """More than a stream of the model needs at its longest."""
@@ -158,15 +157,10 @@ def serve_without_model() -> None:
         return ready[0][: rows_R.numel()]
 
     def timed_choose(
-        logits_NV: torch.Tensor,
-        samples: Sequence[Sample],
-        eos_token_ids: Collection[int],
-        backend: Backend,
-        last_tokens: LastTokens | None = None,
-        likeliest: Likeliest | None = None,
+        logits_NV: torch.Tensor, samples: Any, eos_token_ids: Any, backend: Backend, *known: Any, **named: Any
     ) -> Choice:
         timed = cast("Backend", TimedBackend(backend, times))
-        choice = choose(logits_NV, samples, eos_token_ids, timed, last_tokens, likeliest)
+        choice = choose(logits_NV, samples, eos_token_ids, timed, *known, **named)
         if times.calls["best"] % READ_EVERY == 0:
             begin = time.perf_counter()
             logits_NV.sum()

@@ -355,3 +355,13 @@ def test_grammars_show_the_longest_gap_of_all_rounds() -> None:
     rounds = [found(3.0, "complete"), found(90.0, "complete"), found(5.0, "invalid")]
     row = grammars({"figures": {"free": rounds}}).splitlines()[2]
     assert row == "| free | 4 | 6 | 91 | 4 | 5 | 90 | complete 2, invalid 1 |"
+
+
+def test_choices_are_shown_by_workers_load_and_holders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    each = {"choose_us_none": 92.0, "choose_us_20": 96.0, "choose_us_all": 258.0, "report_us": 5.3}
+    run = {"command": "c", "commit": "c", "product": "p", "machine": {"cpu": "Abacus", "cores": 2}}
+    figures = {"idle": {"1000": each}, "busy": {"10": each | {"report_us": 8.6}}}
+    (tmp_path / "routing-cost.json").write_text(json.dumps(run | {"figures": figures}))
+    rows = [line for line in part("routing-cost").splitlines() if line.startswith("|")][2:]
+    assert rows == ["| 1,000 | idle | 0.09 | 0.10 | 0.26 | 5 |", "| 10 | busy | 0.09 | 0.10 | 0.26 | 9 |"]

@@ -66,12 +66,3 @@ def test_the_record_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert head.count("|") == rows[0].count("|") == 11
     cells = "greedy | 1200 | 1000 | 500 | 150 | 50 | 1000 | 800 | 0.00 |"
     assert rows == [f"| 32 | {cells}", f"| 256 | {cells}"]
-
-
-def test_a_record_of_whole_steps_becomes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of earlier commits have neither parts nor several numbers of streams."""
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    figures = {"greedy": {"wall_us": spread([700.0, 725.0, 800.0]), "cpu_us": spread([677.0])}}
-    head, _, *rows = table_of(figures, {"streams": 32}, tmp_path)
-    assert head == "| streams | sampling | µs, median | least | µs of processor time |"
-    assert rows == ["| 32 | greedy | 725 | 700 | 677 |"]
