@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from types import FrameType
@@ -193,6 +194,16 @@ def test_a_returning_tenant_gets_no_credit_for_its_absence() -> None:
 # --- what a step costs -------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage collection: it would call functions of Python that have nothing to do with what is counted."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def work(function: Callable[[], object]) -> int:
     """How many instructions of Python `function` executes, and those that it calls: a count that no machine changes."""
     num = 0
@@ -204,11 +215,12 @@ def work(function: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
+    with collector_off():
+        sys.settrace(trace)
+        try:
+            function()
+        finally:
+            sys.settrace(before)
     return num
 
 
@@ -300,6 +312,21 @@ def test_a_step_costs_what_changes_and_not_what_runs() -> None:
     assert for_each_due <= 250, cost
     assert cost[256] <= for_each_due * 256 / 16 + 1500, "beside what is due"
     assert cost[1024] <= 1.25 * (cost[256] + for_each_due * (1024 - 256) / 16), "more than linear"
+
+
+def test_work_does_not_count_what_the_garbage_collector_calls() -> None:
+    def callback(phase: str, info: object) -> None:
+        pass
+
+    def function() -> list[list[int]]:
+        return [[] for _ in range(10_000)]  # far more objects than the collector lets pass
+
+    alone = work(function)
+    gc.callbacks.append(callback)
+    try:
+        assert work(function) == alone
+    finally:
+        gc.callbacks.remove(callback)
 
 
 def test_a_step_in_which_nobody_is_due_costs_the_same_however_many_run() -> None:
