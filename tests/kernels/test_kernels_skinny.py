@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 
@@ -27,6 +27,18 @@ tilings = st.builds(
 
 
 @settings(max_examples=examples(60), deadline=None)
+@example(
+    rows=1,
+    inputs=1,
+    outputs=64,
+    tiling=SkinnyTiling(columns=16, depth=16, splits=1, num_warps=4, num_stages=2),
+    normed=True,
+    gated=False,
+    biased=False,
+    adds=False,
+    dtype=torch.bfloat16,
+    seed=53,
+)
 @given(
     rows=st.integers(1, FEW_ROWS),
     inputs=st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 257])),
@@ -64,7 +76,13 @@ def test_a_product_is_that_of_float64(
     assert out.dtype == dtype
     assert out.shape == (rows, outputs)
     assert onto is None or out.data_ptr() == onto.data_ptr()
-    assert bool(((out.double() - expected).abs() <= TOLERANCE[dtype] * size).all())
+    assert bool(((out.double() - expected).abs() <= tolerance(dtype, normed=normed) * size).all())
+
+
+def tolerance(dtype: torch.dtype, *, normed: bool) -> float:
+    """Largest error, relative to the terms. In bfloat16 the result is rounded, and so is a normed row. The interpreter
+    rounds towards zero, which loses up to 2^-7; a row of one number does not average that."""
+    return (1 + normed) * 2**-7 + 1e-5 if dtype == torch.bfloat16 else TOLERANCE[dtype]
 
 
 def reference(
