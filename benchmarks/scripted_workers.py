@@ -1,7 +1,7 @@
 """Workers without engines, for measurements of the gateway: a real control channel, and answers at fixed intervals.
 
 A prefill worker answers each Prefill at once with its first token. A decode worker keeps its sequences in a batch and
-sends a token of each sequence in each step (`benchmarks.scripted_batch`), as `decode_worker.worker` does: one
+sends a token of each sequence in each step (`benchmarks.scripted_batch`), as `decode_worker.core` does: one
 StepTokens message for all of them, and Tokens for each sequence that begins or ends.
 """
 

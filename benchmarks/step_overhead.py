@@ -142,11 +142,11 @@ def serve_without_model() -> None:
     from common.engine.sampler import choose
     from common.runtime.probes import counter
     from decode_worker.__main__ import main as serve
-    from decode_worker.worker import DecodeWorker
+    from decode_worker.core import DecodeCore
 
     ready: list[torch.Tensor] = []
     times = SamplerTimes()
-    own_metrics = DecodeWorker.metrics
+    own_metrics = DecodeCore.metrics
 
     def hidden(self: Decoder, batch: Any, cache: Any, backend: Any) -> Any:
         return None
@@ -167,14 +167,14 @@ def serve_without_model() -> None:
             times.add("read", begin)
         return choice
 
-    def metrics(self: DecodeWorker) -> Iterable[Metric]:
+    def metrics(self: DecodeCore) -> Iterable[Metric]:
         yield from own_metrics(self)
         yield counter("baton_sampler_seconds", "Time inside an operation.", times.seconds, "part")
         yield counter("baton_sampler_calls", "Calls of an operation.", times.calls, "part")
 
     Decoder.hidden = hidden  # type: ignore[method-assign]
     Decoder.logits = logits  # type: ignore[method-assign]
-    DecodeWorker.metrics = metrics  # type: ignore[method-assign]
+    DecodeCore.metrics = metrics  # type: ignore[method-assign]
     runner.choose = timed_choose  # type: ignore[attr-defined]
     serve()
 

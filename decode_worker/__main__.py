@@ -16,7 +16,8 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
     """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
     # Imported here: torch takes seconds to import, and an occupied port or a wrong path should be reported before.
     from common.engine.engine import Engine, device_of
-    from decode_worker.worker import DecodeWorker
+    from common.worker.shell import WorkerShell
+    from decode_worker.core import DecodeCore
     from kv_transfer.regions import Region
     from kv_transfer.transports import transport_maker
 
@@ -52,7 +53,8 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
         settings.max_registrations,
         settings.require_rdma,
     )
-    worker = DecodeWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
+    core = DecodeCore(settings, engine, region)
+    worker = WorkerShell(core, settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker
 

@@ -33,9 +33,9 @@ from common.contract.messages import MAX_TOLD_TOKENS, AttachSequence, Cut, Decod
 from common.engine.block_pool import BlockPool
 from decode_worker.request import DecodeRequest, Generation, Stage
 from decode_worker.scheduler import DecodeScheduler, Reservation
-from kv_transfer.intake import Intake
 from kv_transfer.lease import withdrawn
 from kv_transfer.lender import Lender
+from kv_transfer.pulls import Pulls
 from kv_transfer.sink import Pull
 
 Send = Callable[[Incarnation, Message], None]
@@ -192,10 +192,10 @@ class _Arrival:
 class Arrivals:
     """Sequences that move to this worker. Blocks are reserved before the source is asked for anything."""
 
-    def __init__(self, scheduler: DecodeScheduler, pool: BlockPool, intake: Intake, block_size: int) -> None:
+    def __init__(self, scheduler: DecodeScheduler, pool: BlockPool, pulls: Pulls, block_size: int) -> None:
         self._scheduler = scheduler
         self._pool = pool
-        self._intake = intake
+        self._pulls = pulls
         self._block_size = block_size
         self._arrivals: dict[DecodeRequest, _Arrival] = {}
         """Moves until the second stage owns the blocks."""
@@ -215,7 +215,7 @@ class Arrivals:
             return
         assert request.work.source is not None
         arrival.ahead = Pull(RequestKey(new_request_id(), 1), request.work.source, names)
-        self._intake.begin(arrival.ahead)
+        self._pulls.begin(arrival.ahead)
 
     def find(self, ahead: Pull) -> DecodeRequest | None:
         """The request whose first stage this pull is; None if there is none."""
@@ -227,11 +227,11 @@ class Arrivals:
         arrival = self._of(ahead)
         assert arrival is not None
         if num_blocks <= arrival.num_held:
-            self._intake.abandon(ahead, Cause.LEASE_LOST, "the source has no more than this worker")
+            self._pulls.abandon(ahead, Cause.LEASE_LOST, "the source has no more than this worker")
             return
         blocks = arrival.block_ids[:num_blocks]
         self._pool.share(blocks)
-        self._intake.reserve(ahead, blocks, arrival.num_held)
+        self._pulls.reserve(ahead, blocks, arrival.num_held)
 
     def pulled_ahead(self, ahead: Pull, block_ids: Sequence[int]) -> None:
         """The first stage has ended with valid blocks."""
@@ -262,27 +262,27 @@ class Arrivals:
         blocks = arrival.block_ids
         num_more = num_blocks - len(blocks)
         if num_more < 0:
-            self._intake.abandon(request.pull, Cause.TRANSFER, "the source offers less of the sequence than it had")
+            self._pulls.abandon(request.pull, Cause.TRANSFER, "the source offers less of the sequence than it had")
         elif num_more > self._pool.num_free:
-            self._intake.abandon(request.pull, Cause.CAPACITY, "the sequence has outgrown the room for it")
+            self._pulls.abandon(request.pull, Cause.CAPACITY, "the sequence has outgrown the room for it")
         else:
             del self._arrivals[request]
             self.num_tail_blocks += num_blocks - arrival.num_held
-            self._intake.reserve(request.pull, blocks + self._pool.allocate(num_more), arrival.num_held)
+            self._pulls.reserve(request.pull, blocks + self._pool.allocate(num_more), arrival.num_held)
 
     def forget(self, request: DecodeRequest) -> None:
         """The request has ended: release the blocks that the second stage has not taken over."""
         arrival = self._arrivals.pop(request, None)
         if arrival is not None:
             if arrival.ahead is not None:
-                self._intake.abandon(arrival.ahead, None, "the request is over")
+                self._pulls.abandon(arrival.ahead, None, "the request is over")
             self._pool.release(arrival.block_ids)
 
     def _attach(self, arrival: _Arrival) -> None:
         arrival.ahead = None
         assert arrival.request.pull is not None
         work = arrival.request.work
-        self._intake.begin(arrival.request.pull, lambda tokens: goes_on(tokens, work))
+        self._pulls.begin(arrival.request.pull, lambda tokens: goes_on(tokens, work))
 
     def _of(self, ahead: Pull) -> _Arrival | None:
         return next((arrival for arrival in self._arrivals.values() if arrival.ahead is ahead), None)

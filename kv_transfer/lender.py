@@ -1,4 +1,4 @@
-"""The lending side of a worker: carries out its offers to sinks.
+"""The offers of one worker to its sinks.
 
 Life cycle of a lent prefix:
 
@@ -6,24 +6,25 @@ Life cycle of a lent prefix:
     2. They are pinned under a lease for this sink, and offered at once: a cached block is complete and never changes.
     3. Settle(valid), Detach, the loss of the sink or `LENT_TTL_S` ends the lease. The worker drops its references.
 
-The worker itself opens, extends and completes the offers of requests that are being computed.
+The worker itself opens, extends and completes the offers of requests that are being computed. Pure state: actions and
+consequences are passed to `emit`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, Message, PromptTimes, Settle, Tokens
+from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, PromptTimes, Settle, Tokens
 from common.runtime.clock import Clock
 from common.runtime.probes import counter, gauge
+from kv_transfer.events import Consequence, Send, Serve, TransferAction
 from kv_transfer.lease import withdrawn
-from kv_transfer.source import Action, Dropped, LeaseTable, Return, Send, Unpin
+from kv_transfer.source import Action, LeaseTable
 
 LENT_TTL_S = 30.0
 """Longest time, in seconds, that a cached prefix stays pinned for a sink. If a pull takes longer, it is better to
@@ -32,32 +33,13 @@ MAX_LENT = 256
 """Most cached prefixes that are lent at once. Further ones are refused."""
 
 
-class LenderEvents(Protocol):
-    """The calls by which a worker learns about its offers. Every method may call the lender again.
-
-    `on_unpinned` and `on_dropped` concern leases that the worker has opened itself, never lent prefixes.
-    """
-
-    def find_prefix(self, block_hashes: Sequence[BlockHash]) -> Sequence[int]:
-        """Find the leading ones of these blocks that are cached here, and take a reference to each for the lender.
-
-        Empty if none is cached, or if a reference would break a promise to a running request.
-        """
-
-    def on_returned(self, block_ids: Sequence[int]) -> None:
-        """Drop the references that `find_prefix` took to these blocks."""
-
-    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
-        """Drop the references to these blocks: the lease that was opened for the request has ended. `settled` says
-        whether a sink has the blocks."""
-
-    def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
-        """The lease table itself has ended the lease of a request (expiry, reclaim). The worker must see to it that the
-        request's gateway learns of this. `on_unpinned` follows."""
+FindPrefix = Callable[[Sequence[BlockHash]], Sequence[int]]
+"""Finds the leading ones of these blocks that are cached here, and takes a reference to each for the lender. Returns
+none if none is cached, or if a reference would break a promise to a running request."""
 
 
 class Lender:
-    """Connects the lease table with the worker. It tells the mover by `set_serving` whether peers may be reading.
+    """The offers of one worker. It emits `Serve` when peers may begin to read, and when none may any more.
 
     `checksum` returns the CRC-32 of blocks. It is given if the deployment runs with checksums.
     """
@@ -65,17 +47,15 @@ class Lender:
     def __init__(
         self,
         *,
-        events: LenderEvents,
-        send: Callable[[Incarnation, Message], None],
-        set_serving: Callable[[bool], None],
+        emit: Callable[[TransferAction | Consequence], None],
         clock: Clock,
+        find_prefix: FindPrefix,
         unattached_ttl_s: float = LENT_TTL_S,
         checksum: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
-        self._events = events
-        self._send = send
-        self._set_serving = set_serving
+        self._emit = emit
         self._clock = clock
+        self._find_prefix = find_prefix
         self._checksum = checksum
         self._leases = LeaseTable(unattached_ttl_s=unattached_ttl_s, checksums=checksum is not None)
         self._serving = False
@@ -124,11 +104,13 @@ class Lender:
             self._do(self._leases.attach(message, sink, now))
             return
         if self._leases.num_lent >= MAX_LENT:
-            self._send(sink, withdrawn(message.key, Cause.CAPACITY, f"{MAX_LENT} prefixes are lent already"))
+            refusal = withdrawn(message.key, Cause.CAPACITY, f"{MAX_LENT} prefixes are lent already")
+            self._emit(Send(sink, refusal))
             return
-        block_ids = self._events.find_prefix(message.block_hashes)
+        block_ids = self._find_prefix(message.block_hashes)
         if not block_ids:
-            self._send(sink, withdrawn(message.key, Cause.LEASE_LOST, "nothing of this prefix is cached any more"))
+            refusal = withdrawn(message.key, Cause.LEASE_LOST, "nothing of this prefix is cached any more")
+            self._emit(Send(sink, refusal))
             return
         assert len(block_ids) <= len(message.block_hashes), "more blocks than were asked for"
         checksums = () if self._checksum is None else self._checksum(block_ids)
@@ -173,10 +155,6 @@ class Lender:
         """End the leases, and refuse the parked attaches, whose time is over."""
         self._do(self._leases.expire(now))
 
-    def next_expiry(self) -> float:
-        """Time at which `expire` has something to do next; infinity if never. Any other call may bring it forward."""
-        return self._leases.next_expiry()
-
     def reclaim(self, num_blocks: int, unattached_before: float) -> None:
         """Under pressure: end complete offers that no sink has been attached to since `unattached_before`, the oldest
         first, until `num_blocks` blocks are free."""
@@ -201,22 +179,14 @@ class Lender:
         assert self._serving == (self._leases.num_readers > 0)
 
     def _do(self, actions: Iterable[Action]) -> None:
-        """Carry out the actions of the lease table."""
+        """Pass on the actions of the lease table."""
         self._serve_readers()
         for action in actions:
-            match action:
-                case Send(sink, message):
-                    self._send(sink, message)
-                case Return(block_ids):
-                    self._events.on_returned(block_ids)
-                case Unpin(key, block_ids, settled):
-                    self._events.on_unpinned(key, block_ids, settled=settled)
-                case Dropped(key, cause, message):
-                    self._events.on_dropped(key, cause, message)
+            self._emit(action)
 
     def _serve_readers(self) -> None:
         """Let the transport make progress while a peer may be reading."""
         serving = self._leases.num_readers > 0
         if serving != self._serving:
             self._serving = serving
-            self._set_serving(serving)
+            self._emit(Serve(serving))

@@ -171,7 +171,7 @@ class Pull:
         self.prompt_times: PromptTimes | None = None
         """How long the first tokens took, once the source has told."""
         self.times: PullTimes | None = None
-        """Times of this pull. The intake keeps them, because it has a clock."""
+        """Times of this pull. `Pulls` keeps them, because it has a clock."""
         self._attached = False
 
     @property

@@ -6,7 +6,7 @@ Life cycle of a lease:
                   │          │          by: a valid settle, withdrawal (abort, failure), expiry, reclaim,
                   └──────────┴────────►     or because the first token already ended the request
 
-A lease pins its blocks from `open` until it ends. The table then returns `Unpin`, and only then may the worker reuse
+A lease pins its blocks from `open` until it ends. The table then returns `Unpinned`, and only then may the worker reuse
 the blocks. An ended lease has no entry, so its epoch matches nothing any more: a sink that settles it afterwards is
 told `invalid`. (A sink that has been told `valid` is told so again, because the answer concerns the time before it
 first asked.)
@@ -29,7 +29,8 @@ from dataclasses import dataclass, replace
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_lease_id
-from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, Message, PromptTimes, Settle, Tokens
+from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, PromptTimes, Settle, Tokens
+from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
 from kv_transfer.lease import Lease, verdict, withdrawn
 
 MAX_TOMBSTONES = 4096
@@ -38,43 +39,7 @@ MAX_PARKED = 65_536
 """Most attaches that wait for their Prefill."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send `message` to the sink."""
-
-    sink: Incarnation
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Unpin:
-    """The lease no longer pins these blocks."""
-
-    key: RequestKey
-    """The request, and the attempt for which the lease was opened. A sink may have attached for a newer attempt
-    since."""
-    block_ids: tuple[int, ...]
-    settled: bool
-    """Whether a sink has settled, which proves that it has the blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """A lent prefix is returned: its lease no longer pins these blocks."""
-
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """The table itself ended the lease. The gateway of the request must learn of this."""
-
-    key: RequestKey
-    cause: Cause
-    message: str
-
-
-Action = Send | Unpin | Return | Dropped
+Action = Send | Unpinned | Released | LeaseDropped
 
 
 @dataclass(slots=True)
@@ -440,15 +405,15 @@ class LeaseTable:
         if lease.sink is not None:
             actions.append(Send(lease.sink, withdrawn(lease.key, cause, message)))
         if not lease.lent:
-            actions.append(Dropped(lease.key, cause, message))
+            actions.append(LeaseDropped(lease.key, cause, message))
         return [*actions, self._end(lease)]
 
-    def _end(self, lease: Lease, *, settled: bool = False) -> Unpin | Return:
+    def _end(self, lease: Lease, *, settled: bool = False) -> Unpinned | Released:
         del self._leases[lease.key.request]
         if lease.lent:
-            return Return(lease.block_ids)
+            return Released(lease.block_ids)
         self._note_end(lease.key.request, lease.opened_attempt)
-        return Unpin(RequestKey(lease.key.request, lease.opened_attempt), lease.block_ids, settled)
+        return Unpinned(RequestKey(lease.key.request, lease.opened_attempt), lease.block_ids, settled)
 
     def _note_end(self, request: RequestId, attempt: int) -> None:
         """Record that the offer of this attempt, if there was one, is over."""

@@ -16,9 +16,10 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
     """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
     # Imported here: torch takes seconds to import, and an occupied port or a wrong path should be reported before.
     from common.engine.engine import Engine, device_of
+    from common.worker.shell import WorkerShell
     from kv_transfer.regions import Region
     from kv_transfer.transports import transport_maker
-    from prefill_worker.worker import PrefillWorker
+    from prefill_worker.core import PrefillCore
 
     settings = settings.on(device_of(settings))
     engine = await Engine.load(settings, folder, host.progress, step_tokens=settings.chunk_size)
@@ -45,7 +46,8 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
         settings.max_registrations,
         settings.require_rdma,
     )
-    worker = PrefillWorker(settings, host.me, host.server, engine, region, make_transport, monotonic)
+    core = PrefillCore(settings, host.me, engine, region)
+    worker = WorkerShell(core, settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker
 

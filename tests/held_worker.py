@@ -24,10 +24,11 @@ from common.runtime.channel import ControlServer
 from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.clock import Pulse, monotonic
 from common.runtime.config import DecodeSettings, PrefillSettings
-from decode_worker.worker import DecodeWorker
+from common.worker.shell import WorkerShell
+from decode_worker.core import DecodeCore
 from kv_transfer.regions import Region
 from kv_transfer.transports import transport_maker
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.core import PrefillCore
 
 PULSE = Pulse(interval_s=0.05, timeout_s=20)
 
@@ -81,11 +82,15 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
     server = ControlServer(me, monotonic, PULSE)
     port = server.bind("127.0.0.1", 0)
     common: dict[str, Any] = {"transport": "zmq", "heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 20, **settings}
-    made: Any
+    decided: PrefillSettings | DecodeSettings
+    core: PrefillCore | DecodeCore
     if role is Role.PREFILL:
-        made = PrefillWorker(PrefillSettings(**common).on("cpu"), me, server, engine, region, maker, monotonic)
+        decided = PrefillSettings(**common).on("cpu")
+        core = PrefillCore(decided, me, engine, region)
     else:
-        made = DecodeWorker(DecodeSettings(**common).on("cpu"), me, server, engine, region, maker, monotonic)
+        decided = DecodeSettings(**common).on("cpu")
+        core = DecodeCore(decided, engine, region)
+    made = WorkerShell(core, decided, me, server, engine, region, maker, monotonic)
     await made.start()
     loops = [asyncio.create_task(server.run(made)), asyncio.create_task(made.run())]
     try:

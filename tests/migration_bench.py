@@ -32,6 +32,7 @@ from common.contract.messages import (
     Message,
     Moved,
     Phase,
+    Resume,
     Role,
     Source,
     Timings,
@@ -42,9 +43,11 @@ from common.contract.sampling import SamplingParams
 from common.engine.batch import SampledToken, Slice
 from common.engine.costs import Costs
 from common.runtime.config import DecodeSettings
+from common.worker.events import Ticked
+from common.worker.shell import WorkerShell
+from decode_worker.core import DecodeCore
 from decode_worker.request import Generation
-from decode_worker.worker import DecodeWorker
-from kv_transfer import intake
+from kv_transfer import transfers
 from kv_transfer.bandwidths import Bandwidths
 from kv_transfer.transport import ReadId
 
@@ -247,9 +250,9 @@ class Reads:
 
     def copy(self, read: Read) -> None:
         """The next block arrives: what the source's memory holds now."""
-        worker, block = self.site.worker, read.sink_blocks[read.copied]
-        assert worker._pool.ref_count(block) > 0, "a read writes to a free block"
-        tables = [g.sequence.block_table for r in worker._requests.values() for g in r.generations]
+        core, block = self.site.core, read.sink_blocks[read.copied]
+        assert core.pool.ref_count(block) > 0, "a read writes to a free block"
+        tables = [g.sequence.block_table for r in core.requests.values() for g in r.generations]
         assert not any(block in table for table in tables), "a read writes to a sequence's block"
         assert sum(block in other.sink_blocks for other in self.open) == 1, "two reads, one block"
         theirs = self.site.world.sites[read.source].engine.memory
@@ -290,7 +293,7 @@ class Link:
 class Links:
     """The links of a site to its sources (`kv_transfer.source_links.SourceLinks`)."""
 
-    def __init__(self, site: Site, events: intake.Intake) -> None:
+    def __init__(self, site: Site, events: transfers.Transfers) -> None:
         self.site = site
         self.events = events
         self.links: dict[str, Link] = {}
@@ -360,12 +363,15 @@ class Site:
         """Sinks that it takes for connected."""
         decided = {"transport": "zmq", "memory_reserve": -1.0, "max_num_seqs": 8, **options}
         region = SimpleNamespace(block_bytes=64, crc32=None)
+        settings = DecodeSettings(**decided).on("cpu")
+        self.core = DecodeCore(settings, self.engine, region)  # type: ignore[arg-type]
         with (
-            patch.object(intake, "Mover", lambda region, make, on_read, on_died: Reads(self, on_read)),
-            patch.object(intake, "SourceLinks", lambda me, role, fingerprint, events, *_: Links(self, events)),
+            patch.object(transfers, "Mover", lambda region, make, on_read, on_died: Reads(self, on_read)),
+            patch.object(transfers, "SourceLinks", lambda me, role, fingerprint, events, *_: Links(self, events)),
         ):
-            self.worker = DecodeWorker(
-                DecodeSettings(**decided).on("cpu"),
+            self.worker = WorkerShell(
+                self.core,
+                settings,
                 self.name,
                 self,  # type: ignore[arg-type]  # as the control server
                 self.engine,  # type: ignore[arg-type]
@@ -373,8 +379,8 @@ class Site:
                 lambda: None,  # type: ignore[arg-type,return-value]
                 lambda: world.now,
             )
-        self.reads: Reads = self.worker._intake.mover  # type: ignore[assignment]
-        self.links: Links = self.worker._intake._links  # type: ignore[assignment]
+        self.reads: Reads = self.worker._transfers.mover  # type: ignore[assignment]
+        self.links: Links = self.worker._transfers._links  # type: ignore[assignment]
         self.flag = Flag()
         self.worker._wake = self.flag  # type: ignore[assignment]
         self.loop = self.worker._step_loop()
@@ -388,7 +394,7 @@ class Site:
     @property
     def pool(self) -> Any:
         """The worker's pool."""
-        return self.worker._pool
+        return self.core.pool
 
     @property
     def in_step(self) -> bool:
@@ -448,12 +454,16 @@ class Site:
 
     def tick(self) -> None:
         """It looks at the clock."""
-        self.worker._tick()
+        self.worker._inbox.put(Ticked())
         self.wake()
+
+    def resume(self) -> None:
+        """It takes work again."""
+        self.worker.on_message(GATEWAY, Resume())
 
     def generation(self, key: RequestKey, choice: int = 0) -> Generation:
         """A choice that it generates."""
-        generations = self.worker._requests[key.request].generations
+        generations = self.core.requests[key.request].generations
         return next(each for each in generations if each.sequence.choice == choice)
 
     def check(self) -> None:
@@ -463,23 +473,23 @@ class Site:
 
     def left(self) -> dict[str, Any]:
         """What it holds."""
-        worker, lender = self.worker, self.worker._lender
+        core, lender = self.core, self.core.lender
         counts = {
             "used": self.pool.num_used,
             "limbo": self.pool.num_limbo,
-            "requests": sorted(worker._requests),
-            "unacknowledged": sorted(worker._finished),
-            "pulls": worker._intake.num_pulls,
-            "reads": worker._intake.num_reads + len(self.reads.open),
-            "quarantined": worker._intake.num_quarantined,
+            "requests": sorted(core.requests),
+            "unacknowledged": sorted(core.finished),
+            "pulls": core.pulls.num_pulls,
+            "reads": core.pulls.num_reads + len(self.reads.open),
+            "quarantined": core.pulls.num_quarantined,
             "leases": lender.num_leases,
             "readers": lender.num_readers,
             "parked": lender.num_parked,
             "expected": sorted(lender._leases._expected),
-            "wanted": [message.key for message in worker._departures._wanted.values()],
-            "cut": sorted(worker._departures._cut),
-            "arrivals": [request.key for request in worker._arrivals._arrivals],
-            "host": worker._scheduler.num_host_used,
+            "wanted": [message.key for message in core.departures._wanted.values()],
+            "cut": sorted(core.departures._cut),
+            "arrivals": [request.key for request in core.arrivals._arrivals],
+            "host": core.scheduler.num_host_used,
         }
         return {name: count for name, count in counts.items() if count}
 

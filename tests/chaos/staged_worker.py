@@ -146,7 +146,7 @@ class StagedSend:
 
 
 def _stage_reads(worker: Any, stage: Stage) -> None:
-    mover = worker._intake.mover
+    mover = worker._transfers.mover
     read, held = mover.read, deque[tuple[Any, ...]]()
 
     def staged(*arguments: Any) -> None:
@@ -181,7 +181,7 @@ def main() -> None:
         inside: Any = worker
         inside._engine.runner = StagedRunner(inside._engine.runner, stage)
         _stage_reads(worker, stage)
-        stage.crc = lambda: list(inside._lender._checksum(range(inside._pool.num_blocks)))
+        stage.crc = lambda: list(inside._region.crc32(range(inside.core.pool.num_blocks)))
         await stage.serve(os.environ["STAGE_SOCKET"])
         return worker
 

@@ -94,7 +94,7 @@ async def test_a_worker_ends_though_a_message_comes_just_then(turns: int, checkp
         for _ in range(20):
             await asyncio.sleep(0.001)  # then its loops are at rest
         (running,) = [
-            task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "PrefillWorker.run"
+            task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "WorkerShell.run"
         ]
         tested.on_message(Incarnation(me), Resume())
         for _ in range(turns):

@@ -13,9 +13,10 @@ from common.contract.messages import PromptTimes, Settle, Settled, Tokens
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
 from kv_transfer import sink as pulls
+from kv_transfer.events import Unpinned
 from kv_transfer.lease import Lease
 from kv_transfer.sink import Pull, PullState
-from kv_transfer.source import LeaseTable, Unpin
+from kv_transfer.source import LeaseTable
 
 # --- what the leases and pulls of a right world go through ---------------------------------------------------------
 
@@ -84,15 +85,15 @@ class EarlyReuse(LeaseTable):
         for lease in self._leases.values():
             if self._expiry(lease) <= now and lease.lease not in self.freed:
                 self.freed.add(lease.lease)
-                unpinned.append(Unpin(RequestKey(lease.key.request, lease.opened_attempt), lease.block_ids, False))
+                unpinned.append(Unpinned(RequestKey(lease.key.request, lease.opened_attempt), lease.block_ids, False))
         return unpinned
 
     def _end(self, lease: Lease, *, settled: bool = False) -> Any:
         end = super()._end(lease, settled=settled)
         if lease.lease not in self.freed:
             return end
-        assert isinstance(end, Unpin)
-        return Unpin(end.key, (), settled)
+        assert isinstance(end, Unpinned)
+        return Unpinned(end.key, (), settled)
 
 
 class NoSettle(Pull):

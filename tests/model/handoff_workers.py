@@ -21,6 +21,7 @@ from common.contract.messages import (
     Settle,
     Tokens,
 )
+from kv_transfer import events
 from kv_transfer import source as leases
 
 if TYPE_CHECKING:
@@ -136,11 +137,11 @@ class Worker:
         self.table.check_invariants()
         for action in actions:
             match action:
-                case leases.Send(sink, message):
+                case events.Send(sink, message):
                     self.tell(sink, message)
-                case leases.Unpin(key, block_ids, settled):
+                case events.Unpinned(key, block_ids, settled):
                     self.on_unpinned(key, block_ids, settled)
-                case leases.Dropped(key, cause, message):
+                case events.LeaseDropped(key, cause, message):
                     self.on_dropped(key, cause, message)
 
     def expect(self, key: RequestKey, deadline: float) -> None:

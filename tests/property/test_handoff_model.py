@@ -46,6 +46,7 @@ from common.contract.messages import (
     Tokens,
 )
 from common.engine.block_pool import BlockPool
+from kv_transfer import events
 from kv_transfer import lease as offers
 from kv_transfer import sink as pulls
 from kv_transfer import source as leases
@@ -176,7 +177,7 @@ class Prefiller:
         blocks = cached_prefix(self.cached, message.block_hashes)
         if not blocks:
             gone = offers.withdrawn(message.key, Cause.LEASE_LOST, "not here")
-            self.do([leases.Send(sink, gone)])
+            self.do([events.Send(sink, gone)])
             return
         if not self.world.without.loan:
             self.pool.share(blocks)
@@ -220,14 +221,14 @@ class Prefiller:
     def do(self, actions: Iterable[leases.Action]) -> None:
         for action in actions:
             match action:
-                case leases.Send(sink, message):
+                case events.Send(sink, message):
                     self.world.sinks[sink].from_source.append(message)
-                case leases.Unpin(_, block_ids):
+                case events.Unpinned(_, block_ids):
                     self.pool.release(block_ids)
-                case leases.Return(block_ids):
+                case events.Released(block_ids):
                     if not self.world.without.loan:
                         self.pool.release(block_ids)
-                case leases.Dropped(key, _, _):
+                case events.LeaseDropped(key, _, _):
                     self.end(key.request)
 
 

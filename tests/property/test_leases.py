@@ -24,7 +24,8 @@ from common.contract.messages import (
     Settled,
     Tokens,
 )
-from kv_transfer.source import Action, Dropped, LeaseTable, Return, Send, Unpin
+from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
+from kv_transfer.source import Action, LeaseTable
 
 TTL_S = 10.0
 BUDGET_S = 40.0
@@ -107,17 +108,17 @@ class LeaseMachine(RuleBasedStateMachine):
                     self.waiting.remove((sink, message.key))
                 case Send(_, Settled() as message):
                     verdicts.append(message)
-                case Unpin(key, block_ids, settled):
+                case Unpinned(key, block_ids, settled):
                     held = self.held.pop(key.request)
                     opened = RequestKey(held.key.request, held.opened_attempt)
                     assert (key, block_ids, held.lent) == (opened, held.blocks, False), "whoever opened it must know it"
                     assert settled == any(verdict.valid for verdict in verdicts)
                     self.ended[key.request] = max(self.ended[key.request], key.attempt)
-                case Return(block_ids):
+                case Released(block_ids):
                     [held] = [held for held in self.held.values() if held.blocks == block_ids]
                     assert held.lent
                     del self.held[held.key.request]
-                case Dropped(key, _, _):
+                case LeaseDropped(key, _, _):
                     assert self.held[key.request].key == key
                     assert not self.held[key.request].lent, "nobody has asked for it here"
                 case _:
@@ -298,7 +299,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.table.awaits(RequestKey(request, offered)) <= ((sink, key) in self.waiting or bool(self.waiting))
         if held is not None and (held.sink, held.key) == (sink, key):
             assert not held.lent or len(actions) == 1
-            told = [action.message for action in actions if isinstance(action, Send) and action.sink == sink]
+            told = [action.message for action in actions if isinstance(action, Send) and action.peer == sink]
             [offer] = [message for message in told if isinstance(message, BlocksReady)]
             assert (offer.start, len(offer.block_ids)) == (0, held.num_ready), "not told everything"
             assert any(isinstance(message, PrefillDone) for message in told) == (held.complete and not held.lent)

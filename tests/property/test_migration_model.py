@@ -136,8 +136,8 @@ class Play:
             self.world.go_on_reading(site, read)
 
     def drain(self) -> None:
-        worker = self.pick(self.alive).worker
-        self.pick([worker.drain, worker.drain, worker.resume])()
+        site = self.pick(self.alive)
+        self.pick([site.worker.drain, site.worker.drain, site.resume])()
 
     def wait(self) -> None:
         self.world.now += self.pick([1.0, LENT_TTL_S + 1.0])
@@ -182,7 +182,7 @@ class Play:
         world = self.world
         for _ in range(6):
             for site in self.alive:
-                site.worker.resume()
+                site.resume()
                 for address in list(site.links.links):
                     if world.site_at(address).alive:
                         site.links.greet(address)
@@ -235,7 +235,7 @@ def test_many_long_journeys() -> None:
             raise AssertionError(f"seed {seed}: {error!r}") from error
         num_moved += world.gateway.num_moved
         num_begun_again += world.gateway.num_begun_again
-        schedulers = [site.worker._scheduler for site in world.sites.values()]
+        schedulers = [site.core.scheduler for site in world.sites.values()]
         num_preempted += sum(scheduler.num_swapped + scheduler.num_recomputed for scheduler in schedulers)
     assert num_moved > 50, f"only {num_moved} sequences have moved: the runs show nothing"
     assert num_begun_again > 10, f"only {num_begun_again} were begun again"

@@ -20,7 +20,7 @@ def times(**spent: float) -> DecodeTimes:
 
 
 def pulled(subject: DecodeRequest, *, told: float, reserved: float, read: float) -> None:
-    """As the intake and the source would have told."""
+    """As the pulls and the source would have told."""
     assert subject.pull is not None
     subject.pull.times = PullTimes(told_at=told, reserved_at=reserved, read_at=read, read_s=3.0, hidden_read_s=2.0)
     subject.pull.times.num_bytes = 640

@@ -51,7 +51,7 @@ class Running:
         self.site = site
         self.masks = HeldMasks()
         self.num_scheduled = 0
-        schedule = site.worker._scheduler.schedule
+        schedule = site.core.scheduler.schedule
 
         def counted(now: float, before: Step | None = None) -> Step:
             self.num_scheduled += 1
@@ -63,7 +63,7 @@ class Running:
             return site.engine.execute(*step.step)  # type: ignore[misc]
 
         site.worker._masks = self.masks  # type: ignore[assignment]
-        site.worker._scheduler.schedule = counted  # type: ignore[method-assign]
+        site.core.scheduler.schedule = counted  # type: ignore[method-assign]
         site.engine.outcomes = outcomes  # type: ignore[method-assign]
         site.loop.close()
         site.worker._wake = asyncio.Event()

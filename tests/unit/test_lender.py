@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -25,6 +24,7 @@ from common.contract.messages import (
     Tokens,
 )
 from kv_transfer import lender as lending
+from kv_transfer.events import Consequence, LeaseDropped, Released, Send, Serve, TransferAction, Unpinned
 from kv_transfer.lender import LENT_TTL_S, Lender
 
 R1, R2, PREFIX = RequestId("r1"), RequestId("r2"), RequestId("prefix")
@@ -49,10 +49,9 @@ class Worker:
         self.references: Counter[int] = Counter()
         self.checksums = checksums
         self.lender = Lender(
-            events=self,
-            send=lambda sink, message: self.sent.append((sink, message)),
-            set_serving=self.serving.append,
+            emit=self.handle,
             clock=lambda: self.now,
+            find_prefix=self.find_prefix,
             unattached_ttl_s=TTL_S,
             checksum=(lambda blocks: [1000 + block for block in blocks]) if checksums else None,
         )
@@ -67,16 +66,22 @@ class Worker:
         self.references.update(found)
         return found
 
-    def on_returned(self, block_ids: Sequence[int]) -> None:
-        self.references.subtract(block_ids)
-
-    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
-        self.references.subtract(block_ids)
-        self.unpinned.append((key, settled))
-
-    def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
-        self.dropped.append((key, cause))
-        self.lender.withdraw(key.request, cause, message)  # as a worker does that ends the request
+    def handle(self, decision: TransferAction | Consequence) -> None:
+        match decision:
+            case Send(peer, message):
+                self.sent.append((peer, message))
+            case Serve(serving):
+                self.serving.append(serving)
+            case Released(block_ids):
+                self.references.subtract(block_ids)
+            case Unpinned(key, block_ids, settled):
+                self.references.subtract(block_ids)
+                self.unpinned.append((key, settled))
+            case LeaseDropped(key, cause, message):
+                self.dropped.append((key, cause))
+                self.lender.withdraw(key.request, cause, message)  # as a worker does that ends the request
+            case _:
+                raise AssertionError(decision)
 
     def told(self) -> list[tuple[Incarnation, Message]]:
         """What went out since this was last asked."""
@@ -151,7 +156,6 @@ def test_the_offer_of_a_request_from_attach_to_settle(worker: Worker) -> None:
 
 def test_what_the_table_ends_by_itself_the_worker_hears_of(worker: Worker) -> None:
     worker.open()
-    assert worker.lender.next_expiry() == 100.0 + TTL_S
     worker.lender.expire(100.0 + TTL_S - 0.1)
     assert worker.lender.num_leases == 1
     worker.lender.expire(100.0 + TTL_S)
@@ -159,7 +163,6 @@ def test_what_the_table_ends_by_itself_the_worker_hears_of(worker: Worker) -> No
     worker.lender.reclaim(1, worker.now)
     assert worker.dropped == [(KEY, Cause.LEASE_LOST), (RequestKey(R2, 1), Cause.LEASE_LOST)]
     assert worker.held == {}
-    assert worker.lender.next_expiry() == math.inf
 
 
 def test_a_withdrawal_reaches_the_sink(worker: Worker) -> None:
@@ -257,7 +260,8 @@ def test_a_prefix_that_is_asked_for_again_is_lent_once(worker: Worker) -> None:
     worker.now += 5.0
     assert worker.lend() == offer
     assert worker.held == {10: 1, 11: 1, 12: 1}
-    assert worker.lender.next_expiry() == 100.0 + LENT_TTL_S
+    worker.lender.expire(100.0 + LENT_TTL_S - 0.1)
+    assert worker.lender.num_leases == 1
     assert worker.metric("baton_prefixes_lent") == 1
 
 

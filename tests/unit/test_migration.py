@@ -33,9 +33,9 @@ from common.contract.messages import (
     Tokens,
 )
 from common.contract.sampling import SamplingParams
+from decode_worker import answers as answers_module
 from decode_worker import migration as migration_module
 from decode_worker import request as request_module
-from decode_worker import worker as worker_module
 from decode_worker.migration import MAX_PUT_OFF, goes_on
 from decode_worker.step import Step
 from kv_transfer.lender import LENT_TTL_S
@@ -77,7 +77,7 @@ def test_requests_that_have_ended_are_not_left_to_the_garbage_collector(num_choi
         for _ in range(300):
             world.gateway.ask(site, PROMPT, 3, num_choices)
             world.deliver()
-            names += site.worker._requests
+            names += site.core.requests
             world.run()
         assert len(set(names)) == 300
         requests = [each for each in gc.get_objects() if type(each) is request_module.DecodeRequest]
@@ -142,7 +142,7 @@ def test_a_running_sequence_goes_on_elsewhere_with_the_same_tokens() -> None:
     assert len(choice.token_ids) == len(PROMPT) + 30
     assert num_computed(world) == len(choice.token_ids) - 1
     assert set(d0.engine.computed) | set(d1.engine.computed) == set(chain(choice.token_ids[:-1]))
-    assert (d0.worker._departures.num_moved, world.gateway.num_begun_again) == (1, 0)
+    assert (d0.core.departures.num_moved, world.gateway.num_begun_again) == (1, 0)
 
 
 def test_tokens_that_come_while_the_first_stage_reads_go_with_the_second() -> None:
@@ -181,7 +181,7 @@ def test_a_sequence_that_has_run_ahead_is_not_cut_but_read_ahead_again() -> None
     assert d1.reads.num_blocks_read == num_read + 10, "what was read ahead before is cached"
     end_step(world, d0)
     assert old.moved == {0}
-    assert d1.worker._arrivals.num_tail_blocks == 1
+    assert d1.core.arrivals.num_tail_blocks == 1
     finish(world)
     assert no_token_was_computed_twice(world)
 
@@ -213,7 +213,7 @@ def test_without_names_everything_is_read_in_the_second_stage(why: str) -> None:
     old = running(world, 6, drain=why != "not draining")
     world.gateway.move(old, d1)
     if why == "not draining":
-        d0.worker._pool.release(d0.worker._pool.allocate(d0.worker._pool.num_free))
+        d0.core.pool.release(d0.core.pool.allocate(d0.core.pool.num_free))
     world.deliver()
     end_step(world, d0)
     assert old.moved == {0}
@@ -256,7 +256,7 @@ def test_a_sequence_may_move_on_and_come_back() -> None:
     sites = list(world.sites.values())
     leg = running(world)
     for number in (1, 2, 0, 1):
-        sites[number].worker.resume()
+        sites[number].resume()
         leg = world.gateway.move(leg, sites[number])
         world.deliver()
         assert leg.moving is not None
@@ -282,7 +282,7 @@ def test_log_probabilities_travel() -> None:
     world.deliver()
     end_step(world, d0)
     assert old.moved == {0}
-    [generation] = d1.worker._requests[old.key.request].generations
+    [generation] = d1.core.requests[old.key.request].generations
     assert len(generation.logprobs) == generation.sequence.num_tokens - generation.first_position
     finish(world)
     choice = old.ask.choices[0]
@@ -301,7 +301,7 @@ def test_one_of_three_choices_moves_and_the_others_end_where_they_are() -> None:
     world.deliver()
     end_step(world, d0)
     assert old.moved == {1}
-    assert d0.worker._requests[old.key.request].generations[1].moved
+    assert d0.core.requests[old.key.request].generations[1].moved
     finish(world)
     assert (kinds(old), kinds(new)) == ([Finished], [Finished])
     assert no_token_was_computed_twice(world)
@@ -394,7 +394,7 @@ def test_a_sequence_that_is_preempted_before_the_cut_is_not_offered() -> None:
     world = World()
     d0 = first(world)
     old, new = wanted(world)
-    scheduler = d0.worker._scheduler
+    scheduler = d0.core.scheduler
     scheduler._preempt(d0.generation(old.key), Step(), world.now)
     end_step(world, d0)
     assert failed(new) is Cause.LEASE_LOST
@@ -409,7 +409,7 @@ def test_a_preempted_sequence_is_refused(swap: bool) -> None:
     d0, d1 = first(world), second(world)
     legs = [world.gateway.ask(d0, range(100 * number, 100 * number + 10), 30) for number in range(3)]
     world.deliver()
-    while not d0.worker._scheduler.num_preempted:
+    while not d0.core.scheduler.num_preempted:
         d0.step()
     world.deliver()
     d0.worker.drain()
@@ -604,7 +604,7 @@ def test_a_gateway_that_has_lost_messages_is_told_again_where_a_choice_stands() 
 
 def test_a_gateway_that_has_lost_many_tokens_is_sent_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_module, "MAX_TOLD_TOKENS", 2)
-    monkeypatch.setattr(worker_module, "MAX_TOLD_TOKENS", 2)
+    monkeypatch.setattr(answers_module, "MAX_TOLD_TOKENS", 2)
     world = World()
     old = running(world)
     site = first(world)
@@ -651,7 +651,7 @@ def test_when_the_sink_dies_the_source_does_not_go_on() -> None:
     world.now += LENT_TTL_S
     d0.tick()
     d0.tick()
-    d0.worker.resume()
+    d0.resume()
     world.deliver()
     assert failed(old) is Cause.LEASE_LOST
     assert world.gateway.num_begun_again == 1, "the gateway begins again, from the tokens that the client has"
@@ -670,7 +670,7 @@ def test_a_cut_sequence_that_nobody_takes_over_fails_once() -> None:
     world.now += LENT_TTL_S
     d0.tick()
     d0.tick()
-    d0.worker.resume()
+    d0.resume()
     world.deliver()
     assert failed(old) is Cause.LEASE_LOST
     assert (d0.left().get("leases"), d1.left().get("quarantined")) == (None, None)
@@ -693,7 +693,7 @@ def test_the_loss_of_the_gateway_after_the_cut_frees_both_sides() -> None:
     old, _ = cut(world)
     old.ask.ended = True
     for site in world.sites.values():
-        site.worker.on_peer_lost(site.worker._requests[old.key.request].gateway)
+        site.worker.on_peer_lost(site.core.requests[old.key.request].gateway)
     world.deliver()
     assert [site.left() for site in world.sites.values()] == [{}, {}]
 
@@ -758,9 +758,9 @@ def test_an_older_attempt_does_not_take_the_place_of_a_newer_one() -> None:
     d0, d1 = first(world), second(world)
     old, new = wanted(world)
     link = d1.links.links[d0.address]
-    wants = next(iter(d0.worker._departures._wanted.values()))
-    d0.worker._departures._wanted = dict.fromkeys(
-        d0.worker._departures._wanted, newer := replace(wants, attempt=wants.attempt)
+    wants = next(iter(d0.core.departures._wanted.values()))
+    d0.core.departures._wanted = dict.fromkeys(
+        d0.core.departures._wanted, newer := replace(wants, attempt=wants.attempt)
     )
     late = replace(newer, attempt=1)
     d0.worker.on_message(d1.name, late)
@@ -840,7 +840,7 @@ def test_a_sequence_that_has_outgrown_its_room_is_given_up_and_leaves_nothing() 
     assert failed(new) is Cause.CAPACITY
     d1.pool.release(taken)
     d1.tick()
-    d0.worker.resume()
+    d0.resume()
     world.now += LENT_TTL_S
     d0.tick()
     finish(world)
@@ -914,7 +914,7 @@ def test_a_source_that_says_something_else_is_not_believed() -> None:
     assert old.moved == set()
     world.now += LENT_TTL_S
     d0.tick()
-    d0.worker.resume()
+    d0.resume()
     finish(world)
 
 
@@ -967,9 +967,9 @@ def test_when_its_time_is_over_everything_fails_once(stage: str) -> None:
     leaving.worker.drain()
     leaving.worker.give_up("the worker has left")
     leaving.wake()
-    assert not leaving.worker._requests
+    assert not leaving.core.requests
     world.deliver()
-    d0.worker.resume()
+    d0.resume()
     world.now += LENT_TTL_S
     d0.tick()
     finish(world)

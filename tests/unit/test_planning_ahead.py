@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
+import pytest
 from decode_bench import EAGER, Bench, request
 from migration_bench import Pause, World
 
@@ -150,7 +152,7 @@ def test_penalties_do_not_need_to_know() -> None:
     assert ahead.samples[0].counts is generation.sequence.counts is not None
 
 
-def test_an_abort_before_the_engine_has_the_step_that_was_planned_harms_nobody() -> None:
+def test_an_abort_before_the_engine_has_the_step_that_was_planned_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways are told of a trial before the step that may be the last one, and that takes a moment."""
     world = World(("d0",))
     [site] = world.sites.values()
@@ -159,15 +161,14 @@ def test_an_abort_before_the_engine_has_the_step_that_was_planned_harms_nobody()
     site.step(3)
     world.deliver()
     telling = Pause(None)
-    site.worker._tell_whose_turn_it_is = lambda: telling  # type: ignore[assignment,method-assign,return-value]
-    site.flag.up = False
-    site.end_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(site.core.front, "tell_turn", lambda: True)
+        patch.setattr(asyncio, "sleep", lambda seconds: telling)
+        assert site.pause.step is not None
+        site.pause = site.loop.send(site.engine.execute(*site.pause.step))
     assert site.pause is telling
-    del site.worker._tell_whose_turn_it_is
     world.gateway.abort(given_up)
     world.deliver()
-    site.flag.up = True
-    site.wake()
     assert site.in_step
     world.run()
     world.check_end()

@@ -27,8 +27,9 @@ from common.contract.messages import (
     Tokens,
 )
 from kv_transfer import source
+from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
 from kv_transfer.sink import GaveUp, Pull
-from kv_transfer.source import Action, Dropped, LeaseTable, Return, Send, Unpin
+from kv_transfer.source import Action, LeaseTable
 
 R1, R2 = RequestId("r1"), RequestId("r2")
 D1, D2 = Incarnation("d1"), Incarnation("d2")
@@ -97,7 +98,7 @@ def verdict(actions: list[Action]) -> bool:
 
 def sent(actions: list[Action]) -> list[tuple[Incarnation, Message]]:
     """(sink, message) of actions that are nothing but messages."""
-    messages = [(each.sink, each.message) for each in actions if isinstance(each, Send)]
+    messages = [(each.peer, each.message) for each in actions if isinstance(each, Send)]
     assert len(messages) == len(actions), actions
     return messages
 
@@ -111,20 +112,20 @@ def only(kind: type[M], actions: list[Action]) -> tuple[Incarnation, M]:
 
 def told(actions: list[Action]) -> list[tuple[Incarnation, type]]:
     """Who was told what kind of thing."""
-    return [(each.sink, type(each.message)) for each in actions if isinstance(each, Send)]
+    return [(each.peer, type(each.message)) for each in actions if isinstance(each, Send)]
 
 
 def withdrawals(actions: list[Action]) -> list[tuple[Incarnation, int, Cause]]:
     """(sink, attempt, cause) of each withdrawal."""
     return [
-        (each.sink, each.message.attempt, each.message.cause)
+        (each.peer, each.message.attempt, each.message.cause)
         for each in actions
         if isinstance(each, Send) and isinstance(each.message, OfferWithdrawn)
     ]
 
 
 def unpinned(actions: list[Action]) -> list[tuple[int, ...]]:
-    return [each.block_ids for each in actions if isinstance(each, Unpin)]
+    return [each.block_ids for each in actions if isinstance(each, Unpinned)]
 
 
 # --- the offer ---------------------------------------------------------------------------------------------------
@@ -696,8 +697,8 @@ def test_ended_offers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_end_tells_whether_a_sink_has_the_blocks(table: LeaseTable) -> None:
-    [end] = [each for each in table.settle(settle(completed(table)), D1) if isinstance(each, Unpin)]
-    assert end == Unpin(key(), BLOCKS, settled=True)
+    [end] = [each for each in table.settle(settle(completed(table)), D1) if isinstance(each, Unpinned)]
+    assert end == Unpinned(key(), BLOCKS, settled=True)
     ends: list[Callable[[], list[Action]]] = [
         lambda: table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0),
         lambda: table.expire(1e9),
@@ -706,8 +707,8 @@ def test_the_end_tells_whether_a_sink_has_the_blocks(table: LeaseTable) -> None:
     for attempt, finish in enumerate(ends, start=2):
         opened(table, attempt)
         table.blocks_ready(R1, len(BLOCKS), now=0.0)
-        [end] = [each for each in finish() if isinstance(each, Unpin)]
-        assert end == Unpin(key(attempt), BLOCKS, settled=False)
+        [end] = [each for each in finish() if isinstance(each, Unpinned)]
+        assert end == Unpinned(key(attempt), BLOCKS, settled=False)
 
 
 def test_a_sequence_is_offered_as_it_was_asked_for(table: LeaseTable) -> None:
@@ -757,7 +758,7 @@ def test_a_lease_ends_with_the_time_of_its_request(table: LeaseTable, sink: Inca
     assert table.expire(599.9) == []
     actions = table.expire(600.0)
     assert unpinned(actions) == [BLOCKS]
-    assert [each.cause for each in actions if isinstance(each, Dropped)] == [Cause.DEADLINE]
+    assert [each.cause for each in actions if isinstance(each, LeaseDropped)] == [Cause.DEADLINE]
     assert withdrawals(actions) == ([] if sink is None else [(D1, 1, Cause.DEADLINE)])
     assert (len(table), table.num_expired) == (0, 1)
 
@@ -782,7 +783,9 @@ def test_a_complete_offer_does_not_wait_for_ever_for_a_sink(table: LeaseTable) -
     actions = table.expire(TTL_S)
     assert unpinned(actions) == [BLOCKS]
     assert withdrawals(actions) == []
-    assert [each.cause for each in actions if isinstance(each, Dropped)] == [Cause.LEASE_LOST], "its request may go on"
+    assert [each.cause for each in actions if isinstance(each, LeaseDropped)] == [Cause.LEASE_LOST], (
+        "its request may go on"
+    )
 
 
 def test_progress_renews_the_wait_for_a_sink(table: LeaseTable) -> None:
@@ -820,7 +823,7 @@ def test_pressure_drops_what_nobody_has_attached_to_oldest_first(table: LeaseTab
     offer("old", 2.0)
     assert table.reclaim(0, unattached_before=10.0) == []
     actions = table.reclaim(4, unattached_before=10.0)
-    dropped = [each for each in actions if isinstance(each, Dropped)]
+    dropped = [each for each in actions if isinstance(each, LeaseDropped)]
     assert [each.key.request for each in dropped] == ["oldest", "old"]
     assert {each.cause for each in dropped} == {Cause.LEASE_LOST}
     assert unpinned(actions) == [BLOCKS, BLOCKS]
@@ -851,8 +854,8 @@ def attach_prefix(attempt: int = 1, request: RequestId = R1) -> AttachPrefix:
 
 
 def returned(actions: list[Action]) -> list[tuple[int, ...]]:
-    assert not any(isinstance(each, Unpin | Dropped) for each in actions), "nobody has asked for this here"
-    return [each.block_ids for each in actions if isinstance(each, Return)]
+    assert not any(isinstance(each, Unpinned | LeaseDropped) for each in actions), "nobody has asked for this here"
+    return [each.block_ids for each in actions if isinstance(each, Released)]
 
 
 def test_a_lent_prefix_is_offered_whole_and_ends_with_a_valid_settle(table: LeaseTable) -> None:
@@ -977,7 +980,7 @@ def test_who_attaches_when_the_first_token_has_ended_the_request_is_told_so() ->
     opened(table, sink=None)
     table.blocks_ready(R1, len(BLOCKS), now=0.0)
     [unpin] = table.complete(R1, [first_token("stop")])
-    assert isinstance(unpin, Unpin)
+    assert isinstance(unpin, Unpinned)
     [(to, offer), (_, done)] = sent(table.attach(attach(2, offered=1), D1, 1.0))
     assert to == D1
     assert isinstance(offer, BlocksReady)

@@ -1,4 +1,5 @@
-"""The pull side of a worker, over real ZeroMQ: what it tells the worker, the source and the mover, and when."""
+"""The pulls of a worker and their transfers, over real ZeroMQ: what the worker, the source and the mover learn, and
+when."""
 
 from __future__ import annotations
 
@@ -38,9 +39,32 @@ from common.contract.messages import (
 from common.runtime.channel import ControlServer
 from common.runtime.clock import monotonic
 from common.runtime.config import PrefillSettings
-from kv_transfer.intake import Intake
+from common.worker.agenda import Inbox
+from kv_transfer.events import (
+    AddSource,
+    Connect,
+    Consequence,
+    DropSource,
+    Pulled,
+    PullFailed,
+    PullOffered,
+    ReadEnded,
+    Released,
+    Send,
+    SendToSource,
+    Serve,
+    SourceLost,
+    SourceOpened,
+    SourceReceived,
+    StartRead,
+    TransferAction,
+    TransferEvent,
+    Unpinned,
+)
 from kv_transfer.lender import Lender
+from kv_transfer.pulls import Pulls
 from kv_transfer.sink import Pull
+from kv_transfer.transfers import Transfers
 from kv_transfer.transport import Read, ReadState, Transport
 
 R1, R2 = RequestId("r1"), RequestId("r2")
@@ -57,7 +81,7 @@ HASHES = block_hashes(range(12), 4)
 
 
 class Worker:
-    """A worker around an intake: its blocks, and what it was told."""
+    """A worker around its pulls: its blocks, and what it was told."""
 
     def __init__(self, make: Callable[[], Transport], clock: Callable[[], float], cache: Cache | None = None) -> None:
         self.me = new_incarnation()
@@ -67,34 +91,57 @@ class Worker:
         """Leading blocks of each pull that the worker says it holds already."""
         self.makes_room = True
         self.then: dict[str, Callable[[], None]] = {}
-        """What the worker does in the middle of an event, once: by the event's name."""
+        """What the worker does when it is told of an event, once: by the event's name."""
         self.cache = cache or Cache(8, 64)
-        self.intake = Intake(
-            SETTINGS, self.me, Role.PREFILL, FINGERPRINT, self.cache.region, make, events=self, clock=clock
+        self.inbox: Inbox[TransferEvent | TransferAction | Consequence] = Inbox(self.handle)
+        self.pulls = Pulls(
+            emit=self.inbox.put,
+            clock=clock,
+            transport="zmq",
+            block_bytes=self.cache.region.block_bytes,
+            quarantine_bound_s=BOUND_S,
+            read_bound_s=READ_BOUND_S,
+        )
+        self.transfers = Transfers(
+            SETTINGS,
+            self.me,
+            Role.PREFILL,
+            FINGERPRINT,
+            self.cache.region,
+            make,
+            clock,
+            report=self.inbox.put,
+            open_pulls=self.pulls.open_pulls,
         )
 
-    def on_want_blocks(self, pull: Pull, num_blocks: int) -> None:
-        self._tell("want", pull, num_blocks)
-        if self.makes_room:
-            self.make_room(pull, num_blocks)
+    def handle(self, event: TransferEvent | TransferAction | Consequence) -> None:
+        """Events go to the pulls, actions are carried out, and consequences are what the worker is told."""
+        match event:
+            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
+                self.pulls.handle(event)
+            case PullOffered(pull, num_blocks):
+                self._tell("want", pull, num_blocks)
+                if self.makes_room:
+                    self.make_room(pull, num_blocks)
+            case Pulled(pull, block_ids, first_tokens):
+                self._tell("pulled", pull, tuple(block_ids), len(first_tokens))
+            case Released(block_ids):
+                self.free += block_ids
+                self._tell("release", *block_ids)
+            case PullFailed(pull, cause, _):
+                self._tell("gave up", pull, cause)
+            case Connect() | SendToSource() | AddSource() | DropSource() | StartRead() | Serve():
+                self.transfers.carry_out(event)
+            case _:
+                raise AssertionError(event)
 
     def make_room(self, pull: Pull, num_blocks: int) -> None:
         taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
         assert len(taken) == num_blocks
-        self.intake.reserve(pull, taken, min(self.num_held, num_blocks))
-
-    def on_pulled(self, pull: Pull, block_ids: Sequence[int], first_tokens: Sequence[Tokens]) -> None:
-        self._tell("pulled", pull, tuple(block_ids), len(first_tokens))
-
-    def on_release(self, block_ids: Sequence[int]) -> None:
-        self.free += block_ids
-        self._tell("release", *block_ids)
-
-    def on_gave_up(self, pull: Pull, cause: Cause | None, message: str) -> None:
-        self._tell("gave up", pull, cause)
+        self.pulls.reserve(pull, taken, min(self.num_held, num_blocks))
 
     def _tell(self, *event: object) -> None:
-        self.intake.check_invariants()
+        self.pulls.check_invariants()
         self.told.put_nowait(event)
         self.then.pop(str(event[0]), lambda: None)()
 
@@ -109,13 +156,14 @@ class Worker:
 
 
 class Net:
-    """An intake over a transport that obeys the test, and a source that the test plays."""
+    """Pulls over a transport that obeys the test, and a source that the test plays."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.transport = Faulty()
         self.worker = Worker(lambda: self.transport, lambda: self.now)
-        self.intake = self.worker.intake
+        self.pulls = self.worker.pulls
+        self.transfers = self.worker.transfers
         self.source = PlayedSource(self.worker.me)
         self.at = Source(address=self.source.address, incarnation=self.source.incarnation)
         self.linked = False
@@ -126,7 +174,7 @@ class Net:
     async def attached(self, pull: Pull | None = None) -> Pull:
         """A pull that has attached."""
         pull = pull or self.pull()
-        self.intake.begin(pull)
+        self.pulls.begin(pull)
         if not self.linked:
             await self.source.welcome()
             self.linked = True
@@ -159,21 +207,21 @@ class Net:
     @property
     def counts(self) -> tuple[int, int, int]:
         """Pulls, reads, blocks in quarantine."""
-        return self.intake.num_pulls, self.intake.num_reads, self.intake.num_quarantined
+        return self.pulls.num_pulls, self.pulls.num_reads, self.pulls.num_quarantined
 
 
 @pytest.fixture
 async def net() -> AsyncIterator[Net]:
     """Started; at the end nothing is left and no block is lost."""
     subject = Net()
-    await subject.intake.start()
+    await subject.transfers.start()
     yield subject
-    subject.intake.check_invariants()
+    subject.pulls.check_invariants()
     for read in subject.transport.reads:
         if read.state == "pending":
             read.fail("teardown")
-    await subject.intake.close()
-    subject.intake.check_invariants()
+    await subject.transfers.close()
+    subject.pulls.check_invariants()
     assert subject.counts[1:] == (0, 0)
     subject.source.close()
 
@@ -211,7 +259,7 @@ def finish(*reads: Read) -> None:
 
 async def test_a_pull_from_begin_to_the_blocks(net: Net) -> None:
     pull = net.pull()
-    net.intake.begin(pull)
+    net.pulls.begin(pull)
     hello = await net.source.welcome()
     assert (hello.role, hello.open_requests) == (Role.PREFILL, (pull.key,))
     await net.source.expect(Attach)
@@ -228,7 +276,7 @@ async def test_a_pull_from_begin_to_the_blocks(net: Net) -> None:
     assert await net.worker.next() == ("pulled", pull, (0, 1, 2), 1)
     assert net.counts == (0, 0, 0)
     assert net.transport.calls == [("add", net.source.incarnation)]
-    values = {metric.name: metric.samples[0].value for metric in net.intake.metrics()}
+    values = {metric.name: metric.samples[0].value for metric in (*net.pulls.metrics(), *net.transfers.metrics())}
     assert values.pop("baton_transfer_seconds") > 0
     assert values.pop("baton_read_bytes_per_second") > 0
     assert values == {
@@ -247,7 +295,7 @@ async def test_a_pull_from_begin_to_the_blocks(net: Net) -> None:
 
 async def test_a_pull_from_a_source_that_is_linked_already_attaches_at_once(net: Net) -> None:
     await net.attached()
-    net.intake.begin(net.pull(R2))
+    net.pulls.begin(net.pull(R2))
     assert (await net.source.expect(Attach)).request == R2
     assert net.counts == (2, 0, 0)
 
@@ -266,7 +314,7 @@ async def test_the_worker_makes_room_when_it_likes(net: Net) -> None:
 async def test_a_prefix_of_which_the_beginning_is_held(net: Net) -> None:
     net.worker.num_held = 1
     pull = net.pull(names=HASHES)
-    net.intake.begin(pull)
+    net.pulls.begin(pull)
     await net.source.welcome()
     assert (await net.source.expect(AttachPrefix)).block_hashes == tuple(HASHES)
     await net.source.send(ready(pull, 0, 10, 11, num_blocks=2))
@@ -285,7 +333,7 @@ async def test_messages_about_another_attempt_or_from_another_life_are_not_the_p
         ready(net.pull(attempt=2), 0), ready(net.pull(R2), 0), Attach(request=R1, attempt=1, offered=1), ready(pull, 0)
     )
     assert await net.worker.next() == ("want", pull, 3)
-    net.intake.on_source_message(new_incarnation(), withdrawal(pull))
+    net.pulls.handle(SourceReceived(new_incarnation(), withdrawal(pull)))
     assert net.worker.all_told() == []
 
 
@@ -296,9 +344,9 @@ def withdrawal(pull: Pull) -> OfferWithdrawn:
 async def test_a_request_is_pulled_once_at_a_time(net: Net) -> None:
     pull = await net.attached()
     with pytest.raises(AssertionError, match="pulled already"):
-        net.intake.begin(net.pull(attempt=2))
-    net.intake.abandon(pull, None, "a newer attempt arrived")
-    net.intake.begin(net.pull(attempt=2))
+        net.pulls.begin(net.pull(attempt=2))
+    net.pulls.abandon(pull, None, "a newer attempt arrived")
+    net.pulls.begin(net.pull(attempt=2))
     assert (await net.source.expect(Attach)).attempt == 2
 
 
@@ -307,12 +355,12 @@ async def test_a_request_is_pulled_once_at_a_time(net: Net) -> None:
 
 async def test_a_source_that_has_restarted_is_not_the_source(net: Net) -> None:
     first = net.pull()
-    net.intake.begin(first)
+    net.pulls.begin(first)
     net.source.incarnation = new_incarnation()
     await net.source.welcome()
     assert await net.worker.next() == ("gave up", first, Cause.WORKER_LOST)
     second = net.pull()
-    net.intake.begin(second)
+    net.pulls.begin(second)
     assert net.worker.all_told() == [("gave up", second, Cause.WORKER_LOST)], "told before begin returns"
     assert net.counts == (0, 0, 0)
     assert not any(isinstance(message, Detach) for message in await net.source.hear_all()), "never attached"
@@ -320,17 +368,17 @@ async def test_a_source_that_has_restarted_is_not_the_source(net: Net) -> None:
 
 async def test_a_source_with_another_transport_is_not_read_from(net: Net) -> None:
     first = net.pull()
-    net.intake.begin(first)
+    net.pulls.begin(first)
     await net.source.welcome(transport="nixl")
     assert await net.worker.next() == ("gave up", first, Cause.TRANSFER)
-    net.intake.begin(net.pull(R2))
+    net.pulls.begin(net.pull(R2))
     assert net.worker.all_told()[0][2] is Cause.TRANSFER
     assert net.transport.calls == []
 
 
 async def test_a_source_that_never_answers_fails_the_pulls_that_wait_for_it(net: Net) -> None:
     pull = net.pull()
-    net.intake.begin(pull)
+    net.pulls.begin(pull)
     await net.source.expect(Hello)
     net.now += 21.0
     assert await net.worker.next() == ("gave up", pull, Cause.WORKER_LOST)
@@ -353,7 +401,7 @@ async def test_a_lost_source_ends_its_pulls_and_its_reads(net: Net) -> None:
 
 async def test_first_tokens_that_were_not_asked_for_end_the_pull(net: Net) -> None:
     pull = net.pull()
-    net.intake.begin(pull, lambda first: first[0].position == 8)
+    net.pulls.begin(pull, lambda first: first[0].position == 8)
     await net.source.welcome()
     await net.source.send(ready(pull, 0, 10, 11, 12), done(pull, "stop"))
     assert await net.worker.next() == ("want", pull, 3)
@@ -362,7 +410,7 @@ async def test_first_tokens_that_were_not_asked_for_end_the_pull(net: Net) -> No
 
 async def test_first_tokens_that_fit_go_on(net: Net) -> None:
     pull = net.pull()
-    net.intake.begin(pull, lambda first: first[0].position == 9)
+    net.pulls.begin(pull, lambda first: first[0].position == 9)
     await net.source.welcome()
     await net.source.send(ready(pull, 0, 10, 11, 12), done(pull))
     await net.until(lambda: len(net.transport.reads) == 1)
@@ -373,7 +421,7 @@ async def test_first_tokens_that_fit_go_on(net: Net) -> None:
 async def test_first_tokens_that_end_the_request_end_the_pull_without_a_cause(net: Net) -> None:
     pull = await net.reading()
     finish(*net.transport.reads)
-    await net.until(lambda: net.intake.num_reads == 0)
+    await net.until(lambda: net.pulls.num_reads == 0)
     await net.source.send(done(pull, "stop"))
     assert [await net.worker.next() for _ in range(2)] == [("release", 0, 1, 2), ("gave up", pull, None)]
     await net.source.expect(Detach)
@@ -396,10 +444,10 @@ async def test_an_invalid_verdict_ends_the_pull(net: Net) -> None:
 
 async def test_blocks_under_read_come_back_when_their_reads_have_ended(net: Net) -> None:
     pull = await net.reading()
-    net.intake.abandon(pull, Cause.DEADLINE, "late")
+    net.pulls.abandon(pull, Cause.DEADLINE, "late")
     assert net.worker.all_told() == [("release", 2), ("gave up", pull, Cause.DEADLINE)]
     assert net.counts == (0, 2, 2)
-    net.intake.abandon(pull, Cause.DEADLINE, "again")
+    net.pulls.abandon(pull, Cause.DEADLINE, "again")
     await net.source.send(HelloRequired())
     assert (await net.source.welcome()).open_requests == (pull.key,), "the source must give its reads progress"
     net.transport.reads[1].finish()
@@ -435,13 +483,13 @@ async def test_blocks_that_stay_in_quarantine_are_fenced(net: Net) -> None:
     """The agent is replaced: each read from that source fails, and later ones may succeed."""
     stuck = [await net.reading(), await net.reading(net.pull(R2))]
     for pull in stuck:
-        net.intake.abandon(pull, None, "aborted")
+        net.pulls.abandon(pull, None, "aborted")
     net.worker.all_told()
-    net.intake.tick(net.now + BOUND_S)
+    net.pulls.tick(net.now + BOUND_S)
     await net.source.hear_all()
     assert net.counts == (0, 4, 4)
-    net.intake.tick(net.now + BOUND_S + 0.1)
-    net.intake.tick(net.now + BOUND_S + 0.2)  # the mover may not even have heard of it yet
+    net.pulls.tick(net.now + BOUND_S + 0.1)
+    net.pulls.tick(net.now + BOUND_S + 0.2)  # the mover may not even have heard of it yet
     assert sorted([await net.worker.next() for _ in range(4)]) == [("release", block) for block in (0, 1, 3, 4)]
     source = net.source.incarnation
     assert net.transport.calls == [("add", source), ("drop", source), ("add", source)], "once for the source"
@@ -453,11 +501,11 @@ async def test_a_read_that_never_ends_is_given_up(net: Net) -> None:
     """Its source is there and answers; only the connection that it goes over is broken, and nobody is told."""
     stuck = [await net.reading(), await net.reading(net.pull(R2))]
     net.worker.all_told()
-    net.intake.tick(net.now + READ_BOUND_S)
+    net.pulls.tick(net.now + READ_BOUND_S)
     await net.source.hear_all()
     assert net.counts == (2, 4, 0)
-    net.intake.tick(net.now + READ_BOUND_S + 0.1)
-    net.intake.tick(net.now + READ_BOUND_S + 0.2)
+    net.pulls.tick(net.now + READ_BOUND_S + 0.1)
+    net.pulls.tick(net.now + READ_BOUND_S + 0.2)
     gave_up = [event for event in [await net.worker.next() for _ in range(6)] if event[0] == "gave up"]
     assert gave_up == [("gave up", pull, Cause.TRANSFER) for pull in stuck]
     source = net.source.incarnation
@@ -468,15 +516,15 @@ async def test_a_read_that_never_ends_is_given_up(net: Net) -> None:
 
 async def test_closing_ends_every_read(net: Net) -> None:
     pull = await net.reading()
-    await net.intake.close()
+    await net.transfers.close()
     assert sorted(net.worker.free) == list(range(8))
     assert ("gave up", pull, Cause.TRANSFER) in net.worker.all_told()
     assert net.counts == (0, 0, 0)
 
 
-async def test_an_intake_that_was_never_started_can_be_closed() -> None:
+async def test_transfers_that_were_never_started_can_be_closed() -> None:
     net = Net()
-    await net.intake.close()
+    await net.transfers.close()
     net.source.close()
 
 
@@ -508,14 +556,14 @@ async def test_released_blocks_may_be_reserved_at_once(net: Net) -> None:
     await net.worker.next()
     net.worker.free = []
     net.worker.then["release"] = lambda: net.worker.make_room(second, 1)
-    net.intake.abandon(first, None, "aborted")
+    net.pulls.abandon(first, None, "aborted")
     await net.until(lambda: len(net.transport.reads) == 3)
     assert net.counts == (1, 3, 2)
 
 
 async def test_a_request_may_begin_anew_when_it_is_given_up(net: Net) -> None:
     first = await net.attached()
-    net.worker.then["gave up"] = lambda: net.intake.begin(net.pull(attempt=2))
+    net.worker.then["gave up"] = lambda: net.pulls.begin(net.pull(attempt=2))
     await net.source.send(withdrawal(first))
     assert (await net.source.expect(Attach)).attempt == 2
     assert net.counts == (1, 0, 0)
@@ -524,18 +572,18 @@ async def test_a_request_may_begin_anew_when_it_is_given_up(net: Net) -> None:
 async def test_a_pull_may_be_given_up_as_soon_as_it_wants_blocks(net: Net) -> None:
     pull = await net.attached()
     net.worker.makes_room = False
-    net.worker.then["want"] = lambda: net.intake.abandon(pull, Cause.TRANSFER, "more than the prompt has")
+    net.worker.then["want"] = lambda: net.pulls.abandon(pull, Cause.TRANSFER, "more than the prompt has")
     await net.source.send(ready(pull, 0, 10))
     assert [await net.worker.next() for _ in range(2)] == [("want", pull, 3), ("gave up", pull, Cause.TRANSFER)]
 
 
-async def test_one_lost_pull_may_take_the_others_with_it(net: Net) -> None:
+async def test_pulls_that_are_lost_together_are_over_before_the_worker_is_told(net: Net) -> None:
     first, second = await net.attached(), await net.attached(net.pull(R2))
-    net.worker.then["gave up"] = lambda: net.intake.abandon(second, None, "of the same client")
+    net.worker.then["gave up"] = lambda: net.pulls.abandon(second, None, "of the same client")
     await net.source.send(Goodbye())
     assert [await net.worker.next() for _ in range(2)] == [
         ("gave up", first, Cause.WORKER_LOST),
-        ("gave up", second, None),
+        ("gave up", second, Cause.WORKER_LOST),
     ]
 
 
@@ -545,8 +593,8 @@ async def test_one_lost_pull_may_take_the_others_with_it(net: Net) -> None:
 async def test_a_dead_mover_ends_the_run(net: Net) -> None:
     bug = ZeroDivisionError("a bug")
     net.transport.raising["add_source"] = bug
-    run = asyncio.create_task(net.intake.run())
-    net.intake.begin(net.pull())
+    run = asyncio.create_task(net.transfers.run())
+    net.pulls.begin(net.pull())
     await net.source.welcome()
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(run, WAIT_S)
@@ -569,11 +617,7 @@ class Peer:
         self.server = ControlServer(me, monotonic, SETTINGS.pulse)
         self.at = Source(address=f"127.0.0.1:{self.server.bind('127.0.0.1', 0)}", incarnation=me)
         self.lender = Lender(
-            events=self,
-            send=self.server.send,
-            set_serving=self.worker.intake.mover.set_serving,
-            clock=monotonic,
-            checksum=self.cache.region.crc32,
+            emit=self.carry_out, clock=monotonic, find_prefix=self.find_prefix, checksum=self.cache.region.crc32
         )
 
     def find_prefix(self, names: Sequence[BlockHash]) -> Sequence[int]:
@@ -582,15 +626,17 @@ class Peer:
             self.references[block] += 1
         return found
 
-    def on_returned(self, block_ids: Sequence[int]) -> None:
-        for block in block_ids:
-            self.references[block] -= 1
-
-    def on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
-        self.on_returned(block_ids)
-
-    def on_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
-        raise AssertionError(message)
+    def carry_out(self, decision: TransferAction | Consequence) -> None:
+        match decision:
+            case Send(peer, message):
+                self.server.send(peer, message)
+            case Serve():
+                self.worker.transfers.carry_out(decision)
+            case Released(block_ids) | Unpinned(_, block_ids, _):
+                for block in block_ids:
+                    self.references[block] -= 1
+            case _:
+                raise AssertionError(decision)
 
     def welcome(self) -> Welcome:
         return Welcome(
@@ -598,7 +644,7 @@ class Peer:
             fingerprint=FINGERPRINT,
             max_sequence_tokens=1,
             transport="zmq",
-            transport_metadata=self.worker.intake.transport_metadata,
+            transport_metadata=self.worker.transfers.metadata,
             open_requests=(),
         )
 
@@ -620,13 +666,13 @@ class Peer:
         return Heartbeat(number=number, **zero, phase=Phase.SERVING)
 
     async def __aenter__(self) -> Peer:
-        await self.worker.intake.start()
+        await self.worker.transfers.start()
         self._serving = asyncio.create_task(self.server.run(self))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._serving.cancel()
-        await self.worker.intake.close()
+        await self.worker.transfers.close()
         await self.server.close()
 
 
@@ -637,10 +683,10 @@ async def test_a_prefix_and_a_prompt_come_from_a_lender(kind: str) -> None:
     me = new_incarnation()
     sink = Worker(lambda: make_transport(kind, cache.region, me), monotonic, cache)
     async with Peer(kind) as peer:
-        await sink.intake.start()
+        await sink.transfers.start()
         sink.num_held = 1
         prefix = Pull(RequestKey(R1, 1), peer.at, HASHES)
-        sink.intake.begin(prefix)
+        sink.pulls.begin(prefix)
         assert await sink.next() == ("want", prefix, 3)
         assert await sink.next() == ("pulled", prefix, (0, 1, 2), 0)
         assert cache.is_poisoned([0]), "held, and so not read"
@@ -649,7 +695,7 @@ async def test_a_prefix_and_a_prompt_come_from_a_lender(kind: str) -> None:
 
         sink.num_held = 0
         handoff = Pull(RequestKey(R2, 1), peer.at)
-        sink.intake.begin(handoff)
+        sink.pulls.begin(handoff)
         peer.references[1] += 1
         peer.lender.open(handoff.key, [1], monotonic() + 60.0)
         peer.lender.blocks_ready(R2, 1, peer.cache.region.crc32([1]))
@@ -658,6 +704,6 @@ async def test_a_prefix_and_a_prompt_come_from_a_lender(kind: str) -> None:
         assert await sink.next() == ("pulled", handoff, (3,), 1)
         assert cache.region.crc32([3]) == peer.cache.region.crc32([1])
         assert (peer.references, peer.lender.num_leases, peer.lender.num_readers) == ([0] * 8, 0, 0)
-        await sink.intake.close()
+        await sink.transfers.close()
         peer.lender.check_invariants()
-    sink.intake.check_invariants()
+    sink.pulls.check_invariants()

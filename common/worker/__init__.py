@@ -1,0 +1,1 @@
+"""The parts of a worker that do not depend on its role."""

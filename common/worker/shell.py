@@ -1,0 +1,323 @@
+"""The shell of a worker: one inbox for whatever happens, and the hands that carry out what the core decides.
+
+Everything that happens, from a gateway's message to the end of a read, becomes an event in the inbox. The core decides
+on one event at a time (`Core.handle`), and the shell carries out its actions in order. An event that an action causes
+waits its turn. The inbox is empty before the callback that filled it returns, so that a Hello is answered from the
+present state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, assert_never
+
+from prometheus_client.metrics_core import Metric
+
+from common.contract.ids import Incarnation, RequestKey
+from common.contract.messages import Heartbeat, Hello, Message, Phase, Role, Welcome
+from common.engine.engine import Engine, Started
+from common.engine.grammar import GaveUp, GrammarState
+from common.engine.masks import Masks
+from common.engine.trials import NOTICE_S
+from common.runtime.channel import ControlServer
+from common.runtime.clock import Clock
+from common.runtime.config import WorkerSettings
+from common.runtime.counting import step_tokens
+from common.runtime.probes import counter
+from common.worker.agenda import Inbox
+from common.worker.events import (
+    Action,
+    AskMask,
+    Compute,
+    DrainEnded,
+    DrainWanted,
+    Event,
+    ForgetMask,
+    HelloReceived,
+    MaskMade,
+    PeerLost,
+    Received,
+    SessionOpened,
+    StepEnded,
+    StepWanted,
+    Ticked,
+    Work,
+)
+from kv_transfer.events import AddSource, Connect, DropSource, Send, SendToSource, Serve, StartRead
+from kv_transfer.regions import Region
+from kv_transfer.transfers import Transfers
+from kv_transfer.transport import Transport
+
+TICK_S = 0.1
+"""Seconds between two looks at deadlines, while the core holds anything."""
+
+
+class Core(Protocol):
+    """The decisions of a role, as pure state. Only `handle` changes it."""
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Decide on an event, to the end of all its consequences; returns the actions, in order. `now` is in monotonic
+        seconds."""
+
+    @property
+    def role(self) -> Role:
+        """The worker's role."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the worker holds nothing that a tick could end."""
+
+    @property
+    def phase(self) -> Phase:
+        """Whether the worker takes work, and whether it holds any."""
+
+    def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
+        """The requests of a gateway that are open here."""
+
+    def open_pulls(self, address: str) -> Collection[RequestKey]:
+        """The pulls from an address that are not over."""
+
+    def welcome(self, metadata: bytes) -> Welcome:
+        """This worker's message in a handshake, with its transport's metadata."""
+
+    def heartbeat(self, number: int) -> Heartbeat:
+        """The present load."""
+
+    def counts(self) -> Mapping[str, object]:
+        """What the worker holds. At rest the counts are zero."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of this moment."""
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was handed to the engine."""
+
+    work: Work
+    submitted: asyncio.Future[Started]
+    checksums: asyncio.Future[list[tuple[int, ...]]] | None
+
+
+class WorkerShell:
+    """Connects a core with the network, the engine and the mover. Runs on the event loop's thread."""
+
+    def __init__(
+        self,
+        core: Core,
+        settings: WorkerSettings,
+        me: Incarnation,
+        server: ControlServer,
+        engine: Engine,
+        region: Region,
+        make_transport: Callable[[], Transport],
+        clock: Clock,
+    ) -> None:
+        self.core = core
+        self._settings = settings
+        self._server = server
+        self._engine = engine
+        self._region = region
+        self._clock = clock
+        self._inbox: Inbox[Event] = Inbox(self._handle)
+        self._transfers = Transfers(
+            settings,
+            me,
+            core.role,
+            engine.fingerprint,
+            region,
+            make_transport,
+            clock,
+            report=self._inbox.put,
+            open_pulls=core.open_pulls,
+        )
+        self._masks = Masks(engine.runner.grammars)
+        self._planned: Work | None = None
+        """The step that the core wants next."""
+        self._wake = asyncio.Event()
+        """Set after each event: there may be something to compute."""
+        self._busy = asyncio.Event()
+        """Set while the core holds something that a tick could end."""
+        self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
+        self._step_tokens = step_tokens(settings.model)
+        self._steps_ahead = 0
+        """Number of steps that were planned while another one ran."""
+
+    # --- the pump ------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        try:
+            for action in self.core.handle(event, self._clock()):
+                self._carry_out(action)
+        except Exception as error:
+            self._transfers.on_died(error)  # a bug: the worker ends, whoever's callback this is
+            raise
+        self._wake.set()
+        if not self.core.idle:
+            self._busy.set()
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send(peer, message):
+                self._server.send(peer, message)
+            case Compute(work):
+                self._planned = work
+            case AskMask(grammar, state, token_ids, prompt_len):
+                self._masks.ask(grammar, state, token_ids, prompt_len, partial(self._on_mask, state))
+            case ForgetMask(state):
+                self._masks.forget(state)
+            case Connect() | SendToSource() | AddSource() | DropSource() | StartRead() | Serve():
+                self._transfers.carry_out(action)
+            case _:
+                assert_never(action)
+
+    def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
+        self._inbox.put(MaskMade(state, gave_up))
+
+    # --- the loops -----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the transport. Raises `TransferError` if it cannot work on this machine."""
+        await self._transfers.start()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._step_loop())
+                tasks.create_task(self._tick_loop())
+                tasks.create_task(self._transfers.run())
+        finally:
+            await self._transfers.close()
+            self._engine.close()
+
+    async def _step_loop(self) -> None:
+        """Hand steps to the engine. If it runs ahead, the next step is planned while the last one runs."""
+        before: _InFlight | None = None
+        while True:
+            if before is None:
+                await self._masks.settle()
+            work = self._plan(None if before is None else before.work)
+            step = None if work is None else await self._submit(work)
+            if before is not None:
+                self._steps_ahead += step is not None
+                await self._finish(before)
+            elif step is None:
+                self._wake.clear()
+                await self._wake.wait()
+            before = step
+            if before is not None and not self._runs_ahead:
+                await self._finish(before)
+                before = None
+
+    def _plan(self, before: Work | None) -> Work | None:
+        self._planned = None
+        self._inbox.put(StepWanted(before))
+        return self._planned
+
+    async def _submit(self, work: Work) -> _InFlight:
+        if work.noticed:
+            await asyncio.sleep(NOTICE_S)
+        submitted = self._engine.submit(work.slices, work.copies, work.swap_outs, work.swap_ins)
+        checksums = None
+        if work.completed:  # computed before another step begins
+            checksums = self._engine.call(lambda: [self._region.crc32(blocks) for blocks in work.completed])
+        return _InFlight(work, submitted, checksums)
+
+    async def _finish(self, step: _InFlight) -> None:
+        """Wait for the end of a step, and report it."""
+        work = step.work
+        outcomes = await self._engine.outcomes(step.submitted)
+        checksums = () if step.checksums is None else await step.checksums
+        scores = self._engine.scores(step.submitted) if work.scored else ()
+        self._step_tokens.observe(sum(len(each.token_ids) for each in work.slices))
+        self._inbox.put(StepEnded(work, outcomes, scores, checksums, self._engine.last_step_s))
+
+    async def _tick_loop(self) -> None:
+        while True:
+            await self._busy.wait()
+            await asyncio.sleep(TICK_S)
+            self._inbox.put(Ticked())
+            if self.core.idle:
+                self._busy.clear()
+
+    # --- events from clients -------------------------------------------------------------------------------------
+
+    def on_message(self, peer: Incarnation, message: Message) -> None:
+        """A message from a gateway, or from a worker that pulls from this one."""
+        self._inbox.put(Received(peer, message))
+
+    def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
+        """A session opens or reopens: end the requests that the peer does not list. Returns those that go on."""
+        self._inbox.put(HelloReceived(peer, frozenset(hello.open_requests)))
+        return self.core.open_requests(peer)
+
+    def on_open(self, peer: Incarnation, role: Role) -> None:
+        """Messages can be sent to the peer."""
+        self._inbox.put(SessionOpened(peer, role))
+
+    def on_peer_lost(self, peer: Incarnation) -> None:
+        """A session is over."""
+        self._inbox.put(PeerLost(peer))
+
+    # --- leaving -------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take no new work. Gateways learn it by the next heartbeat."""
+        self._inbox.put(DrainWanted())
+
+    def give_up(self, why: str) -> None:
+        """The time for draining is over: fail the requests that are still here."""
+        self._inbox.put(DrainEnded(why))
+
+    @property
+    def phase(self) -> Phase:
+        """Whether the worker takes work, and whether it holds any."""
+        return self.core.phase
+
+    # --- what others see -----------------------------------------------------------------------------------------
+
+    def welcome(self) -> Welcome:
+        """This worker's message in a handshake."""
+        return self.core.welcome(self._transfers.metadata)
+
+    def heartbeat(self, number: int) -> Heartbeat:
+        """The present load."""
+        return self.core.heartbeat(number)
+
+    def ready(self) -> tuple[bool, Mapping[str, object]]:
+        """Whether the worker takes work, and counts of what it holds."""
+        phase = self.core.phase
+        return phase is Phase.SERVING, {
+            "role": self.core.role.value,
+            "phase": phase.value,
+            "safe_to_delete": phase is Phase.DRAINED,
+            "transport": self._settings.transport,
+            **self._transfers.mover.bandwidths.state(),
+            **self.core.counts(),
+        }
+
+    def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics with their present values."""
+        engine, masks, traffic = self._engine, self._masks, self._server.traffic
+        yield from self.core.metrics()
+        yield from self._transfers.metrics()
+        yield from self._step_tokens.collect()
+        yield counter("baton_engine_steps", "Engine steps.", engine.num_steps)
+        yield counter("baton_engine_busy_seconds", "Time in engine steps.", engine.busy_s)
+        yield counter("baton_steps_ahead", "Steps planned while another one ran.", self._steps_ahead)
+        yield counter("baton_grammar_masks", "Masks made for texts that follow a grammar.", masks.num_made)
+        yield counter("baton_grammar_masks_late", "Masks that a step has waited for in vain.", masks.num_late)
+        yield counter("baton_grammars_given_up", "Texts that could not go on, by bound.", masks.given_up, "bound")
+        yield counter("baton_frames_refused", "Control frames refused.", traffic.frames_refused)
+        yield counter("baton_sessions_lost", "Clients lost.", traffic.sessions_lost)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        self.core.check_invariants()

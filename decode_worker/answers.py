@@ -1,0 +1,83 @@
+"""The messages with which a decode worker answers its gateways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from common.contract.messages import MAX_TOLD_TOKENS, Finished, Resend, Timings, Tokens
+from common.engine.batch import Scored
+from common.engine.prompt import prompt_logprobs
+from common.worker.agenda import Agenda
+from decode_worker.migration import Departures
+from decode_worker.request import DecodeRequest, Generation
+from decode_worker.step_tokens import StepReport
+from decode_worker.times import timings_of
+
+
+class Answers:
+    """Sends what requests have produced. Keeps only the tokens of the step whose end is being handled."""
+
+    def __init__(self, agenda: Agenda, departures: Departures) -> None:
+        self._agenda = agenda
+        self._departures = departures
+        self._step = StepReport()
+
+    def tokens(self, generation: Generation) -> None:
+        """Send the tokens that the gateway has not been sent: with the step's others if there is one, and nothing else
+        to be told with it."""
+        gateway, sequence = generation.request.gateway, generation.sequence
+        if not generation.num_sent or generation.finish_reason is not None:
+            generation.timings = timings_of(generation, self._agenda.now)
+            self._agenda.send(gateway, generation.timings)
+            self._agenda.send(gateway, generation.tokens(generation.num_sent))
+        elif sequence.sampling.logprobs is not None:
+            self._agenda.send(gateway, generation.tokens(generation.num_sent))
+        else:
+            assert generation.num_sent == sequence.num_tokens - 1, sequence
+            self._step.add(gateway, generation.handle, generation.num_sent, sequence.token_ids[-1])
+        generation.num_sent = sequence.num_tokens
+
+    def step_ended(self) -> None:
+        """Every sequence has its token of the step: send those that go together."""
+        self._step.send_all(self._agenda.send)
+
+    def prompt_scores(self, request: DecodeRequest, start: int, scored: Scored) -> int:
+        """Send the log probabilities of prompt tokens from `start` on. Returns their number; raises
+        `InvalidLogitsError`."""
+        num_scored = 0
+        for message in prompt_logprobs(request.work, start, scored):
+            self._agenda.send(request.gateway, message)
+            num_scored += len(message.scores)
+        return num_scored
+
+    def finished(self, request: DecodeRequest) -> None:
+        """Every choice has ended."""
+        request_id, attempt = request.key
+        self._agenda.send(request.gateway, Finished(request=request_id, attempt=attempt))
+
+    def ended_at_source(self, request: DecodeRequest, first_tokens: Sequence[Tokens]) -> None:
+        """Relay the first tokens, with which the request ends. The source has sent them, but perhaps to an attempt that
+        was over."""
+        request_id, attempt = request.key
+        if request.pull is not None and request.pull.prompt_times is not None:
+            prompt = request.pull.prompt_times
+            timings = Timings(request=request_id, attempt=attempt, choice=None, prompt=prompt, decode=None)
+            self._agenda.send(request.gateway, timings)
+        for tokens in first_tokens:
+            self._agenda.send(request.gateway, replace(tokens, request=request_id, attempt=attempt))
+        self.finished(request)
+
+    def again(self, request: DecodeRequest, message: Resend) -> None:
+        """Repeat what a gateway has lost of a choice, from `message.position` on."""
+        for generation in request.generations:
+            sequence = generation.sequence
+            if sequence.choice == message.choice:
+                if message.position < sequence.num_tokens and generation.timings is not None:
+                    self._agenda.send(request.gateway, generation.timings)
+                first = max(message.position, generation.first_position)
+                for position in range(first, sequence.num_tokens, MAX_TOLD_TOKENS):
+                    self._agenda.send(request.gateway, generation.tokens(position))
+                self._departures.tell_again(generation)
+        if request.finished:
+            self.finished(request)

@@ -1,0 +1,711 @@
+"""The decode worker's core: turns events from gateways, sources, sinks and the engine into decisions.
+
+Life cycle of a request in the decode worker:
+
+    1. Decode arrives from a gateway. The worker attaches to the source's offer (`kv_transfer.pulls`). Without a source
+       it computes the prompt itself, in chunks that share steps with decodes.
+    2. The offer opens. The request waits until room is reserved. Blocks that are cached here are kept. The others are
+       read when the source announces them, while the source computes the next chunk.
+    3. The last read has ended and the first tokens are known: the worker asks the source to settle.
+    4. If the source answers that the blocks are valid, the choices join the running batch at the next step. Otherwise
+       nothing is decoded from the blocks.
+    5. Each step sends each choice's token. After the last one Finished is sent; the tokens are kept until Ack.
+
+Under memory pressure a choice may lose its blocks and get them back later; its client gets the same tokens. While the
+worker drains, other decode workers pull its running sequences (`decode_worker.migration`).
+
+Pure state: `handle` takes an event and returns actions (`common.worker`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prometheus_client.metrics_core import Metric
+
+from common.contract.block_hashes import BlockChain, BlockHash
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    Abort,
+    Ack,
+    Attach,
+    AttachPrefix,
+    AttachSequence,
+    Decode,
+    Detach,
+    Drain,
+    Heartbeat,
+    Message,
+    Phase,
+    Resend,
+    Resume,
+    Role,
+    Settle,
+    Tokens,
+    Welcome,
+)
+from common.engine.batch import InvalidLogitsError, Sampled, Scored
+from common.engine.block_pool import BlockPool
+from common.engine.chunked_prefill import Chunk
+from common.engine.engine import Engine
+from common.engine.grammar import GaveUp, GrammarState
+from common.engine.prompt import first_tokens
+from common.engine.sequence import finish_reason
+from common.engine.trials import TRIAL_TOKENS
+from common.runtime.config import DecodeSettings
+from common.worker.agenda import Agenda
+from common.worker.events import (
+    Action,
+    AskMask,
+    Compute,
+    DrainEnded,
+    DrainWanted,
+    Event,
+    ForgetMask,
+    HelloReceived,
+    MaskMade,
+    PeerLost,
+    Received,
+    SessionOpened,
+    StepEnded,
+    StepWanted,
+    Ticked,
+    Work,
+)
+from common.worker.front import Front
+from decode_worker import view
+from decode_worker.answers import Answers
+from decode_worker.migration import Arrivals, Departures, pull_of
+from decode_worker.policy import Policy
+from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.step import Step
+from decode_worker.times import prompt_times_of
+from kv_transfer.events import (
+    Consequence,
+    LeaseDropped,
+    Pulled,
+    PullFailed,
+    PullOffered,
+    ReadEnded,
+    Released,
+    SourceLost,
+    SourceOpened,
+    SourceReceived,
+    Unpinned,
+)
+from kv_transfer.lender import Lender
+from kv_transfer.pulls import Pulls
+from kv_transfer.regions import Region
+from kv_transfer.sink import Pull
+
+log = logging.getLogger(__name__)
+
+MAX_UNACKNOWLEDGED = 4096
+"""Most finished requests whose tokens are kept until the gateway acknowledges them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin(Consequence):
+    """A request was let in. It begins once the blocks of an earlier attempt are released."""
+
+    gateway: Incarnation
+    work: Decode
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step that was handed to the shell."""
+
+    number: int
+    """The block pool's number of the step."""
+    step: Step
+
+
+class DecodeCore:
+    """The state of a decode worker and every decision about its requests."""
+
+    role = Role.DECODE
+
+    def __init__(self, settings: DecodeSettings, engine: Engine, region: Region) -> None:
+        """Only facts about the model are read from `engine`, and its costs, which its steps refine. `region` computes
+        checksums."""
+        self.settings = settings
+        self.engine = engine
+        self.block_size = engine.runner.layout.block_size
+        self._config = engine.runner.config
+        self.pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
+        policy = Policy(
+            block_size=self.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_sequence_tokens=self._config.max_sequence_tokens,
+            token_budget=settings.token_budget,
+            prefill_tokens=settings.prefill_tokens,
+            prefill_priority=settings.prefill_priority,
+            memory_reserve=settings.memory_reserve,
+            num_host_blocks=engine.runner.num_host_blocks,
+            preempt_by=settings.preempt_by,
+            ageing_s=settings.ageing_s,
+            ttft_target_s=settings.ttft_target_s,
+        )
+        self._agenda = Agenda(self._decide, conclude=self._reserve)
+        self.scheduler = DecodeScheduler(self.pool, policy, engine.costs)
+        self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
+        checksum = region.crc32 if settings.checksums else None
+        self.pulls = Pulls(
+            emit=self._agenda.emit,
+            clock=self._agenda.clock,
+            transport=settings.transport,
+            block_bytes=region.block_bytes,
+            quarantine_bound_s=settings.quarantine_bound_s,
+            read_bound_s=settings.read_bound_s,
+        )
+        self.lender = Lender(
+            emit=self._agenda.emit, clock=self._agenda.clock, find_prefix=self._find_prefix, checksum=checksum
+        )
+        self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self.block_size)
+        self.departures = Departures(
+            self.scheduler, self.pool, self.lender, self._agenda.send, checksum, self.block_size
+        )
+        self.requests: dict[RequestId, DecodeRequest] = {}
+        self.finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
+        """Requests that have ended, until the gateway acknowledges it."""
+        self.totals = view.Totals()
+        self.answers = Answers(self._agenda, self.departures)
+        self._masks_for: dict[GrammarState, DecodeRequest | Generation] = {}
+        """Grammar states whose masks are awaited → who awaits them."""
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Decide on an event, to the end of all its consequences; returns the actions, in order. `now` is in monotonic
+        seconds."""
+        return self._agenda.handle(event, now)
+
+    def _decide(self, event: Event | Consequence) -> None:
+        match event:
+            case StepWanted(before):
+                self._on_step_wanted(before)
+            case StepEnded():
+                self._on_step_ended(event)
+            case Received(peer, message):
+                self._on_message(peer, message)
+            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
+                self.pulls.handle(event)
+            case PullOffered(pull, num_blocks):
+                self._on_pull_offered(pull, num_blocks)
+            case Pulled():
+                self._on_pulled(event)
+            case PullFailed(pull, cause, why):
+                self._on_pull_failed(pull, cause, why)
+            case Released(block_ids):
+                self.pool.release(block_ids)
+            case Unpinned(key, block_ids, settled):
+                self._on_unpinned(key, block_ids, settled=settled)
+            case LeaseDropped():
+                pass  # the lease of a cut sequence; `Unpinned` follows and does the work
+            case _Begin(gateway, work):
+                self._begin(gateway, work)
+            case MaskMade(state, gave_up):
+                self._on_mask(state, gave_up)
+            case Ticked():
+                self._on_tick()
+            case HelloReceived(peer, listed):
+                self._on_hello(peer, listed)
+            case SessionOpened(peer, role):
+                self.front.opened(peer, role)
+            case PeerLost(peer):
+                self._on_peer_lost(peer)
+            case DrainWanted():
+                self._drain()
+            case DrainEnded(why):
+                for request in list(self.requests.values()):
+                    self._fail(request, Cause.DRAINING, why)
+            case _:
+                raise AssertionError(event)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def _on_step_wanted(self, before: Work | None) -> None:
+        """Plan the next step, if there is anything to compute. Without one, nothing runs until another event."""
+        planned: _Planned | None = None if before is None else before.step
+        if planned is not None and (self.departures.awaited or not self.scheduler.may_run_ahead(planned.step)):
+            return
+        while not self._plan(planned):
+            if planned is not None:
+                return
+            self.front.tell_turn()
+            self.departures.cut()
+            self._reserve()
+            may_go_on = self.scheduler.num_running > self.scheduler.num_idle and self.pool.num_free
+            if not (may_go_on or self.scheduler.has_work):
+                return
+
+    def _plan(self, before: _Planned | None) -> bool:
+        """Plan a step; returns whether there is anything to compute."""
+        step_before = None if before is None else before.step
+        number = self.pool.step_started()
+        step = self.scheduler.schedule(self._agenda.now, step_before)
+        for request in step.revoked:
+            assert request.pull is not None, request.work
+            self.pulls.revoke(request.pull)
+        if step.empty:
+            self.pool.step_finished(number)
+            return False
+        work = Work(
+            step=_Planned(number, step),
+            slices=step.slices(step_before),
+            copies=step.copies,
+            swap_outs=step.swap_outs,
+            swap_ins=step.swap_ins,
+            scored=any(chunk.prompt.request.work.prompt_logprobs is not None for chunk in step.chunks),
+            noticed=self.front.tell_turn(),
+        )
+        self._agenda.emit(Compute(work))
+        return True
+
+    def _on_step_ended(self, ended: StepEnded) -> None:
+        """Process a step's outcomes."""
+        planned: _Planned = ended.work.step
+        self.totals.block_steps += self.pool.num_used
+        self.pool.step_finished(planned.number)
+        step, outcomes = planned.step, ended.outcomes
+        num_decodes = len(step.decodes)
+        for generation, (outcome,) in zip(step.decodes, outcomes, strict=False):
+            if self.scheduler.is_running(generation):
+                self._advance(generation, outcome)
+        sampled = dict(zip(map(id, step.chunks), outcomes[num_decodes:], strict=True))
+        scored = dict(zip(map(id, step.chunks), ended.scores[num_decodes:], strict=False))
+        for chunk in self.scheduler.chunks_done(step.chunks):
+            if self._chunk_done(chunk, scored.get(id(chunk))) and chunk.last:
+                self._computed(chunk.prompt, sampled[id(chunk)])
+        self.answers.step_ended()
+        if step.chunks and not step.decodes:
+            num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
+            self.engine.costs.observe_prefill(num_tokens, ended.duration_s)
+        if not self.pool.num_in_flight:
+            self.departures.cut()
+        self.front.tell_cache()
+
+    def _chunk_done(self, chunk: Chunk[LocalPrompt], scored: Scored | None) -> bool:
+        """Account for a chunk, and send the prompt's log probabilities if the request asked for them. Returns whether
+        the request goes on."""
+        num_tokens = chunk.end - chunk.start
+        if chunk.prompt.generation is None:
+            self.totals.prompt += num_tokens
+        else:
+            self.totals.recomputed += num_tokens
+        if scored is None:
+            return True
+        request = chunk.prompt.request
+        try:
+            self.totals.scored += self.answers.prompt_scores(request, chunk.start, scored)
+        except InvalidLogitsError as error:
+            self._fail(request, error.cause, str(error))
+            return False
+        return True
+
+    def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
+        """Every token of a local prompt has its KV; `outcomes` has what was sampled after the last one."""
+        request, generation = prompt.request, prompt.generation
+        if generation is not None:
+            if generation.stage is not Stage.RECOMPUTING:
+                return  # the request has just failed by another choice
+            self.scheduler.recomputed(generation, self._agenda.now)
+            self._advance(generation, outcomes[0])
+            return
+        try:
+            tokens = first_tokens(request.work, outcomes, self._config.eos_token_ids, self._config.max_sequence_tokens)
+        except InvalidLogitsError as error:
+            self._fail(request, error.cause, str(error))
+            return
+        now = self._agenda.now
+        request.prompt_times = prompt_times_of(request, now)
+        self.scheduler.computed(request, tokens, now)
+        for generation in request.generations:
+            self.totals.generated += 1
+            self.answers.tokens(generation)
+            self._ask_mask(generation)
+        self._finish_if_ended(request)
+
+    def _advance(self, generation: Generation, outcome: Sampled) -> None:
+        """Append the sampled token to a sequence whose tokens all have their KV."""
+        if isinstance(outcome, InvalidLogitsError):
+            self._fail(generation.request, outcome.cause, str(outcome))
+            return
+        sequence = generation.sequence
+        sequence.num_computed = len(sequence.token_ids)
+        num_tokens = sequence.num_computed + 1
+        reason = finish_reason(
+            outcome.token_id,
+            num_tokens - sequence.prompt_len,
+            sequence.sampling,
+            self._config.eos_token_ids,
+            num_tokens,
+            self._config.max_sequence_tokens,
+        )
+        generation.append(outcome.token_id, outcome.logprobs, reason)
+        self.totals.generated += 1
+        self.answers.tokens(generation)
+        request, trials = generation.request, self.scheduler.trials
+        if trials and request.key in trials and request.num_new >= TRIAL_TOKENS:
+            trials.discard(request.key)
+        if reason is not None:
+            self.totals.sequence_ended(self._agenda.now - generation.began)
+            self.scheduler.remove(generation)
+            self._finish_if_ended(request)
+        if sequence.grammar_state is not None:
+            self._ask_mask(generation)
+
+    def _finish_if_ended(self, request: DecodeRequest) -> None:
+        if not request.finished:
+            return
+        self._drop(request)
+        if all(generation.moved for generation in request.generations):
+            self.front.count("moved")
+            return
+        self.finished[request.work.request] = request
+        while len(self.finished) > MAX_UNACKNOWLEDGED:
+            self.finished.popitem(last=False)
+        self.front.count("finished")
+        self.answers.finished(request)
+
+    # --- masks ---------------------------------------------------------------------------------------------------
+
+    def _ask_mask(self, generation: Generation) -> None:
+        """A sequence has got a token: compute the mask of the next one, if it has a grammar."""
+        sequence = generation.sequence
+        if sequence.sampling.grammar is None or generation.finish_reason is not None:
+            return
+        assert sequence.grammar_state is not None
+        self.scheduler.mask_awaited(generation)
+        self._masks_for[sequence.grammar_state] = generation
+        self._agenda.emit(
+            AskMask(sequence.sampling.grammar, sequence.grammar_state, sequence.token_ids, sequence.prompt_len)
+        )
+
+    def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
+        """A sequence's next mask is known, or that of a local prompt's first tokens; or its grammar gave up."""
+        subject = self._masks_for.pop(state, None)
+        if isinstance(subject, Generation):
+            self.scheduler.mask_known(subject)
+            if gave_up is not None and subject.stage is not Stage.ENDED:
+                self._fail(subject.request, Cause.INVALID, gave_up.why)
+        elif subject is not None and gave_up is not None:
+            self._fail(subject, Cause.INVALID, gave_up.why)
+        elif subject is not None:
+            self.scheduler.want(subject, self._agenda.now)
+
+    def _forget_masks(self, request: DecodeRequest) -> None:
+        for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.generations)):
+            if state is not None and self._masks_for.pop(state, None) is not None:
+                self._agenda.emit(ForgetMask(state))
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def _on_message(self, peer: Incarnation, message: Message) -> None:
+        """Handle a message from a gateway, or from a worker that pulls from this one."""
+        match message:
+            case Decode():
+                self._on_decode(peer, message)
+            case Abort():
+                self._on_abort(peer, message)
+            case Ack():
+                self._on_ack(peer, message)
+            case Resend():
+                request = self._find(message.request)
+                if request is not None and (request.gateway, request.key) == (peer, message.key):
+                    self.answers.again(request, message)
+            case Attach() | AttachPrefix() | Settle() | Detach():
+                self.lender.on_message(peer, message)
+            case AttachSequence():
+                self.departures.attach(peer, message, self._sequence(message))
+            case Drain():
+                self._drain()
+            case Resume():
+                self.front.draining = False
+            case _:
+                log.warning("%s is not for a decode worker; ignored", type(message).__name__)
+
+    def _on_decode(self, gateway: Incarnation, work: Decode) -> None:
+        if not self.front.admits(work.key):
+            return
+        known = self._find(work.request)
+        if known is not None:
+            self._forget(known, "a newer attempt arrived")
+        objection = self.engine.runner.objection(work.token_ids, work.sampling)
+        if work.moving and len(work.token_ids) == work.prompt_len:
+            objection = "a sequence moves only when it runs"
+        if objection is not None:
+            self.front.refuse(gateway, work.key, Cause.INVALID, objection)
+        elif not self.scheduler.fits(work):
+            needed = self.scheduler.blocks_needed(work)
+            message = f"the request may need {needed} KV blocks, this worker has {self.pool.num_blocks}"
+            self.front.refuse(gateway, work.key, Cause.TOO_LARGE, message)
+        elif self.front.draining:
+            self.front.refuse(gateway, work.key, Cause.DRAINING, "this decode worker takes no new work")
+        elif not work.admitted and len(self.requests) >= self.settings.max_waiting + self.settings.max_num_seqs:
+            self.front.refuse(gateway, work.key, Cause.CAPACITY, f"{len(self.requests)} requests open already")
+        else:
+            self._agenda.emit(_Begin(gateway, work))
+
+    def _begin(self, gateway: Incarnation, work: Decode) -> None:
+        now = self._agenda.now
+        pull: Pull | None = None
+        if work.moving:
+            # The last token has no KV yet, at the source or here: the first step here computes it.
+            work = replace(work, token_ids=work.token_ids[:-1])
+            pull = pull_of(work)
+        elif work.source is not None and work.offered is not None:
+            pull = Pull(work.key, work.source, offered=work.offered.attempt)
+        chain = BlockChain(self.block_size, work.cache_salt)
+        request = DecodeRequest(work, gateway, now + work.budget_s, now, chain, pull)
+        self.requests[work.request] = request
+        if work.moving:
+            self.scheduler.want(request, now)
+            self._reserve()
+            if request not in self.arrivals:
+                message = "there is no room for the sequence at once; where it is, it can go on"
+                self._fail(request, Cause.CAPACITY, message)
+        elif pull is not None:
+            self.pulls.begin(pull, lambda tokens: _fits(tokens, work))
+        elif work.sampling.grammar is not None:
+            state = request.grammar_state = GrammarState()
+            self._masks_for[state] = request
+            self._agenda.emit(AskMask(work.sampling.grammar, state, work.token_ids, work.prompt_len))
+        else:
+            self.scheduler.want(request, now)
+
+    def _sequence(self, message: AttachSequence) -> Generation | None:
+        """The sequence that a sink asks for, if it is here."""
+        request = self.requests.get(message.sequence.request)
+        if request is None or request.key != message.sequence:
+            return None
+        return next((each for each in request.generations if each.sequence.choice == message.choice), None)
+
+    def _on_abort(self, gateway: Incarnation, message: Abort) -> None:
+        request = self._find(message.request)
+        if request is None or request.gateway != gateway or request.work.attempt > message.attempt:
+            return
+        if message.request in self.finished:
+            self._forget(request, "aborted")  # the gateway was sent its end
+            return
+        self._forget(request, "aborted", wanted=True)
+        self.front.cancelled(gateway, request.key)
+
+    def _on_ack(self, gateway: Incarnation, message: Ack) -> None:
+        request = self.finished.get(message.request)
+        if request is not None and (request.gateway, request.key) == (gateway, message.key):
+            del self.finished[message.request]
+            request.generations.clear()  # breaks the reference cycle, which only the garbage collector would free
+
+    def _on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> None:
+        for request in self._owned_by(peer):
+            if request.key not in listed:
+                self._forget(request, "unknown to its gateway")
+        self.lender.on_hello(peer, listed)
+
+    def _on_peer_lost(self, peer: Incarnation) -> None:
+        for request in self._owned_by(peer):
+            self._forget(request, "its gateway is gone")
+        self.lender.on_peer_lost(peer)
+        self.front.lost(peer)
+
+    # --- pulls ---------------------------------------------------------------------------------------------------
+
+    def _on_pull_offered(self, pull: Pull, num_blocks: int) -> None:
+        """The offer of a request, or of a stage of a moving sequence, is open: it waits for room."""
+        if self.arrivals.find(pull):
+            self.arrivals.want_ahead(pull, num_blocks)
+            return
+        request = self._pulling(pull)
+        if request is None:
+            return
+        if request in self.arrivals:
+            self.arrivals.want(request, num_blocks)
+            return
+        expected = -(-len(request.work.token_ids) // self.block_size)
+        if num_blocks != expected:
+            message = f"the source offers {num_blocks} blocks for a prompt of {expected}"
+            self.pulls.abandon(pull, Cause.TRANSFER, message)
+            return
+        self.scheduler.want(request, self._agenda.now)
+
+    def _on_pulled(self, pulled: Pulled) -> None:
+        """The pulled blocks are valid: the request's choices begin."""
+        if self.arrivals.find(pulled.pull):
+            self.arrivals.pulled_ahead(pulled.pull, pulled.block_ids)
+            return
+        request = self.requests[pulled.pull.key.request]
+        request.prompt_times = pulled.pull.prompt_times
+        self.scheduler.settled(request, pulled.block_ids, pulled.first_tokens, self._agenda.now)
+        for generation in request.generations:
+            if generation.finish_reason is not None:
+                self.answers.tokens(generation)
+            self._ask_mask(generation)
+
+    def _on_pull_failed(self, pull: Pull, cause: Cause | None, message: str) -> None:
+        """A pull has ended without valid blocks."""
+        ahead_of = self.arrivals.find(pull)
+        if ahead_of is not None:
+            if not self.arrivals.gave_up_ahead(pull):
+                self._fail(ahead_of, Cause.TRANSFER, f"reading ahead failed: {message}")
+            return
+        request = self._pulling(pull)
+        if request is None:
+            return
+        self._drop(request)
+        if pull.ended_with:
+            self.front.count("finished")
+            self.answers.ended_at_source(request, pull.ended_with)
+        elif cause is not None:
+            self.front.refuse(request.gateway, request.key, cause, message)
+
+    def _pulling(self, pull: Pull) -> DecodeRequest | None:
+        """The open request that this pull is for."""
+        request = self.requests.get(pull.key.request)
+        return request if request is not None and request.pull is pull else None
+
+    # --- leases --------------------------------------------------------------------------------------------------
+
+    def _find_prefix(self, block_hashes: Sequence[bytes]) -> Sequence[int]:
+        """Cached blocks that another worker may read, each with a reference for the lender."""
+        if self.front.draining:
+            self.scheduler.name_running()
+        return self.scheduler.lend([BlockHash(name) for name in block_hashes])
+
+    def _on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
+        """The lease of a cut sequence has ended: another worker continues it, or no worker does and the request
+        fails."""
+        request = self.departures.unpinned(key, block_ids, settled=settled)
+        if request is not None and settled:
+            self._finish_if_ended(request)
+        elif request is not None:
+            self._fail(request, Cause.LEASE_LOST, "a sequence was cut, and nobody has taken it over")
+
+    # --- room ----------------------------------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        """Let in what has room now."""
+        for reservation in self.scheduler.reserve(self._agenda.now):
+            pull = reservation.request.pull
+            assert pull is not None, reservation.request.work
+            if reservation.request.work.moving:
+                self.arrivals.begin(reservation)
+            else:
+                self.pulls.reserve(pull, reservation.block_ids, reservation.num_held)
+
+    def _on_tick(self) -> None:
+        now = self._agenda.now
+        for request in [request for request in self.requests.values() if request.deadline <= now]:
+            state = "decoding"
+            if not request.generations:
+                state = "computing the prompt" if request.pull is None else request.pull.state.value
+            self._fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {state}")
+        self.pulls.tick(now)
+        self.lender.expire(now)
+
+    # --- the end of a request ------------------------------------------------------------------------------------
+
+    def _fail(self, request: DecodeRequest, cause: Cause, message: str) -> None:
+        self._forget(request, message)
+        self.front.refuse(request.gateway, request.key, cause, message)
+
+    def _forget(self, request: DecodeRequest, why: str, *, wanted: bool = False) -> None:
+        """Remove the request, whatever its state, without a message to the gateway. `wanted`: its client asked for its
+        end."""
+        self.finished.pop(request.work.request, None)
+        if self.requests.get(request.work.request) is request:
+            self._drop(request, wanted=wanted)
+            if request.pull is not None:
+                self.pulls.abandon(request.pull, None, why)
+
+    def _drop(self, request: DecodeRequest, *, wanted: bool = False) -> None:
+        """Remove the request from all tables. The blocks of its pull are released, or kept in quarantine, by the
+        pull."""
+        del self.requests[request.work.request]
+        self.departures.forget(request)
+        self.arrivals.forget(request)
+        self._forget_masks(request)
+        self.scheduler.forget(request, wanted=wanted)
+
+    def _find(self, request: RequestId) -> DecodeRequest | None:
+        return self.requests.get(request) or self.finished.get(request)
+
+    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
+        request = self.requests.get(key.request)
+        return request.gateway if request is not None and request.key == key else None
+
+    def _owned_by(self, gateway: Incarnation) -> list[DecodeRequest]:
+        return [r for r in (*self.requests.values(), *self.finished.values()) if r.gateway == gateway]
+
+    def _drain(self) -> None:
+        """Take no new work. Gateways learn it by the next heartbeat, and let other workers pull the running
+        sequences."""
+        if not self.front.draining:
+            log.info("draining: %d requests are open", len(self.requests))
+        self.front.draining = True
+
+    # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is here that a tick could end."""
+        pulls, lender = self.pulls, self.lender
+        return not (self.requests or pulls.num_reads or lender.num_leases or lender.num_parked)
+
+    @property
+    def phase(self) -> Phase:
+        """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
+        held = self.requests or self.finished or self.pulls.num_pulls or self.pulls.num_quarantined
+        return self.front.phase(holds_anything=bool(held or self.lender.num_leases or self.lender.num_readers))
+
+    def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
+        """The requests of a gateway that are open here, or wait for its acknowledgement."""
+        return tuple(request.key for request in self._owned_by(peer))
+
+    def open_pulls(self, address: str) -> Collection[RequestKey]:
+        """The pulls from an address that are not over."""
+        return self.pulls.open_pulls(address)
+
+    def welcome(self, metadata: bytes) -> Welcome:
+        """This worker's message in a handshake, with its transport's metadata."""
+        return Welcome(
+            role=Role.DECODE,
+            fingerprint=self.engine.fingerprint,
+            max_sequence_tokens=min(self._config.max_sequence_tokens, self.pool.num_blocks * self.block_size),
+            transport=self.settings.transport,
+            transport_metadata=metadata,
+            open_requests=(),
+            phase=self.phase,
+        )
+
+    def heartbeat(self, number: int) -> Heartbeat:
+        """The present load."""
+        return view.heartbeat(self, number)
+
+    def counts(self) -> Mapping[str, object]:
+        """What the worker holds. At rest the counts are zero."""
+        return view.counts(self)
+
+    def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of this moment."""
+        return view.metrics(self)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        self.pool.check_invariants()
+        self.scheduler.check_invariants()
+        self.pulls.check_invariants()
+        self.lender.check_invariants()
+
+
+def _fits(tokens: Sequence[Tokens], work: Decode) -> bool:
+    """Whether `tokens` has one token for each choice of `work`, at the right position."""
+    return tuple(first.choice for first in tokens) == work.choices and all(
+        (first.position, len(first.token_ids)) == (len(work.token_ids), 1)
+        and (first.logprobs is None) == (work.sampling.logprobs is None)
+        for first in tokens
+    )

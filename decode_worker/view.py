@@ -1,0 +1,124 @@
+"""What others see of a decode worker: its load for gateways, its counts for probes, its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import Metric
+
+from common.contract.messages import Heartbeat
+from common.contract.tiers import by_tier
+from common.runtime.probes import counter, gauge
+
+if TYPE_CHECKING:
+    from decode_worker.core import DecodeCore
+
+_SEQUENCE_WEIGHT = 0.1
+"""EWMA weight of the newest sequence's duration."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Numbers that grow over the worker's life."""
+
+    generated: int = 0
+    """Tokens generated here."""
+    prompt: int = 0
+    """Prompt tokens computed here."""
+    scored: int = 0
+    """Prompt tokens whose log probabilities were told."""
+    recomputed: int = 0
+    """Tokens computed again after a preemption."""
+    block_steps: int = 0
+    """Blocks in use, summed over the steps."""
+    sequence_s: float = field(default=0.0)
+    """EWMA of a sequence's duration here, in seconds from its first token to its last."""
+
+    def sequence_ended(self, took_s: float) -> None:
+        """A sequence has had its last token, `took_s` seconds after its first."""
+        self.sequence_s += (took_s - self.sequence_s) * (_SEQUENCE_WEIGHT if self.sequence_s else 1.0)
+
+
+def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
+    """The present load. `blocks_used` is the forecast of the most blocks in use."""
+    scheduler, requests = core.scheduler, core.requests.values()
+    return Heartbeat(
+        number=number,
+        steps=core.engine.num_steps,
+        running=scheduler.num_running - scheduler.num_idle + scheduler.num_computing,
+        waiting=sum(not request.generations for request in requests),
+        blocks_used=min(scheduler.num_expected, core.pool.num_blocks),
+        blocks_total=core.pool.num_blocks,
+        phase=core.phase,
+        queued_tokens=by_tier((r.work.tier, scheduler.num_uncomputed_of(r)) for r in requests),
+        sequences=by_tier((r.work.tier, len(r.work.choices)) for r in requests),
+        places=scheduler.num_places,
+        token_s=core.engine.costs.prefill_s_per_token,
+        sequence_s=core.totals.sequence_s,
+        prompt_tokens=core.totals.prompt,
+        output_tokens=core.totals.generated,
+    )
+
+
+def counts(core: DecodeCore) -> Mapping[str, object]:
+    """What the worker holds."""
+    scheduler, pool = core.scheduler, core.pool
+    return {
+        "blocks_used": pool.num_used,
+        "blocks_limbo": pool.num_limbo,
+        "blocks_quarantined": core.pulls.num_quarantined,
+        "blocks_total": pool.num_blocks,
+        "blocks_cached": pool.num_cached,
+        "host_blocks_used": scheduler.num_host_used,
+        "waiting": scheduler.num_waiting,
+        "pulling": scheduler.num_pulling,
+        "computing": scheduler.num_computing,
+        "running": scheduler.num_running,
+        "preempted": scheduler.num_preempted,
+        "reads": core.pulls.num_reads,
+        "leases": core.lender.num_leases,
+        "readers": core.lender.num_readers,
+        "parked": core.lender.num_parked,
+        "requests": len(core.requests),
+        "unacknowledged": len(core.finished),
+    }
+
+
+def metrics(core: DecodeCore) -> Iterable[Metric]:
+    """Prometheus metrics of this moment."""
+    scheduler, pool, totals = core.scheduler, core.pool, core.totals
+    name = core.settings.model
+    model = {"model_name": name}
+    yield gauge("vllm:num_requests_running", "Sequences in the batch.", scheduler.num_running, model)
+    yield gauge("vllm:num_requests_waiting", "Requests waiting for room.", scheduler.num_waiting, model)
+    yield gauge("vllm:num_requests_swapped", "Preempted sequences.", scheduler.num_preempted, model)
+    yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", pool.num_used / pool.num_blocks, model)
+    sizes = {"block_size": str(core.block_size), "num_gpu_blocks": str(pool.num_blocks)}
+    yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
+    preempted = {"swap": scheduler.num_swapped, "recompute": scheduler.num_recomputed}
+    yield counter("vllm:num_preemptions", "Preemptions.", {name: sum(preempted.values())}, "model_name")
+    yield counter("baton_preemptions", "Preemptions by kind.", preempted, "kind")
+    revoked = scheduler.num_revoked
+    yield counter("baton_reservations_revoked", "Reservations taken back before their first read.", revoked)
+    queried, hit = {name: scheduler.num_prefix_queried}, {name: scheduler.num_prefix_hit}
+    yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")
+    yield counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.", hit, "model_name")
+    yield gauge("baton_blocks_cached", "Blocks known by name.", pool.num_cached)
+    yield counter("baton_blocks_evicted", "Cached blocks that were given away.", pool.num_evicted)
+    yield counter("baton_tokens_generated", "Tokens generated here.", totals.generated)
+    yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", totals.prompt)
+    yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", totals.scored)
+    yield counter("baton_tokens_recomputed", "Tokens computed again after a preemption.", totals.recomputed)
+    load = sum(len(request.work.choices) for request in core.requests.values()) / scheduler.num_places
+    yield gauge("baton_decode_load", "Sequences here, those that wait included, by how many fit.", load)
+    yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
+    yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)
+    yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.num_host_used)
+    yield from core.pulls.metrics()
+    yield from core.lender.metrics()
+    yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", core.departures.num_moved)
+    tail = core.arrivals.num_tail_blocks
+    yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)
+    yield from core.front.metrics()

@@ -1,0 +1,339 @@
+"""The pulls of one worker.
+
+Life cycle of a pull here:
+
+    1. `begin`: the pull attaches as soon as a link to the source is open.
+    2. The offer opens: `PullOffered`. The worker calls `reserve` when it has room, or `abandon`.
+    3. Blocks are read as the source announces them. The shell reports the end of each read; it is never assumed.
+    4. The source settles: `Pulled`, and the blocks belong to the worker. If the pull ends otherwise, every block that
+       nothing can write to comes back by `Released`, then `PullFailed` follows. The other blocks are in quarantine.
+       They are released when their reads have ended.
+
+Each pull that has begun ends in exactly one `Pulled` or `PullFailed`. Pure state: actions and consequences are passed
+to `emit`, and nothing is carried out here (`kv_transfer.transfers` does that).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.metrics_core import Metric
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    BlocksReady,
+    Message,
+    OfferWithdrawn,
+    PrefillDone,
+    Settled,
+    Source,
+    Tokens,
+    Welcome,
+)
+from common.runtime.clock import Clock
+from common.runtime.probes import gauge
+from kv_transfer import sink
+from kv_transfer.events import (
+    AddSource,
+    Connect,
+    Consequence,
+    DropSource,
+    Pulled,
+    PullFailed,
+    PullOffered,
+    ReadEnded,
+    Released,
+    SendToSource,
+    SourceLost,
+    SourceOpened,
+    SourceReceived,
+    StartRead,
+    TransferAction,
+    TransferEvent,
+)
+from kv_transfer.pull_times import PullTimes
+from kv_transfer.sink import Pull, PullState
+from kv_transfer.transport import ReadId
+
+log = logging.getLogger(__name__)
+
+Fits = Callable[[Sequence[Tokens]], bool]
+"""Returns whether first tokens are those that were asked for."""
+Emit = Callable[[TransferAction | Consequence], None]
+"""Takes what was decided: an action for the shell, or a consequence for the worker's requests."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """A read that is under way."""
+
+    pull: Pull
+    start: int
+    """Index, in the sequence, of the first block that it reads."""
+    agent: int
+    """Number of the agent that reads (see `Pulls._agents`)."""
+    since: float
+    """When it began, or when its agent was last replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenSource:
+    """The source at the other end of an open link."""
+
+    source: Incarnation
+    welcome: Welcome
+
+
+class Pulls:
+    """Every pull of one worker, and the reads that its abandoned pulls have left."""
+
+    def __init__(
+        self,
+        *,
+        emit: Emit,
+        clock: Clock,
+        transport: str,
+        block_bytes: int,
+        quarantine_bound_s: float,
+        read_bound_s: float,
+    ) -> None:
+        self._emit = emit
+        self._clock = clock
+        self._transport = transport
+        self._block_bytes = block_bytes
+        self._quarantine_bound_s = quarantine_bound_s
+        self._read_bound_s = read_bound_s
+        self._sources: dict[str, _OpenSource] = {}
+        """Address → the source there, while its link is open."""
+        self._pulls: dict[RequestId, tuple[Pull, Fits | None]] = {}
+        """Pulls that have neither settled nor been given up."""
+        self._quarantine: dict[Pull, float] = {}
+        """Abandoned pulls with reads under way → when they were abandoned, or when their agent was last replaced."""
+        self._reads: dict[ReadId, _Read] = {}
+        self._agents: dict[Incarnation, int] = {}
+        """Source → how often the agent that reads from it was replaced."""
+        self._read_ids = itertools.count()
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls that have neither settled nor been given up."""
+        return len(self._pulls)
+
+    @property
+    def num_reads(self) -> int:
+        """Reads under way."""
+        return len(self._reads)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks that an unfinished read of an abandoned pull may still write to."""
+        return sum(len(pull.quarantined) for pull in self._quarantine)
+
+    def open_pulls(self, address: str) -> Collection[RequestKey]:
+        """The pulls from this address that are not over. A Hello to the source lists them."""
+        pulls = (*(pull for pull, _ in self._pulls.values()), *self._quarantine)
+        return [pull.key for pull in pulls if pull.source.address == address]
+
+    # --- commands of the worker ----------------------------------------------------------------------------------
+
+    def begin(self, pull: Pull, fits: Fits | None = None) -> None:
+        """Attach as soon as the source can be reached.
+
+        A request may have one pull at a time. If the first tokens do not fit (`fits`), the pull is abandoned.
+        """
+        assert pull.key.request not in self._pulls, f"{pull.key} is pulled already"
+        self._pulls[pull.key.request] = (pull, fits)
+        pull.times = PullTimes()
+        found = self._sources.get(pull.source.address)
+        if found is None:
+            self._emit(Connect(pull.source.address))
+        else:
+            self._attach(pull, found)
+
+    def reserve(self, pull: Pull, block_ids: Sequence[int], num_held: int = 0) -> None:
+        """Read into `block_ids`, one block for each block of the offer. The first `num_held` are valid already, and are
+        not read.
+
+        The blocks belong to the pull until `Pulled` or `Released`.
+        """
+        assert pull.times is not None
+        pull.times.reserved_at = self._clock()
+        self._do(pull, pull.reserve(block_ids, num_held))
+
+    def revoke(self, pull: Pull) -> None:
+        """Give the blocks that were reserved for a `revocable` pull back to the worker. `reserve` may be called
+        again."""
+        pull.revoke()
+
+    def abandon(self, pull: Pull, cause: Cause | None, why: str) -> None:
+        """Give up a pull; inert if it is over."""
+        self._do(pull, pull.abandon(cause, why))
+
+    def tick(self, now: float) -> None:
+        """Replace agents whose reads have lasted too long, or have kept blocks in quarantine for too long. Call this as
+        long as there are reads or quarantined blocks."""
+        overdue = {pull.source for pull, since in self._quarantine.items() if now - since > self._quarantine_bound_s}
+        overdue |= {read.pull.source for read in self._reads.values() if now - read.since > self._read_bound_s}
+        for source in overdue:
+            log.warning("a read from %s does not end: replacing the agent that reads from there", source)
+            self._replace_agent(source)
+            for pull in self._quarantine:
+                if pull.source == source:
+                    self._quarantine[pull] = now
+            for read in self._reads.values():
+                if read.pull.source == source:
+                    read.since = now
+
+    # --- events of the shell -------------------------------------------------------------------------------------
+
+    def handle(self, event: TransferEvent) -> None:
+        """A source or a read has changed."""
+        match event:
+            case SourceOpened():
+                self._on_source_opened(event)
+            case SourceReceived(source, message):
+                self._on_source_message(source, message)
+            case SourceLost():
+                self._on_source_lost(event)
+            case ReadEnded():
+                self._on_read(event)
+
+    def _on_source_opened(self, event: SourceOpened) -> None:
+        """Attach every pull from this address, for the first time or again."""
+        found = self._sources[event.address] = _OpenSource(event.source, event.welcome)
+        if event.welcome.transport == self._transport:
+            self._emit(AddSource(event.source, event.welcome.transport_metadata))
+        for pull in self._pulling_from(event.address):
+            self._attach(pull, found)
+
+    def _on_source_message(self, source: Incarnation, message: Message) -> None:
+        if not isinstance(message, BlocksReady | PrefillDone | Settled | OfferWithdrawn):
+            return
+        pull, fits = self._pulls.get(message.request, (None, None))
+        if pull is None or pull.key != message.key or pull.source.incarnation != source:
+            return
+        match message:
+            case BlocksReady():
+                self._do(pull, pull.blocks_ready(message))
+            case PrefillDone() if fits is not None and not fits(message.first_tokens):
+                self.abandon(pull, Cause.TRANSFER, "the first tokens are not those asked for")
+            case PrefillDone():
+                self._do(pull, pull.prefill_done(message))
+            case Settled():
+                self._do(pull, pull.settled(message))
+            case OfferWithdrawn():
+                self._do(pull, pull.withdrawn(message))
+
+    def _on_source_lost(self, event: SourceLost) -> None:
+        """Abandon the pulls from a lost source, which cannot be settled any more. Dropping the source is the fence,
+        after which its quarantined blocks are released."""
+        self._sources.pop(event.address, None)
+        for pull in self._pulling_from(event.address):
+            self.abandon(pull, event.cause, f"the source at {event.address}: {event.why}")
+        if event.source is not None:
+            self._agents[event.source] = self._agents.get(event.source, 0) + 1
+            self._emit(DropSource(event.source))
+
+    def _on_read(self, event: ReadEnded) -> None:
+        read = self._reads.pop(event.read_id)
+        pull = read.pull
+        assert pull.times is not None
+        pull.times.read_ended(self._clock())
+        if event.error is not None and read.agent == self._agents.get(pull.source.incarnation, 0):
+            # Its connection may be broken for good. The next pull gets a new one.
+            self._replace_agent(pull.source)
+        self._do(pull, pull.read_done(read.start, event.error))
+
+    # --- internal steps ------------------------------------------------------------------------------------------
+
+    def _attach(self, pull: Pull, found: _OpenSource) -> None:
+        if found.welcome.transport != self._transport:
+            message = f"this worker moves blocks by {self._transport}, its source by {found.welcome.transport}"
+            self.abandon(pull, Cause.TRANSFER, message)
+        elif found.source != pull.source.incarnation:
+            self.abandon(pull, Cause.WORKER_LOST, "the source has restarted")
+        else:
+            self._do(pull, pull.attach())
+
+    def _replace_agent(self, source: Source) -> None:
+        """Replace the agent of a source that is still there: this is the fence. Each of its pulls fails, and may be
+        tried again."""
+        self._agents[source.incarnation] = self._agents.get(source.incarnation, 0) + 1
+        self._emit(DropSource(source.incarnation))
+        found = self._sources.get(source.address)
+        if found is not None and found.source == source.incarnation:
+            self._emit(AddSource(source.incarnation, found.welcome.transport_metadata))
+
+    def _do(self, pull: Pull, actions: Iterable[sink.Action]) -> None:
+        """Pass on the actions of a pull, whose state has changed."""
+        now = self._clock()
+        self._enter(pull, now)
+        self._note(pull, now)
+        for action in actions:
+            match action:
+                case sink.SendToSource(message):
+                    self._emit(SendToSource(pull.source.address, message))
+                case sink.StartRead():
+                    self._read(pull, action, now)
+                case sink.WantBlocks(num_blocks):
+                    self._emit(PullOffered(pull, num_blocks))
+                case sink.Admit(block_ids, first_tokens):
+                    self._emit(Pulled(pull, block_ids, first_tokens))
+                case sink.Release(block_ids):
+                    self._emit(Released(block_ids))
+                case sink.GaveUp(cause, message):
+                    self._emit(PullFailed(pull, cause, message))
+
+    def _read(self, pull: Pull, wanted: sink.StartRead, now: float) -> None:
+        read_id, source = ReadId(next(self._read_ids)), pull.source.incarnation
+        self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source, 0), now)
+        assert pull.times is not None
+        pull.times.read_begun(len(wanted.sink_blocks) * self._block_bytes, now)
+        self._emit(StartRead(read_id, source, wanted.source_blocks, wanted.sink_blocks, wanted.checksums))
+
+    def _enter(self, pull: Pull, now: float) -> None:
+        """Move a pull to, or off, `_pulls` and `_quarantine`, by its state."""
+        if pull.over:
+            self._quarantine.pop(pull, None)
+        elif pull.state is PullState.ABANDONED:
+            self._quarantine.setdefault(pull, now)
+        if pull.state in (PullState.SETTLED, PullState.ABANDONED) and self._has(pull):
+            del self._pulls[pull.key.request]
+
+    def _note(self, pull: Pull, now: float) -> None:
+        """Note the times of a pull's progress. A pull that is given up before it began has no times."""
+        times = pull.times
+        if times is None:
+            return
+        if pull.told:
+            times.told(now)
+        if pull.state is PullState.SETTLING and times.read_at is None:
+            times.read_at = now
+
+    def _has(self, pull: Pull) -> bool:
+        return self._pulls.get(pull.key.request, (None, None))[0] is pull
+
+    def _pulling_from(self, address: str) -> list[Pull]:
+        return [pull for pull, _ in self._pulls.values() if pull.source.address == address]
+
+    # --- metrics and invariants ----------------------------------------------------------------------------------
+
+    def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of this moment."""
+        yield gauge("baton_pulls", "Pulls that have begun and not ended.", self.num_pulls)
+        yield gauge("baton_reads", "Reads under way.", self.num_reads)
+        yield gauge("baton_blocks_quarantined", "Blocks that an unfinished read may write to.", self.num_quarantined)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        for pull, _ in self._pulls.values():
+            pull.check_invariants()
+            assert pull.state not in (PullState.SETTLED, PullState.ABANDONED), pull.story
+        for pull in self._quarantine:
+            assert pull.quarantined, pull.story
+        for read in self._reads.values():
+            assert self._has(read.pull) or read.pull in self._quarantine, read.pull.story

@@ -1,0 +1,133 @@
+"""The hands of a worker's pulls: links to sources, and the mover.
+
+It carries out the actions that `kv_transfer.pulls` and `kv_transfer.lender` decide on, and reports what sources and
+reads do. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+
+from prometheus_client.metrics_core import Metric
+
+from common.contract.errors import Cause, TransferError
+from common.contract.ids import Incarnation, RequestKey
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages import Message, Role, Welcome
+from common.runtime.clock import Clock
+from common.runtime.config import WorkerSettings
+from common.runtime.curve import CurveKeys
+from common.runtime.peer_networks import PeerNetworks
+from common.runtime.probes import counter, gauge
+from kv_transfer.events import (
+    AddSource,
+    Connect,
+    DropSource,
+    ReadEnded,
+    SendToSource,
+    Serve,
+    SourceLost,
+    SourceOpened,
+    SourceReceived,
+    StartRead,
+    TransferEvent,
+)
+from kv_transfer.mover import Mover
+from kv_transfer.regions import Region
+from kv_transfer.source_links import SourceLinks
+from kv_transfer.transport import ReadId, Transport
+
+
+class Transfers:
+    """One worker's links and mover. Every method is called on the event loop's thread."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        me: Incarnation,
+        role: Role,
+        fingerprint: Fingerprint,
+        region: Region,
+        make_transport: Callable[[], Transport],
+        clock: Clock,
+        report: Callable[[TransferEvent], None],
+        open_pulls: Callable[[str], Collection[RequestKey]],
+    ) -> None:
+        """`report` takes each event. `open_pulls` returns the pulls from an address that are not over."""
+        self.mover = Mover(region, make_transport, self._on_read, self.on_died)
+        self.metadata = b""
+        """What sinks need in order to read from this worker; known once started."""
+        self.open_pulls = open_pulls
+        self._report = report
+        self._block_bytes = region.block_bytes
+        peers, keys = PeerNetworks.of(settings), CurveKeys.load(settings.curve_keys)
+        self._links = SourceLinks(me, role, fingerprint, self, clock, settings.pulse, peers, keys)
+
+    async def start(self) -> None:
+        """Start the transport. Raises `TransferError` when it cannot work here."""
+        self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.metadata = await self.mover.start()
+
+    async def run(self) -> None:
+        """Wait until cancelled. If the mover's thread or a link dies of a bug, raise that error."""
+        await self._died
+
+    async def close(self) -> None:
+        """End every read and every link."""
+        await self.mover.close()  # before the links: sources must go on serving the reads that the mover lets end
+        await self._links.close()
+
+    def carry_out(self, action: Connect | SendToSource | AddSource | DropSource | StartRead | Serve) -> None:
+        """Do what a core has decided."""
+        match action:
+            case Connect(address):
+                self._links.need(address)
+            case SendToSource(address, message):
+                self._links.send(address, message)
+            case AddSource(source, metadata):
+                self.mover.add_source(source, metadata)
+            case DropSource(source):
+                self.mover.drop_source(source)
+            case StartRead():
+                self.mover.read(
+                    action.read_id, action.source, action.source_blocks, action.sink_blocks, action.checksums
+                )
+            case Serve(serving):
+                self.mover.set_serving(serving)
+
+    # --- what links and the mover report -------------------------------------------------------------------------
+
+    def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
+        """A source can be attached to."""
+        self._report(SourceOpened(address, source, welcome))
+
+    def on_source_message(self, source: Incarnation, message: Message) -> None:
+        """A message from a source."""
+        self._report(SourceReceived(source, message))
+
+    def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
+        """A source is gone, refuses this worker, or never answered."""
+        self._report(SourceLost(address, source, cause, why))
+
+    def on_died(self, error: BaseException) -> None:
+        """The mover's thread or a link's task has died of a bug: make `run` raise the error, so that the worker
+        ends."""
+        if not self._died.done():
+            self._died.set_exception(error)
+
+    def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
+        self._report(ReadEnded(read_id, None if error is None else str(error)))
+
+    def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of this moment."""
+        mover = self.mover
+        yield counter("baton_transfer_bytes", "Bytes pulled.", mover.num_blocks_read * self._block_bytes)
+        yield counter("baton_transfer_seconds", "Durations of reads, summed; reads overlap.", mover.read_seconds)
+        yield counter("baton_transfer_failures", "Reads that failed.", mover.num_reads_failed)
+        yield from mover.bandwidths.metrics()
+        text = "Times that the KV cache is registered for transfers now."
+        yield gauge("baton_kv_registrations", text, mover.num_registrations)
+        text = "Registrations that made room for a read from another source."
+        yield counter("baton_kv_registrations_evicted", text, mover.num_evicted)
+        yield counter("baton_sources_refused", "Addresses outside the peers' networks.", self._links.num_refused)

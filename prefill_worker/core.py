@@ -1,0 +1,548 @@
+"""The prefill worker's core: turns events from gateways, decode workers and the engine into decisions.
+
+Life cycle of a request in the prefill worker:
+
+    1. Prefill arrives from a gateway. The request waits for blocks.
+    2. The request is admitted: it gets blocks for the whole prompt, the leading of which may be cached here. If another
+       worker holds more of the prompt, and a pull is cheaper than computing, that part is pulled first
+       (`prefix_pulls`).
+    3. The blocks are pinned by a lease that is offered to the sink. Attach may come before or after this.
+    4. Each step computes a chunk. Blocks that are full after a step are announced (BlocksReady), and the sink reads
+       them meanwhile. If a request asks for its prompt's log probabilities, those of each step go to the gateway
+       (PromptLogprobs).
+    5. The last chunk samples the first token of each choice. The tokens go to the gateway (Tokens), and with the last
+       blocks to the sink (PrefillDone).
+    6. The sink settles. The lease ends; the blocks are free and stay cached. Any other end (abort, failure, expiry)
+       withdraws the lease.
+
+Pure state: `handle` takes an event and returns actions (`common.worker`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.metrics_core import Metric
+
+from common.contract.block_hashes import BlockHash
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    Abort,
+    Attach,
+    AttachPrefix,
+    Detach,
+    Drain,
+    Finished,
+    Heartbeat,
+    Message,
+    Phase,
+    Prefill,
+    Resume,
+    Role,
+    Settle,
+    Timings,
+    Welcome,
+)
+from common.engine.batch import InvalidLogitsError, Sampled
+from common.engine.block_pool import BlockPool
+from common.engine.chunked_prefill import Chunk
+from common.engine.engine import Engine
+from common.engine.grammar import GaveUp, GrammarState
+from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
+from common.runtime.config import PrefillSettings
+from common.worker.agenda import Agenda
+from common.worker.events import (
+    Action,
+    AskMask,
+    Compute,
+    DrainEnded,
+    DrainWanted,
+    Event,
+    ForgetMask,
+    HelloReceived,
+    MaskMade,
+    PeerLost,
+    Received,
+    SessionOpened,
+    StepEnded,
+    StepWanted,
+    Ticked,
+    Work,
+)
+from common.worker.front import Front
+from kv_transfer.events import (
+    Consequence,
+    LeaseDropped,
+    Pulled,
+    PullFailed,
+    PullOffered,
+    ReadEnded,
+    Released,
+    SourceLost,
+    SourceOpened,
+    SourceReceived,
+    Unpinned,
+)
+from kv_transfer.lender import Lender
+from kv_transfer.pulls import Pulls
+from kv_transfer.regions import Region
+from kv_transfer.sink import Pull
+from prefill_worker import view
+from prefill_worker.prefix_pulls import PrefixPulls
+from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+_RECLAIM_AGE_S = 1.0
+"""Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    gateway: Incarnation
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan(Consequence):
+    """A step is to be planned, now that reclaimed blocks are free."""
+
+    before: Work | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step that was handed to the shell."""
+
+    number: int
+    """The block pool's number of the step."""
+    chunks: list[Chunk[PrefillRequest]]
+
+
+class PrefillCore:
+    """The state of a prefill worker and every decision about its requests."""
+
+    role = Role.PREFILL
+
+    def __init__(self, settings: PrefillSettings, me: Incarnation, engine: Engine, region: Region) -> None:
+        """Only facts about the model are read from `engine`, and its costs, which its steps refine. `region` computes
+        checksums."""
+        self.settings = settings
+        self.engine = engine
+        self._checksum = region.crc32 if settings.checksums else None
+        layout = engine.runner.layout
+        self.block_size = layout.block_size
+        self.pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
+        self.scheduler = PrefillScheduler(
+            self.pool,
+            block_size=self.block_size,
+            chunk_size=settings.chunk_size,
+            token_budget=settings.token_budget,
+            max_waiting=settings.max_waiting,
+            ageing_s=settings.ageing_s,
+            ttft_target_s=settings.ttft_target_s,
+            seconds_per_token=engine.costs.prefill_s_per_token,
+        )
+        self._agenda = Agenda(self._decide)
+        self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
+        self.pulls = Pulls(
+            emit=self._agenda.emit,
+            clock=self._agenda.clock,
+            transport=settings.transport,
+            block_bytes=region.block_bytes,
+            quarantine_bound_s=settings.quarantine_bound_s,
+            read_bound_s=settings.read_bound_s,
+        )
+        self.lender = Lender(
+            emit=self._agenda.emit,
+            clock=self._agenda.clock,
+            find_prefix=self._find_prefix,
+            unattached_ttl_s=settings.unattached_ttl_s,
+            checksum=self._checksum,
+        )
+        self.prefix_pulls = PrefixPulls(
+            me, self.block_size, layout.block_bytes, engine.costs, settings.pull_prefixes, settings.pull_patience_s
+        )
+        self.without_mask: dict[RequestId, PrefillRequest] = {}
+        """Requests whose grammar's first mask is being computed. They wait for blocks once it is known."""
+        self.owners: dict[RequestId, _Owner] = {}
+        """The gateway and attempt of each request that is queued, computed or under a lease."""
+        self.totals = view.Totals()
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Decide on an event, to the end of all its consequences; returns the actions, in order. `now` is in monotonic
+        seconds."""
+        return self._agenda.handle(event, now)
+
+    def _decide(self, event: Event | Consequence) -> None:
+        match event:
+            case StepWanted(before):
+                self._on_step_wanted(before)
+            case _Plan(before):
+                self._plan(before)
+            case StepEnded():
+                self._on_step_ended(event)
+            case Received(peer, message):
+                self._on_message(peer, message)
+            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
+                self.pulls.handle(event)
+            case PullOffered(pull, num_blocks):
+                self._on_pull_offered(pull, num_blocks)
+            case Pulled(pull, block_ids, _):
+                self._on_pulled(pull, block_ids)
+            case PullFailed(pull, _, message):
+                self._on_pull_failed(pull, message)
+            case Released(block_ids):
+                self.pool.release(block_ids)
+            case Unpinned(key, block_ids, _):
+                self._on_unpinned(key, block_ids)
+            case LeaseDropped(key, cause, message):
+                self._fail(key, cause, message)
+            case MaskMade(state, gave_up):
+                self._on_mask(state, gave_up)
+            case Ticked():
+                self._on_tick()
+            case HelloReceived(peer, listed):
+                self._on_hello(peer, listed)
+            case SessionOpened(peer, role):
+                self.front.opened(peer, role)
+            case PeerLost(peer):
+                self._on_peer_lost(peer)
+            case DrainWanted():
+                self._drain()
+            case DrainEnded(why):
+                for request, owner in list(self.owners.items()):
+                    self._fail(RequestKey(request, owner.attempt), Cause.DRAINING, why)
+            case _:
+                raise AssertionError(event)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def _on_step_wanted(self, before: Work | None) -> None:
+        """Plan the next step. If the next waiting prompt lacks blocks, offers that nobody has attached to give theirs
+        first."""
+        if before is not None and self.scheduler.trials:
+            return  # suspects share no step with others
+        now = self._agenda.now
+        missing = self.scheduler.blocks_missing(now)
+        if missing:
+            self.lender.reclaim(missing, now - _RECLAIM_AGE_S)
+        self._agenda.emit(_Plan(before))
+
+    def _plan(self, before: Work | None) -> None:
+        now = self._agenda.now
+        self.scheduler.seconds_per_token = self.engine.costs.prefill_s_per_token
+        for request in self.scheduler.admit(now):
+            prefix = self.prefix_pulls.consider(request, now)
+            if prefix is None:
+                self._offer(request)
+            else:
+                self.scheduler.hold(request)
+                self.pulls.begin(prefix.pull)
+        chunks = self.scheduler.schedule(now)
+        if not chunks:
+            if before is None:
+                self.front.tell_turn()
+            return
+        work = Work(
+            step=_Planned(self.pool.step_started(), chunks),
+            slices=[
+                prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
+            ],
+            completed=[self._completed(chunk) for chunk in chunks] if self._checksum is not None else (),
+            scored=True,
+            noticed=self.front.tell_turn(),
+        )
+        self._agenda.emit(Compute(work))
+
+    def _completed(self, chunk: Chunk[PrefillRequest]) -> Sequence[int]:
+        """The prompt's blocks that `chunk` completes."""
+        return tuple(chunk.prompt.block_table[chunk.start // self.block_size : self._num_ready(chunk)])
+
+    def _num_ready(self, chunk: Chunk[PrefillRequest]) -> int:
+        """Number of the prompt's blocks that no longer change after `chunk`. The last, partly filled block counts after
+        the last chunk only."""
+        return self.scheduler.blocks_for(chunk.prompt) if chunk.last else chunk.end // self.block_size
+
+    def _offer(self, request: PrefillRequest) -> None:
+        """Open the request's lease, and announce the blocks that are complete already."""
+        self.pool.share(request.block_table)
+        self.lender.open(request.key, request.block_table, request.deadline)
+        num_ready = request.num_computed // self.block_size
+        if num_ready:
+            checksums = () if self._checksum is None else self._checksum(request.block_table[:num_ready])
+            self.lender.blocks_ready(request.key.request, num_ready, checksums)
+
+    def _on_step_ended(self, ended: StepEnded) -> None:
+        """Process a step's outcomes."""
+        planned: _Planned = ended.work.step
+        self.pool.step_finished(planned.number)
+        chunks = planned.chunks
+        self.engine.costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)
+        checksums = ended.checksums or [()] * len(chunks)
+        live = {id(chunk) for chunk in self.scheduler.step_done(chunks)}
+        for chunk, sampled, sums, scored in zip(chunks, ended.outcomes, checksums, ended.scores, strict=True):
+            if id(chunk) not in live:
+                continue
+            self.totals.prompt += chunk.end - chunk.start
+            self.lender.blocks_ready(chunk.prompt.key.request, self._num_ready(chunk), sums)
+            try:
+                for message in prompt_logprobs(chunk.prompt.work, chunk.start, scored):
+                    self._agenda.send(chunk.prompt.gateway, message)
+                    self.totals.scored += len(message.scores)
+                if chunk.last:
+                    self._finish(chunk.prompt, sampled)
+            except InvalidLogitsError as error:
+                self._fail(chunk.prompt.key, error.cause, str(error))
+        self.front.tell_cache()
+
+    def _finish(self, request: PrefillRequest, sampled: Sequence[Sampled]) -> None:
+        """Send a prompt's first tokens, to its gateway and with the lease to the sink. Raises `InvalidLogitsError`."""
+        config = self.engine.runner.config
+        tokens = first_tokens(request.work, sampled, config.eos_token_ids, config.max_sequence_tokens)
+        request_id, attempt = request.key
+        times = request.times(self._agenda.now)
+        self.lender.complete(request_id, tokens, times)
+        self._agenda.send(
+            request.gateway, Timings(request=request_id, attempt=attempt, choice=None, prompt=times, decode=None)
+        )
+        for message in tokens:
+            self._agenda.send(request.gateway, message)
+        self.front.count("finished")
+        if all(message.finish_reason is not None for message in tokens):
+            self._agenda.send(request.gateway, Finished(request=request_id, attempt=attempt))
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def _on_message(self, peer: Incarnation, message: Message) -> None:
+        """Handle a message from a gateway, or from a worker that pulls from this one."""
+        match message:
+            case Prefill():
+                self._on_prefill(peer, message)
+            case Abort():
+                self._on_abort(peer, message)
+            case Attach() | AttachPrefix() | Settle() | Detach():
+                self.lender.on_message(peer, message)
+            case Drain():
+                self._drain()
+            case Resume():
+                self.front.draining = False
+            case _:
+                log.warning("%s is not for a prefill worker; ignored", type(message).__name__)
+
+    def _on_prefill(self, gateway: Incarnation, work: Prefill) -> None:
+        if not self.front.admits(work.key):
+            return
+        if work.request in self.owners:
+            self._end(work.request, Cause.SUPERSEDED, "a newer attempt arrived")
+        now = self._agenda.now
+        request = PrefillRequest(work, gateway, now, now + work.budget_s)
+        needed = self.scheduler.blocks_for(request)
+        objection = self.engine.runner.objection(work.token_ids, work.sampling)
+        if objection is not None:
+            self.front.refuse(gateway, work.key, Cause.INVALID, objection)
+        elif needed > self.pool.num_blocks:
+            message = f"the prompt needs {needed} KV blocks, this worker has {self.pool.num_blocks}"
+            self.front.refuse(gateway, work.key, Cause.TOO_LARGE, message)
+        elif self.front.draining:
+            self.front.refuse(gateway, work.key, Cause.DRAINING, "this prefill worker takes no new work")
+        elif self.scheduler.full(len(self.without_mask)) and not work.admitted:
+            message = f"{self.scheduler.num_waiting} requests waiting already"
+            self.front.refuse(gateway, work.key, Cause.CAPACITY, message)
+        else:
+            self.owners[work.request] = _Owner(gateway, work.attempt)
+            self.lender.expect(work.key, request.deadline)
+            if work.sampling.grammar is None:
+                self.scheduler.add(request)
+            else:
+                self.without_mask[work.request] = request
+                state = request.grammar_state = GrammarState()
+                self._agenda.emit(AskMask(work.sampling.grammar, state, work.token_ids, work.prompt_len))
+
+    def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
+        """The mask of a request's first tokens is known, or its grammar gave up: the request waits for blocks, or
+        fails."""
+        request = next((each for each in self.without_mask.values() if each.grammar_state is state), None)
+        if request is None:
+            return
+        del self.without_mask[request.key.request]
+        if gave_up is not None:
+            self._fail(request.key, Cause.INVALID, gave_up.why)
+        else:
+            self.scheduler.add(request)
+
+    def _on_abort(self, gateway: Incarnation, message: Abort) -> None:
+        owner = self.owners.get(message.request)
+        if owner is not None and owner.gateway == gateway and owner.attempt <= message.attempt:
+            self._end(message.request, Cause.CANCELLED, "aborted")
+            self.front.cancelled(gateway, message.key)
+
+    def _on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> None:
+        for key in self.open_requests(peer):
+            if key not in listed:
+                self._end(key.request, Cause.CANCELLED, "unknown to its gateway")
+        self.lender.on_hello(peer, listed)
+
+    def _on_peer_lost(self, peer: Incarnation) -> None:
+        """A gateway's requests end; a sink's leases wait for another sink."""
+        for key in self.open_requests(peer):
+            self._end(key.request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
+        self.lender.on_peer_lost(peer)
+        self.front.lost(peer)
+
+    # --- prefixes that are pulled --------------------------------------------------------------------------------
+
+    def _on_pull_offered(self, pull: Pull, num_blocks: int) -> None:
+        """Another worker offers the beginning of a prompt: read it into the blocks in which it would have been
+        computed."""
+        prefix = self.prefix_pulls.find(pull)
+        num_held = prefix.request.num_computed // self.block_size
+        if num_blocks <= num_held:
+            self.pulls.abandon(pull, Cause.LEASE_LOST, "the other worker holds no more than this one")
+            return
+        prefix.num_blocks = num_blocks
+        blocks = prefix.request.block_table[:num_blocks]
+        self.pool.share(blocks)
+        self.pulls.reserve(pull, blocks, num_held)
+
+    def _on_pulled(self, pull: Pull, block_ids: Sequence[int]) -> None:
+        """The beginning of a prompt was pulled and is valid: compute the rest."""
+        prefix = self.prefix_pulls.pulled(pull, self._agenda.now)
+        self.scheduler.resume(prefix.request, len(block_ids) * self.block_size)
+        self.pool.release(block_ids)
+        self._offer(prefix.request)
+
+    def _on_pull_failed(self, pull: Pull, message: str) -> None:
+        """A prefix could not be pulled: compute it. If a read may still write to its blocks, the prompt waits for
+        others."""
+        request = self.prefix_pulls.gave_up(pull, self._agenda.now).request
+        if self.scheduler.get(request.key.request) is not request:
+            return
+        log.info("request %s computes its prefix: %s", request.key.request, message)
+        if pull.quarantined:
+            self.scheduler.requeue(request)
+        else:
+            self.scheduler.resume(request, request.num_computed)
+            self._offer(request)
+
+    # --- leases --------------------------------------------------------------------------------------------------
+
+    def _find_prefix(self, block_hashes: Sequence[bytes]) -> Sequence[int]:
+        """Cached blocks that another worker may read, each with a reference for the lender. Admitted prompts already
+        hold every block that they need, so this takes none from them."""
+        blocks = self.pool.match(BlockHash(name) for name in block_hashes)
+        self.pool.share(blocks)
+        return blocks
+
+    def _on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
+        """A request's lease has ended, so the request has ended, too, unless a newer attempt has begun."""
+        self.pool.release(block_ids)
+        self.scheduler.unpinned(key)
+        owner = self.owners.get(key.request)
+        if owner is not None and owner.attempt == key.attempt:
+            del self.owners[key.request]
+
+    def _on_tick(self) -> None:
+        now = self._agenda.now
+        self.lender.expire(now)
+        self.pulls.tick(now)
+        for prefix in self.prefix_pulls.overdue(now):
+            self.pulls.abandon(prefix.pull, Cause.DEADLINE, "pulling the prefix took too long")
+        overdue = [request for request in self.without_mask.values() if request.deadline <= now]
+        for request in (*overdue, *self.scheduler.expired(now)):
+            state = "computing the prompt" if request.block_table else "waiting for the prefill worker"
+            self._fail(request.key, Cause.DEADLINE, f"the request's time ran out while {state}")
+
+    # --- the end of a request ------------------------------------------------------------------------------------
+
+    def _fail(self, key: RequestKey, cause: Cause, message: str) -> None:
+        owner = self.owners.get(key.request)
+        self._end(key.request, cause, message)
+        if owner is not None:
+            self.front.refuse(owner.gateway, key, cause, message)
+
+    def _end(self, request: RequestId, cause: Cause, message: str) -> None:
+        """Release whatever the request holds here: its place in the queue, its blocks, its pull, its lease."""
+        self.owners.pop(request, None)
+        without_mask = self.without_mask.pop(request, None)
+        if without_mask is not None and without_mask.grammar_state is not None:
+            self._agenda.emit(ForgetMask(without_mask.grammar_state))
+        scheduled = self.scheduler.get(request)
+        if scheduled is not None:
+            prefix = self.prefix_pulls.of(scheduled)
+            self.scheduler.remove(scheduled)
+            if prefix is not None:
+                self.pulls.abandon(prefix.pull, None, message)
+        self.lender.withdraw(request, cause, message)
+
+    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
+        owner = self.owners.get(key.request)
+        return owner.gateway if owner is not None and owner.attempt == key.attempt else None
+
+    def _drain(self) -> None:
+        """Take no new work. Requests that have not begun go back to their gateways; the others are computed and handed
+        over."""
+        if self.front.draining:
+            return
+        log.info("draining: %d requests are open", len(self.owners))
+        self.front.draining = True
+        for request in (*self.without_mask.values(), *self.scheduler.requests()):
+            if not request.block_table:
+                self._fail(request.key, Cause.DRAINING, "this prefill worker is leaving")
+
+    # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is here that a tick could end."""
+        lender = self.lender
+        return not (self.owners or self.pulls.num_reads or lender.num_leases or lender.num_parked)
+
+    @property
+    def phase(self) -> Phase:
+        """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
+        held = self.owners or self.pulls.num_pulls or self.pulls.num_quarantined
+        return self.front.phase(holds_anything=bool(held or self.lender.num_leases or self.lender.num_readers))
+
+    def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
+        """The requests of a gateway that are open here."""
+        return tuple(RequestKey(r, o.attempt) for r, o in self.owners.items() if o.gateway == peer)
+
+    def open_pulls(self, address: str) -> Collection[RequestKey]:
+        """The pulls from an address that are not over."""
+        return self.pulls.open_pulls(address)
+
+    def welcome(self, metadata: bytes) -> Welcome:
+        """This worker's message in a handshake, with its transport's metadata."""
+        config = self.engine.runner.config
+        return Welcome(
+            role=Role.PREFILL,
+            fingerprint=self.engine.fingerprint,
+            max_sequence_tokens=min(config.max_sequence_tokens, self.pool.num_blocks * self.block_size),
+            transport=self.settings.transport,
+            transport_metadata=metadata,
+            open_requests=(),
+            phase=self.phase,
+        )
+
+    def heartbeat(self, number: int) -> Heartbeat:
+        """The present load."""
+        return view.heartbeat(self, number)
+
+    def counts(self) -> Mapping[str, object]:
+        """What the worker holds. At rest the counts are zero."""
+        return view.counts(self)
+
+    def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of this moment."""
+        return view.metrics(self)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        self.pool.check_invariants()
+        self.scheduler.check_invariants()
+        self.pulls.check_invariants()
+        self.lender.check_invariants()

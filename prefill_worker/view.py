@@ -1,0 +1,96 @@
+"""What others see of a prefill worker: its load for gateways, its counts for probes, its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import Metric
+
+from common.contract.messages import Heartbeat
+from common.contract.tiers import by_tier
+from common.runtime.probes import counter, gauge
+
+if TYPE_CHECKING:
+    from prefill_worker.core import PrefillCore
+
+
+@dataclass(slots=True)
+class Totals:
+    """Numbers that grow over the worker's life."""
+
+    prompt: int = 0
+    """Prompt tokens computed here."""
+    scored: int = 0
+    """Prompt tokens whose log probabilities were told."""
+
+
+def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
+    """The present load."""
+    scheduler = core.scheduler
+    return Heartbeat(
+        number=number,
+        steps=core.engine.num_steps,
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting + scheduler.num_on_hold + len(core.without_mask),
+        blocks_used=core.pool.num_used,
+        blocks_total=core.pool.num_blocks,
+        phase=core.phase,
+        queued_tokens=by_tier((r.tier, r.num_uncomputed) for r in scheduler.requests()),
+        token_s=core.engine.costs.prefill_s_per_token,
+        pulled_token_s=core.prefix_pulls.token_s,
+        prompt_tokens=core.totals.prompt,
+    )
+
+
+def counts(core: PrefillCore) -> Mapping[str, object]:
+    """What the worker holds."""
+    scheduler, pool = core.scheduler, core.pool
+    return {
+        "blocks_used": pool.num_used,
+        "blocks_limbo": pool.num_limbo,
+        "blocks_total": pool.num_blocks,
+        "waiting": scheduler.num_waiting,
+        "on_hold": scheduler.num_on_hold,
+        "running": scheduler.num_running,
+        "blocks_quarantined": core.pulls.num_quarantined,
+        "blocks_cached": pool.num_cached,
+        "pulling": core.pulls.num_pulls,
+        "reads": core.pulls.num_reads,
+        "leases": core.lender.num_leases,
+        "parked": core.lender.num_parked,
+        "readers": core.lender.num_readers,
+        "requests": len(core.owners),
+    }
+
+
+def metrics(core: PrefillCore) -> Iterable[Metric]:
+    """Prometheus metrics of this moment."""
+    scheduler, pool = core.scheduler, core.pool
+    name = core.settings.model
+    model = {"model_name": name}
+    yield gauge("vllm:num_requests_running", "Prompts being computed.", scheduler.num_running, model)
+    waiting = scheduler.num_waiting + scheduler.num_on_hold
+    text = "Prompts waiting for blocks, or for what another worker holds of them."
+    yield gauge("vllm:num_requests_waiting", text, waiting, model)
+    yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", pool.num_used / pool.num_blocks, model)
+    sizes = {"block_size": str(core.block_size), "num_gpu_blocks": str(pool.num_blocks)}
+    yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
+    yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", core.totals.prompt)
+    yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", core.totals.scored)
+    queued = scheduler.num_uncomputed
+    yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)
+    queued_s = queued * core.engine.costs.prefill_s_per_token
+    yield gauge("baton_prefill_queued_seconds", "What computing them is expected to take.", queued_s)
+    yield from core.lender.metrics()
+    yield from core.pulls.metrics()
+    queried, hit = {name: scheduler.num_prefix_queried}, {name: scheduler.num_prefix_hit}
+    yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")
+    yield counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.", hit, "model_name")
+    yield gauge("baton_blocks_cached", "Blocks known by name.", pool.num_cached)
+    yield counter("baton_blocks_evicted", "Cached blocks that were given away.", pool.num_evicted)
+    yield counter("baton_prefix_pulls", "Prefixes pulled from others, by end.", core.prefix_pulls.ended, "end")
+    pulled = core.prefix_pulls.num_tokens_pulled
+    yield counter("baton_prefix_tokens_pulled", "Prompt tokens pulled instead of computed.", pulled)
+    yield from core.front.metrics()
