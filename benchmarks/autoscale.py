@@ -36,7 +36,8 @@ from common.engine.block_pool import BlockPool
 from gateway.observability.metrics import GatewayMetrics
 from gateway.routing.admission import Admission
 from gateway.routing.router import Expected
-from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
+from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 
 K8S: Final = Path(__file__).parents[1] / "k8s"
 SCRAPE_S: Final = 15

@@ -81,8 +81,15 @@ from decode_worker import view
 from decode_worker.answers import Answers
 from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.request import (
+    DecodeRequest,
+    Generation,
+    LocalPrompt,
+    RequestEvent,
+    RequestState,
+    Stage,
+)
+from decode_worker.scheduler import PLACES, DecodeScheduler
 from decode_worker.step import Step
 from decode_worker.times import prompt_times_of
 from kv_transfer.events import (
@@ -101,7 +108,7 @@ from kv_transfer.events import (
 from kv_transfer.lender import Lender
 from kv_transfer.pulls import Pulls
 from kv_transfer.regions import Region
-from kv_transfer.sink import Pull
+from kv_transfer.sink import Pull, PullState
 
 log = logging.getLogger(__name__)
 
@@ -364,11 +371,13 @@ class DecodeCore:
             return
         self._drop(request)
         if all(generation.moved for generation in request.generations):
+            request.enter(RequestEvent.END)
             self.front.count("moved")
             return
+        request.enter(RequestEvent.FINISH)
         self.finished[request.work.request] = request
         while len(self.finished) > MAX_UNACKNOWLEDGED:
-            self.finished.popitem(last=False)
+            self.finished.popitem(last=False)[1].enter(RequestEvent.END)
         self.front.count("finished")
         self.answers.finished(request)
 
@@ -470,8 +479,10 @@ class DecodeCore:
                 message = "there is no room for the sequence at once; where it is, it can go on"
                 self._fail(request, Cause.CAPACITY, message)
         elif pull is not None:
+            request.enter(RequestEvent.ATTACH)
             self.pulls.begin(pull, lambda tokens: _fits(tokens, work))
         elif work.sampling.grammar is not None:
+            request.enter(RequestEvent.MASK)
             state = request.grammar_state = GrammarState()
             self._masks_for[state] = request
             self._agenda.emit(AskMask(work.sampling.grammar, state, work.token_ids, work.prompt_len))
@@ -499,6 +510,7 @@ class DecodeCore:
         request = self.finished.get(message.request)
         if request is not None and (request.gateway, request.key) == (gateway, message.key):
             del self.finished[message.request]
+            request.enter(RequestEvent.END)
             request.generations.clear()  # breaks the reference cycle, which only the garbage collector would free
 
     def _on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> None:
@@ -557,6 +569,7 @@ class DecodeCore:
         if request is None:
             return
         self._drop(request)
+        request.enter(RequestEvent.END)
         if pull.ended_with:
             self.front.count("finished")
             self.answers.ended_at_source(request, pull.ended_with)
@@ -616,9 +629,12 @@ class DecodeCore:
     def _forget(self, request: DecodeRequest, why: str, *, wanted: bool = False) -> None:
         """Remove the request, whatever its state, without a message to the gateway. `wanted`: its client asked for its
         end."""
-        self.finished.pop(request.work.request, None)
-        if self.requests.get(request.work.request) is request:
+        if request.state is RequestState.FINISHED:
+            del self.finished[request.work.request]
+            request.enter(RequestEvent.END)
+        elif request.state is not RequestState.ENDED:
             self._drop(request, wanted=wanted)
+            request.enter(RequestEvent.END)
             if request.pull is not None:
                 self.pulls.abandon(request.pull, None, why)
 
@@ -700,6 +716,14 @@ class DecodeCore:
         self.scheduler.check_invariants()
         self.pulls.check_invariants()
         self.lender.check_invariants()
+        assert all(request.state is RequestState.FINISHED for request in self.finished.values())
+        for request in self.requests.values():
+            assert (request.state is RequestState.RUNNING) == bool(request.generations), request.story
+            assert self.scheduler.place_of(request) is (request.state if request.state in PLACES else None)
+            masked = request.grammar_state in self._masks_for
+            assert masked == (request.state is RequestState.MASKED), request.story
+            attaching = request.pull is not None and request.pull.state is PullState.ATTACHING
+            assert attaching or request.state is not RequestState.ATTACHING, request.story
 
 
 def _fits(tokens: Sequence[Tokens], work: Decode) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,13 +20,81 @@ from common.contract.messages import (
 )
 from common.engine.grammar import GrammarState
 from common.engine.sequence import Sequence
+from common.runtime.state_tables import follow
 from kv_transfer.pull_times import PullTimes
 from kv_transfer.sink import Pull
+
+
+class RequestState(StrEnum):
+    """The state of a request in the decode worker."""
+
+    ARRIVED = "arrived"
+    MASKED = "masked"
+    """Its prompt is to be computed here, and the mask of its grammar's first tokens is being made."""
+    ATTACHING = "attaching"
+    """Its source has not opened the offer yet."""
+    WAITING = "waiting"
+    """It waits for room."""
+    RESERVED = "reserved"
+    """It has blocks, into which its KV is pulled."""
+    COMPUTING = "computing"
+    """It has blocks, and its prompt is computed here."""
+    RUNNING = "running"
+    """Its choices have begun; each has a stage of its own."""
+    FINISHED = "finished"
+    """Every choice has ended; the tokens are kept until the gateway has acknowledged them."""
+    ENDED = "ended"
+
+
+class RequestEvent(StrEnum):
+    """What changes the state of a request in the decode worker."""
+
+    MASK = "mask"
+    ATTACH = "attach"
+    WANT = "want"
+    """Room is wanted: the offer is open, the mask is known, or the blocks were taken back."""
+    RESERVE = "reserve"
+    COMPUTE = "compute"
+    BEGIN = "begin"
+    """All KV is here and valid, and the first tokens are known."""
+    FINISH = "finish"
+    END = "end"
+    """It was acknowledged, aborted, has failed, or its sequences have moved away."""
+
+
+REQUEST_TABLE: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
+    RequestState.ARRIVED: {
+        RequestEvent.MASK: RequestState.MASKED,
+        RequestEvent.ATTACH: RequestState.ATTACHING,
+        RequestEvent.WANT: RequestState.WAITING,
+    },
+    RequestState.MASKED: {RequestEvent.WANT: RequestState.WAITING, RequestEvent.END: RequestState.ENDED},
+    RequestState.ATTACHING: {RequestEvent.WANT: RequestState.WAITING, RequestEvent.END: RequestState.ENDED},
+    RequestState.WAITING: {
+        RequestEvent.RESERVE: RequestState.RESERVED,
+        RequestEvent.COMPUTE: RequestState.COMPUTING,
+        RequestEvent.END: RequestState.ENDED,
+    },
+    RequestState.RESERVED: {
+        RequestEvent.WANT: RequestState.WAITING,
+        RequestEvent.BEGIN: RequestState.RUNNING,
+        RequestEvent.END: RequestState.ENDED,
+    },
+    RequestState.COMPUTING: {
+        RequestEvent.WANT: RequestState.WAITING,
+        RequestEvent.BEGIN: RequestState.RUNNING,
+        RequestEvent.END: RequestState.ENDED,
+    },
+    RequestState.RUNNING: {RequestEvent.FINISH: RequestState.FINISHED, RequestEvent.END: RequestState.ENDED},
+    RequestState.FINISHED: {RequestEvent.END: RequestState.ENDED},
+    RequestState.ENDED: {},
+}
 
 
 class Stage(StrEnum):
     """The state of a choice."""
 
+    BEGUN = "begun"
     READY = "ready"
     """Its blocks are here; it waits for a place in the batch."""
     RUNNING = "running"
@@ -34,6 +103,48 @@ class Stage(StrEnum):
     RECOMPUTING = "recomputing"
     """It has blocks again, which are being computed in chunks."""
     ENDED = "ended"
+
+
+class StageEvent(StrEnum):
+    """What changes the state of a choice."""
+
+    READY = "ready"
+    """It has its blocks, with their contents or with slots of host memory that hold them."""
+    JOIN = "join"
+    """It has got a place in the batch."""
+    STEP_ASIDE = "step_aside"
+    """It has given its place to a higher tier; it keeps its blocks."""
+    PREEMPT = "preempt"
+    """It has lost its blocks, or there were none for its beginning."""
+    RECOMPUTE = "recompute"
+    END = "end"
+    """It has ended, was given up, or has moved to another worker."""
+
+
+STAGE_TABLE: Mapping[Stage, Mapping[StageEvent, Stage]] = {
+    Stage.BEGUN: {StageEvent.READY: Stage.READY, StageEvent.PREEMPT: Stage.PREEMPTED},
+    Stage.READY: {
+        StageEvent.JOIN: Stage.RUNNING,
+        StageEvent.PREEMPT: Stage.PREEMPTED,
+        StageEvent.END: Stage.ENDED,
+    },
+    Stage.RUNNING: {
+        StageEvent.STEP_ASIDE: Stage.READY,
+        StageEvent.PREEMPT: Stage.PREEMPTED,
+        StageEvent.END: Stage.ENDED,
+    },
+    Stage.PREEMPTED: {
+        StageEvent.READY: Stage.READY,
+        StageEvent.RECOMPUTE: Stage.RECOMPUTING,
+        StageEvent.END: Stage.ENDED,
+    },
+    Stage.RECOMPUTING: {
+        StageEvent.READY: Stage.READY,
+        StageEvent.PREEMPT: Stage.PREEMPTED,
+        StageEvent.END: Stage.ENDED,
+    },
+    Stage.ENDED: {},
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +173,7 @@ class Generation:
     first_position: int = 0
     """Position of the first token that this attempt generated."""
     finish_reason: FinishReason | None = None
-    stage: Stage = Stage.READY
+    stage: Stage = Stage.BEGUN
     due_step: int = 0
     """Step before which a running sequence needs its next block."""
     end_step: int = 0
@@ -94,6 +205,10 @@ class Generation:
     def key(self) -> tuple[DecodeRequest, int]:
         """(request, choice)."""
         return self.request, self.sequence.choice
+
+    def enter(self, event: StageEvent) -> None:
+        """Change the stage."""
+        self.stage = follow(STAGE_TABLE, self.stage, event, self.sequence)
 
     def joined(self, now: float) -> None:
         """It has got a place in the batch."""
@@ -148,6 +263,9 @@ class DecodeRequest:
     """Names of the full blocks of `work.token_ids`."""
     pull: Pull | None = None
     """The pull of the KV; None if the prompt is computed here."""
+    state: RequestState = RequestState.ARRIVED
+    story: list[str] = field(default_factory=list)
+    """The states that it has had."""
     ahead: PullTimes | None = None
     """If a sequence moves here: times and bytes of the reads made before it was cut."""
     grammar_state: GrammarState | None = None
@@ -179,6 +297,11 @@ class DecodeRequest:
     def key(self) -> RequestKey:
         """(request, attempt)."""
         return self.work.key
+
+    def enter(self, event: RequestEvent) -> None:
+        """Change the state."""
+        self.state = follow(REQUEST_TABLE, self.state, event, (self.key, self.story))
+        self.story.append(self.state)
 
     @property
     def finished(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from common.engine.fair_queue import AGED_SHARE
 from common.engine.lazy_heap import LazyHeap
-from decode_worker.request import Generation, Stage
+from decode_worker.request import Generation, Stage, StageEvent
 
 Seniority = tuple[int, int]
 
@@ -81,7 +81,10 @@ class RunningBatch:
 
     def add(self, generation: Generation, now: float) -> None:
         """The sequence's blocks are here: it joins as soon as there is a place."""
-        generation.stage = Stage.READY
+        generation.enter(StageEvent.READY)
+        self._wait(generation, now)
+
+    def _wait(self, generation: Generation, now: float) -> None:
         self._ready.add(generation, seniority(generation))
         self._ready_since[generation] = now
 
@@ -112,7 +115,7 @@ class RunningBatch:
     def _join(self, generation: Generation, now: float) -> None:
         self._ready.discard(generation)
         del self._ready_since[generation]
-        generation.stage = Stage.RUNNING
+        generation.enter(StageEvent.JOIN)
         generation.joined(now)
         self._running[generation] = rank, order = seniority(generation)
         self._newest.add(generation, (-rank, -order))
@@ -193,7 +196,8 @@ class RunningBatch:
             return False
         self.discard(newest)
         newest.paused(now)
-        self.add(newest, now)
+        newest.enter(StageEvent.STEP_ASIDE)
+        self._wait(newest, now)
         self._stepped_aside.append(newest)
         return True
 

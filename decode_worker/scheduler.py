@@ -10,11 +10,7 @@ request of its tier is admitted. A reservation of which nothing was read yet is 
 Pure state: it takes requests, finished steps and a time, and returns decisions. A step's cost depends on what changed,
 not on how many sequences run.
 
-Life cycle of a request here:
-
-    waiting ◄─► reserved (pulling) ──► ready ──► running ──► ended
-       └──────► computed here ───────────┘▲        │
-                                          └─ preempted (in host memory, or to be recomputed)
+The life cycles of requests and of their choices are `REQUEST_TABLE` and `STAGE_TABLE` in `decode_worker.request`.
 """
 
 from __future__ import annotations
@@ -36,7 +32,15 @@ from common.engine.sequence import Sequence
 from common.engine.trials import Trials
 from decode_worker.admission import Admission, Newcomer, rank_of
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
+from decode_worker.request import (
+    DecodeRequest,
+    Generation,
+    LocalPrompt,
+    RequestEvent,
+    RequestState,
+    Stage,
+    StageEvent,
+)
 from decode_worker.running_batch import RunningBatch, Seniority, seniority
 from decode_worker.step import Step
 
@@ -49,6 +53,8 @@ _OUTPUT_CHARGE = 2.0
 """Service of an output token; a computed prompt token counts 1 (VTC, section 3)."""
 
 
+PLACES = (RequestState.WAITING, RequestState.RESERVED, RequestState.COMPUTING)
+"""States in which the scheduler has a request that has not begun."""
 Holder = Generation | LocalPrompt | DecodeRequest
 """A holder of blocks that can be taken: a sequence, a prompt computed here, a request whose pull has read nothing."""
 
@@ -180,6 +186,14 @@ class DecodeScheduler:
         """Whether the request could run if it were alone, if need be one choice after another."""
         return self.blocks_needed(work) <= self._pool.num_blocks
 
+    def place_of(self, request: DecodeRequest) -> RequestState | None:
+        """The state, one of `PLACES`, in which the scheduler has the request; None if it does not have it."""
+        if request in self._waiting:
+            return RequestState.WAITING
+        if request in self._reserved:
+            return RequestState.RESERVED
+        return RequestState.COMPUTING if request in self._prompts else None
+
     def is_running(self, generation: Generation) -> bool:
         """Whether the sequence is (still) in the batch."""
         return generation in self._batch
@@ -189,6 +203,7 @@ class DecodeScheduler:
     def want(self, request: DecodeRequest, now: float) -> None:
         """The request waits for room: its offer is open, or its prompt is to be computed here."""
         work = request.work
+        request.enter(RequestEvent.WANT)
         request.chain.extend(work.token_ids, len(work.token_ids))
         allowance_s = 0.0 if request.pull is not None else len(work.token_ids) * self._costs.prefill_s_per_token
         deadline = request.arrived + self._policy.ttft_target_s(work.tier) + allowance_s
@@ -329,7 +344,7 @@ class DecodeScheduler:
             self._take_blocks(generation)
         self._host_free += generation.host_slots
         generation.host_slots = []
-        generation.stage = Stage.ENDED
+        generation.enter(StageEvent.END)
         self._awaited.discard(generation)
         self._look_again = True
 
@@ -341,7 +356,7 @@ class DecodeScheduler:
         blocks = list(sequence.block_table[: self._blocks_for(sequence.num_computed)])
         self._pool.share(blocks)
         self._take_blocks(generation)
-        generation.stage = Stage.ENDED
+        generation.enter(StageEvent.END)
         self._awaited.discard(generation)
         self._look_again = True
         return blocks
@@ -381,6 +396,9 @@ class DecodeScheduler:
         holders = [*self._batch.running(), *self._batch.ready(), *self._recomputing]
         self._admission.check_invariants()
         assert booked | {generation.key for generation in holders} == set(self._admission.keys())
+        assert all(request.state is RequestState.WAITING for request in self._waiting)
+        assert all(request.state is RequestState.RESERVED for request in self._reserved)
+        assert all(request.state is RequestState.COMPUTING for request in self._prompts)
         unread = {request for request in self._reserved if _unread(request) and not request.work.moving}
         assert unread <= set(self._newest_unread) <= self._reserved.keys()
         assert len(set(self._newest_prompts)) == len(self._chunks) == len(self._prompts) + len(self._recomputing)
@@ -466,11 +484,13 @@ class DecodeScheduler:
             self.num_prefix_queried += num_tokens
             self.num_prefix_hit += len(held) * size
         if request.pull is not None:
+            request.enter(RequestEvent.RESERVE)
             self._reserved[request] = blocks
             if not work.moving:
                 self._newest_unread.add(request, (-work.tier.rank, -order))
             granted.append(Reservation(request, blocks, len(held)))
         else:
+            request.enter(RequestEvent.COMPUTE)
             request.num_cached = len(held) * size
             self._prompts[request] = self._compute(request, None, work.token_ids, request.num_cached, blocks, now)
         return True
@@ -500,7 +520,7 @@ class DecodeScheduler:
             self._batch.add(generation, now)
         else:
             sequence.num_computed = len(held) * self._block_size
-            generation.stage = Stage.RECOMPUTING
+            generation.enter(StageEvent.RECOMPUTE)
             self._recomputing[generation] = self._compute(
                 generation.request,
                 generation,
@@ -552,6 +572,7 @@ class DecodeScheduler:
         token_ids = [*work.token_ids, *first_tokens[0].token_ids[:-1]]
         num_tokens = len(token_ids)
         full = num_tokens // self._block_size
+        request.enter(RequestEvent.BEGIN)
         request.begun_at = now
         request.chain.extend(token_ids, num_tokens)
         self._pool.name(block_ids[:full], request.chain.hashes)
@@ -719,7 +740,7 @@ class DecodeScheduler:
 
     def _stand_by(self, generation: Generation, now: float) -> None:
         """A sequence without blocks waits for some."""
-        generation.stage = Stage.PREEMPTED
+        generation.enter(StageEvent.PREEMPT)
         generation.preempted_at, generation.num_passed = now, 0
         generation.paused(now)
         self._preempted.add(generation, seniority(generation))

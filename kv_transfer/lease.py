@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestKey
 from common.contract.messages import BlocksReady, OfferWithdrawn, PrefillDone, PromptTimes, Settle, Settled, Tokens
+from common.runtime.state_tables import follow
+
+
+class LeaseState(StrEnum):
+    """The state of a lease."""
+
+    OPEN = "open"
+    """Its blocks are pinned, and none can be read yet."""
+    GROWING = "growing"
+    COMPLETE = "complete"
+    """Every block can be read, and the first tokens are known."""
+    ENDED = "ended"
+
+
+class LeaseEvent(StrEnum):
+    """What changes the state of a lease."""
+
+    READY = "ready"
+    """More blocks can be read."""
+    COMPLETE = "complete"
+    END = "end"
+    """A valid settle, a withdrawal (abort, failure), expiry, reclaim, or a first token that ends the request."""
+
+
+LEASE_TABLE: Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]] = {
+    LeaseState.OPEN: {LeaseEvent.READY: LeaseState.GROWING, LeaseEvent.END: LeaseState.ENDED},
+    LeaseState.GROWING: {
+        LeaseEvent.READY: LeaseState.GROWING,
+        LeaseEvent.COMPLETE: LeaseState.COMPLETE,
+        LeaseEvent.END: LeaseState.ENDED,
+    },
+    LeaseState.COMPLETE: {LeaseEvent.END: LeaseState.ENDED},
+    LeaseState.ENDED: {},
+}
 
 
 @dataclass(slots=True)
@@ -33,12 +69,18 @@ class Lease:
     lent: bool = False
     """Whether this is a cached prefix, pinned for the one sink that asked for it. The lease then ends when that sink
     detaches or is lost."""
+    state: LeaseState = LeaseState.OPEN
     story: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
         """Whether every block is ready and the first tokens are known."""
-        return self.first_tokens is not None
+        return self.state is LeaseState.COMPLETE
+
+    def enter(self, event: LeaseEvent, note: str) -> None:
+        """Change the state. `note` is for the story."""
+        self.state = follow(LEASE_TABLE, self.state, event, self.story)
+        self.story.append(note)
 
     def offer(self, start: int) -> BlocksReady:
         """The message that offers the ready blocks from block `start` on."""

@@ -123,6 +123,10 @@ class Lender:
         """A request waits for its blocks until `deadline`; `open` or `withdraw` follows."""
         self._leases.expect(key, deadline)
 
+    def holds(self, key: RequestKey) -> bool:
+        """Whether the lease that was opened for this request is held."""
+        return self._leases.holds(key)
+
     def awaits(self, key: RequestKey) -> bool:
         """Whether a sink that has attached waits for this offer."""
         return self._leases.awaits(key)

@@ -1,15 +1,9 @@
 """The sink's half of a pull of blocks, from the attach to the settle.
 
-Life cycle of a pull:
-
-                     ┌─revoke──┐
-    attaching ──► offered ──► pulling ──► settling ──► settled      (its blocks are the sequence's)
-        │            │           │           │
-        └────────────┴───────────┴───────────┴───────► abandoned    (its blocks are free, or in quarantine)
-
-`offered`: the source has allocated every block, so the sink may reserve its own. `pulling`: blocks are reserved, and
-read as they become ready. `settling`: every read has ended, and the source is asked whether the lease was held until
-now.
+The life cycle of a pull is `PULL_TABLE`. It ends as `settled` (its blocks are the sequence's) or `abandoned` (its
+blocks are free, or in quarantine). `offered`: the source has allocated every block, so the sink may reserve its own.
+`pulling`: blocks are reserved, and read as they become ready. `settling`: every read has ended, and the source is asked
+whether the lease was held until now.
 
 Blocks that the sink already holds, from its own prefix cache, are not read. Everything else is as above: the first
 tokens, and the end of the source's lease, depend on the settle even when nothing is left to read.
@@ -27,7 +21,7 @@ Pure state: events in, actions out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,6 +43,7 @@ from common.contract.messages import (
     Source,
     Tokens,
 )
+from common.runtime.state_tables import follow
 from kv_transfer.pull_times import PullTimes
 
 _OF_THE_SOURCE = frozenset({Cause.DRAINING, Cause.TOO_LARGE})
@@ -66,13 +61,31 @@ class PullState(StrEnum):
     ABANDONED = "abandoned"
 
 
-_TRANSITIONS: dict[PullState, frozenset[PullState]] = {
-    PullState.ATTACHING: frozenset({PullState.OFFERED, PullState.ABANDONED}),
-    PullState.OFFERED: frozenset({PullState.PULLING, PullState.ABANDONED}),
-    PullState.PULLING: frozenset({PullState.OFFERED, PullState.SETTLING, PullState.ABANDONED}),
-    PullState.SETTLING: frozenset({PullState.SETTLED, PullState.ABANDONED}),
-    PullState.SETTLED: frozenset(),
-    PullState.ABANDONED: frozenset(),
+class PullEvent(StrEnum):
+    """What changes the state of a pull."""
+
+    OFFER = "offer"
+    """The source has allocated every block."""
+    RESERVE = "reserve"
+    REVOKE = "revoke"
+    READ = "read"
+    """Every read has ended, and the first tokens are known."""
+    VALID = "valid"
+    """The source confirms that the lease was held until now."""
+    ABANDON = "abandon"
+
+
+PULL_TABLE: Mapping[PullState, Mapping[PullEvent, PullState]] = {
+    PullState.ATTACHING: {PullEvent.OFFER: PullState.OFFERED, PullEvent.ABANDON: PullState.ABANDONED},
+    PullState.OFFERED: {PullEvent.RESERVE: PullState.PULLING, PullEvent.ABANDON: PullState.ABANDONED},
+    PullState.PULLING: {
+        PullEvent.REVOKE: PullState.OFFERED,
+        PullEvent.READ: PullState.SETTLING,
+        PullEvent.ABANDON: PullState.ABANDONED,
+    },
+    PullState.SETTLING: {PullEvent.VALID: PullState.SETTLED, PullEvent.ABANDON: PullState.ABANDONED},
+    PullState.SETTLED: {},
+    PullState.ABANDONED: {},
 }
 
 
@@ -239,7 +252,7 @@ class Pull:
         self._offered.extend(message.block_ids[known - message.start :])
         self._checksums.extend(checksums[known - message.start :])
         if self.state is PullState.ATTACHING:
-            self._enter(PullState.OFFERED)
+            self._enter(PullEvent.OFFER)
             return [WantBlocks(message.num_blocks)]
         return self._read_more()
 
@@ -248,7 +261,7 @@ class Pull:
         `num_held` are valid already, and are not read."""
         assert len(block_ids) == self.num_blocks, self.story
         assert 0 <= num_held <= len(block_ids), (num_held, self.story)
-        self._enter(PullState.PULLING)
+        self._enter(PullEvent.RESERVE)
         self._sink_blocks = tuple(block_ids)
         self._num_held = self._num_requested = num_held
         return self._read_more() + self._settle_if_read()
@@ -257,7 +270,7 @@ class Pull:
         """Give the reserved blocks, none of which has been read into, back to the caller. `reserve` may be called
         again."""
         assert self.revocable, self.story
-        self._enter(PullState.OFFERED)
+        self._enter(PullEvent.REVOKE)
         self._sink_blocks = ()
         self._num_held = self._num_requested = 0
 
@@ -292,7 +305,7 @@ class Pull:
             return []
         if not message.valid:
             return self.abandon(Cause.LEASE_LOST, "the source could not prove that what was read is valid")
-        self._enter(PullState.SETTLED)
+        self._enter(PullEvent.VALID)
         assert self._first_tokens is not None
         return [Admit(self._sink_blocks, self._first_tokens)]
 
@@ -306,7 +319,7 @@ class Pull:
         """Give up; inert if the pull has ended."""
         if self.state in (PullState.SETTLED, PullState.ABANDONED):
             return []
-        self._enter(PullState.ABANDONED)
+        self._enter(PullEvent.ABANDON)
         reading = set(self._reading())
         free = tuple(block for block in self._sink_blocks if block not in reading)
         actions: list[Action] = [Release(free)] if free else []
@@ -328,10 +341,9 @@ class Pull:
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
-    def _enter(self, state: PullState) -> None:
-        assert state in _TRANSITIONS[self.state], f"{self.state} to {state}: {self.story}"
-        self.state = state
-        self.story.append(f"→ {state}")
+    def _enter(self, event: PullEvent) -> None:
+        self.state = follow(PULL_TABLE, self.state, event, self.story)
+        self.story.append(f"→ {self.state}")
 
     def _no_first_tokens(self) -> tuple[Tokens, ...] | None:
         """The first tokens at the beginning: a prefix pull has none, and those of other pulls are not known yet."""
@@ -363,7 +375,7 @@ class Pull:
             or self._num_requested != self.num_blocks
         ):
             return []
-        self._enter(PullState.SETTLING)
+        self._enter(PullEvent.READ)
         return [self._settle()]
 
     def _detach_if_over(self) -> list[Action]:

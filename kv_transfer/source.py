@@ -1,15 +1,9 @@
 """The source's half of a pull: which blocks are offered to which sink, under which lease, until when.
 
-Life cycle of a lease:
-
-    open ──► growing ──► complete ──► ended
-                  │          │          by: a valid settle, withdrawal (abort, failure), expiry, reclaim,
-                  └──────────┴────────►     or because the first token already ended the request
-
-A lease pins its blocks from `open` until it ends. The table then returns `Unpinned`, and only then may the worker reuse
-the blocks. An ended lease has no entry, so its epoch matches nothing any more: a sink that settles it afterwards is
-told `invalid`. (A sink that has been told `valid` is told so again, because the answer concerns the time before it
-first asked.)
+The life cycle of a lease is `kv_transfer.lease.LEASE_TABLE`. A lease pins its blocks from `open` until it ends. The
+table then returns `Unpinned`, and only then may the worker reuse the blocks. An ended lease has no entry, so its epoch
+matches nothing any more: a sink that settles it afterwards is told `invalid`. (A sink that has been told `valid` is
+told so again, because the answer concerns the time before it first asked.)
 
 A cached prefix is *lent*: its lease is complete from the beginning, and bound to the sink that has asked for it. It
 also ends when that sink detaches or is lost, because no other sink waits for it.
@@ -31,7 +25,7 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_lease_id
 from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, PromptTimes, Settle, Tokens
 from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
-from kv_transfer.lease import Lease, verdict, withdrawn
+from kv_transfer.lease import Lease, LeaseEvent, LeaseState, verdict, withdrawn
 
 MAX_TOMBSTONES = 4096
 """Most ended leases whose answers are remembered."""
@@ -98,6 +92,11 @@ class LeaseTable:
         """Blocks pinned by leases, counted once for each lease."""
         return sum(len(lease.block_ids) for lease in self._leases.values())
 
+    def holds(self, key: RequestKey) -> bool:
+        """Whether the lease that was opened for this request and attempt is held."""
+        lease = self._leases.get(key.request)
+        return lease is not None and not lease.lent and lease.opened_attempt == key.attempt
+
     def awaits(self, key: RequestKey) -> bool:
         """Whether a sink that has attached waits for this offer."""
         parked = self._parked.get(key.request)
@@ -146,10 +145,11 @@ class LeaseTable:
         lease = self._pin(key, block_ids, deadline, now)
         lease.lent, lease.sink = True, sink
         lease.num_ready, lease.first_tokens = len(lease.block_ids), ()
+        lease.enter(LeaseEvent.READY, f"ready {lease.num_ready}")
+        lease.enter(LeaseEvent.COMPLETE, f"lent to {sink}")
         if lease.checksums is not None:
             lease.checksums.extend(checksums)
             assert len(lease.checksums) == lease.num_ready, "one checksum for each block"
-        lease.story.append(f"lent to {sink}")
         self._readers.add((key, sink))
         self._unpark(key, sink)
         parked = self._parked.pop(key.request, None)
@@ -167,7 +167,7 @@ class LeaseTable:
         if num_ready == start:
             return []
         lease.num_ready = num_ready
-        lease.story.append(f"ready {num_ready}")
+        lease.enter(LeaseEvent.READY, f"ready {num_ready}")
         if lease.checksums is not None:
             lease.checksums.extend(checksums)
             assert len(lease.checksums) == num_ready, "one checksum for each ready block"
@@ -185,7 +185,7 @@ class LeaseTable:
         assert lease.num_ready == len(lease.block_ids), lease.story
         lease.first_tokens = tuple(first_tokens)
         lease.times = times
-        lease.story.append("complete")
+        lease.enter(LeaseEvent.COMPLETE, "complete")
         actions: list[Action] = []
         if lease.sink is not None:
             actions.append(Send(lease.sink, lease.done()))
@@ -330,6 +330,9 @@ class LeaseTable:
             assert lease.key.request == request, lease.story
             assert 0 <= lease.num_ready <= len(lease.block_ids), lease.story
             assert lease.lease not in self._settled, lease.story
+            assert lease.state is not LeaseState.ENDED, lease.story
+            assert (lease.state is LeaseState.OPEN) == (lease.num_ready == 0), lease.story
+            assert lease.complete == (lease.first_tokens is not None), lease.story
             assert not lease.complete or lease.num_ready == len(lease.block_ids), lease.story
             parked = self._parked.get(request)
             assert parked is None or parked.offered > lease.opened_attempt, lease.story
@@ -410,6 +413,7 @@ class LeaseTable:
 
     def _end(self, lease: Lease, *, settled: bool = False) -> Unpinned | Released:
         del self._leases[lease.key.request]
+        lease.enter(LeaseEvent.END, "settled" if settled else "ended")
         if lease.lent:
             return Released(lease.block_ids)
         self._note_end(lease.key.request, lease.opened_attempt)

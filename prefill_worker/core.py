@@ -92,18 +92,13 @@ from kv_transfer.regions import Region
 from kv_transfer.sink import Pull
 from prefill_worker import view
 from prefill_worker.prefix_pulls import PrefixPulls
-from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
+from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
+from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
 
 _RECLAIM_AGE_S = 1.0
 """Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    gateway: Incarnation
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +161,10 @@ class PrefillCore:
         self.prefix_pulls = PrefixPulls(
             me, self.block_size, layout.block_bytes, engine.costs, settings.pull_prefixes, settings.pull_patience_s
         )
-        self.without_mask: dict[RequestId, PrefillRequest] = {}
-        """Requests whose grammar's first mask is being computed. They wait for blocks once it is known."""
-        self.owners: dict[RequestId, _Owner] = {}
-        """The gateway and attempt of each request that is queued, computed or under a lease."""
+        self.requests: dict[RequestId, PrefillRequest] = {}
+        """Every request, from its arrival until its lease has ended."""
+        self.masked: dict[GrammarState, PrefillRequest] = {}
+        """Grammar states whose masks are awaited → requests, which wait for blocks once the mask is known."""
         self.totals = view.Totals()
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -200,7 +195,7 @@ class PrefillCore:
             case Unpinned(key, block_ids, _):
                 self._on_unpinned(key, block_ids)
             case LeaseDropped(key, cause, message):
-                self._fail(key, cause, message)
+                self._on_lease_dropped(key, cause, message)
             case MaskMade(state, gave_up):
                 self._on_mask(state, gave_up)
             case Ticked():
@@ -214,8 +209,8 @@ class PrefillCore:
             case DrainWanted():
                 self._drain()
             case DrainEnded(why):
-                for request, owner in list(self.owners.items()):
-                    self._fail(RequestKey(request, owner.attempt), Cause.DRAINING, why)
+                for request in list(self.requests.values()):
+                    self._fail(request, Cause.DRAINING, why)
             case _:
                 raise AssertionError(event)
 
@@ -296,7 +291,7 @@ class PrefillCore:
                 if chunk.last:
                     self._finish(chunk.prompt, sampled)
             except InvalidLogitsError as error:
-                self._fail(chunk.prompt.key, error.cause, str(error))
+                self._fail(chunk.prompt, error.cause, str(error))
         self.front.tell_cache()
 
     def _finish(self, request: PrefillRequest, sampled: Sequence[Sampled]) -> None:
@@ -336,8 +331,9 @@ class PrefillCore:
     def _on_prefill(self, gateway: Incarnation, work: Prefill) -> None:
         if not self.front.admits(work.key):
             return
-        if work.request in self.owners:
-            self._end(work.request, Cause.SUPERSEDED, "a newer attempt arrived")
+        known = self.requests.get(work.request)
+        if known is not None:
+            self._end(known, Cause.SUPERSEDED, "a newer attempt arrived")
         now = self._agenda.now
         request = PrefillRequest(work, gateway, now, now + work.budget_s)
         needed = self.scheduler.blocks_for(request)
@@ -349,47 +345,45 @@ class PrefillCore:
             self.front.refuse(gateway, work.key, Cause.TOO_LARGE, message)
         elif self.front.draining:
             self.front.refuse(gateway, work.key, Cause.DRAINING, "this prefill worker takes no new work")
-        elif self.scheduler.full(len(self.without_mask)) and not work.admitted:
+        elif self.scheduler.full(len(self.masked)) and not work.admitted:
             message = f"{self.scheduler.num_waiting} requests waiting already"
             self.front.refuse(gateway, work.key, Cause.CAPACITY, message)
         else:
-            self.owners[work.request] = _Owner(gateway, work.attempt)
+            self.requests[work.request] = request
             self.lender.expect(work.key, request.deadline)
             if work.sampling.grammar is None:
                 self.scheduler.add(request)
             else:
-                self.without_mask[work.request] = request
+                request.enter(PromptEvent.MASK)
                 state = request.grammar_state = GrammarState()
+                self.masked[state] = request
                 self._agenda.emit(AskMask(work.sampling.grammar, state, work.token_ids, work.prompt_len))
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         """The mask of a request's first tokens is known, or its grammar gave up: the request waits for blocks, or
         fails."""
-        request = next((each for each in self.without_mask.values() if each.grammar_state is state), None)
-        if request is None:
-            return
-        del self.without_mask[request.key.request]
-        if gave_up is not None:
-            self._fail(request.key, Cause.INVALID, gave_up.why)
-        else:
+        request = self.masked.pop(state, None)
+        if request is not None and gave_up is not None:
+            self._fail(request, Cause.INVALID, gave_up.why)
+        elif request is not None:
             self.scheduler.add(request)
 
     def _on_abort(self, gateway: Incarnation, message: Abort) -> None:
-        owner = self.owners.get(message.request)
-        if owner is not None and owner.gateway == gateway and owner.attempt <= message.attempt:
-            self._end(message.request, Cause.CANCELLED, "aborted")
+        request = self.requests.get(message.request)
+        if request is not None and request.gateway == gateway and request.work.attempt <= message.attempt:
+            self._end(request, Cause.CANCELLED, "aborted")
             self.front.cancelled(gateway, message.key)
 
     def _on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> None:
-        for key in self.open_requests(peer):
-            if key not in listed:
-                self._end(key.request, Cause.CANCELLED, "unknown to its gateway")
+        for request in self._owned_by(peer):
+            if request.key not in listed:
+                self._end(request, Cause.CANCELLED, "unknown to its gateway")
         self.lender.on_hello(peer, listed)
 
     def _on_peer_lost(self, peer: Incarnation) -> None:
         """A gateway's requests end; a sink's leases wait for another sink."""
-        for key in self.open_requests(peer):
-            self._end(key.request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
+        for request in self._owned_by(peer):
+            self._end(request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
         self.lender.on_peer_lost(peer)
         self.front.lost(peer)
 
@@ -419,7 +413,7 @@ class PrefillCore:
         """A prefix could not be pulled: compute it. If a read may still write to its blocks, the prompt waits for
         others."""
         request = self.prefix_pulls.gave_up(pull, self._agenda.now).request
-        if self.scheduler.get(request.key.request) is not request:
+        if request.state is PromptState.ENDED:
             return
         log.info("request %s computes its prefix: %s", request.key.request, message)
         if pull.quarantined:
@@ -441,9 +435,17 @@ class PrefillCore:
         """A request's lease has ended, so the request has ended, too, unless a newer attempt has begun."""
         self.pool.release(block_ids)
         self.scheduler.unpinned(key)
-        owner = self.owners.get(key.request)
-        if owner is not None and owner.attempt == key.attempt:
-            del self.owners[key.request]
+        request = self.requests.get(key.request)
+        if request is not None and request.key == key:
+            del self.requests[key.request]
+            request.enter(PromptEvent.END)
+
+    def _on_lease_dropped(self, key: RequestKey, cause: Cause, message: str) -> None:
+        """The lender has given a request up, for which an attempt up to `key.attempt` has attached."""
+        request = self.requests.get(key.request)
+        if request is not None and request.work.attempt <= key.attempt:
+            self._end(request, cause, message)
+            self.front.refuse(request.gateway, key, cause, message)
 
     def _on_tick(self) -> None:
         now = self._agenda.now
@@ -451,47 +453,47 @@ class PrefillCore:
         self.pulls.tick(now)
         for prefix in self.prefix_pulls.overdue(now):
             self.pulls.abandon(prefix.pull, Cause.DEADLINE, "pulling the prefix took too long")
-        overdue = [request for request in self.without_mask.values() if request.deadline <= now]
+        overdue = [request for request in self.masked.values() if request.deadline <= now]
         for request in (*overdue, *self.scheduler.expired(now)):
             state = "computing the prompt" if request.block_table else "waiting for the prefill worker"
-            self._fail(request.key, Cause.DEADLINE, f"the request's time ran out while {state}")
+            self._fail(request, Cause.DEADLINE, f"the request's time ran out while {state}")
 
     # --- the end of a request ------------------------------------------------------------------------------------
 
-    def _fail(self, key: RequestKey, cause: Cause, message: str) -> None:
-        owner = self.owners.get(key.request)
-        self._end(key.request, cause, message)
-        if owner is not None:
-            self.front.refuse(owner.gateway, key, cause, message)
+    def _fail(self, request: PrefillRequest, cause: Cause, message: str) -> None:
+        self._end(request, cause, message)
+        self.front.refuse(request.gateway, request.key, cause, message)
 
-    def _end(self, request: RequestId, cause: Cause, message: str) -> None:
+    def _end(self, request: PrefillRequest, cause: Cause, message: str) -> None:
         """Release whatever the request holds here: its place in the queue, its blocks, its pull, its lease."""
-        self.owners.pop(request, None)
-        without_mask = self.without_mask.pop(request, None)
-        if without_mask is not None and without_mask.grammar_state is not None:
-            self._agenda.emit(ForgetMask(without_mask.grammar_state))
-        scheduled = self.scheduler.get(request)
-        if scheduled is not None:
-            prefix = self.prefix_pulls.of(scheduled)
-            self.scheduler.remove(scheduled)
-            if prefix is not None:
-                self.pulls.abandon(prefix.pull, None, message)
-        self.lender.withdraw(request, cause, message)
+        del self.requests[request.key.request]
+        if request.state is PromptState.MASKED and request.grammar_state is not None:
+            del self.masked[request.grammar_state]
+            self._agenda.emit(ForgetMask(request.grammar_state))
+        prefix = self.prefix_pulls.of(request)
+        self.scheduler.remove(request)
+        request.enter(PromptEvent.END)
+        if prefix is not None:
+            self.pulls.abandon(prefix.pull, None, message)
+        self.lender.withdraw(request.key.request, cause, message)
 
     def _gateway_of(self, key: RequestKey) -> Incarnation | None:
-        owner = self.owners.get(key.request)
-        return owner.gateway if owner is not None and owner.attempt == key.attempt else None
+        request = self.requests.get(key.request)
+        return request.gateway if request is not None and request.key == key else None
+
+    def _owned_by(self, gateway: Incarnation) -> list[PrefillRequest]:
+        return [request for request in self.requests.values() if request.gateway == gateway]
 
     def _drain(self) -> None:
         """Take no new work. Requests that have not begun go back to their gateways; the others are computed and handed
         over."""
         if self.front.draining:
             return
-        log.info("draining: %d requests are open", len(self.owners))
+        log.info("draining: %d requests are open", len(self.requests))
         self.front.draining = True
-        for request in (*self.without_mask.values(), *self.scheduler.requests()):
-            if not request.block_table:
-                self._fail(request.key, Cause.DRAINING, "this prefill worker is leaving")
+        for request in list(self.requests.values()):
+            if request.state in (PromptState.MASKED, PromptState.WAITING):
+                self._fail(request, Cause.DRAINING, "this prefill worker is leaving")
 
     # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
 
@@ -499,17 +501,17 @@ class PrefillCore:
     def idle(self) -> bool:
         """Whether nothing is here that a tick could end."""
         lender = self.lender
-        return not (self.owners or self.pulls.num_reads or lender.num_leases or lender.num_parked)
+        return not (self.requests or self.pulls.num_reads or lender.num_leases or lender.num_parked)
 
     @property
     def phase(self) -> Phase:
         """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
-        held = self.owners or self.pulls.num_pulls or self.pulls.num_quarantined
+        held = self.requests or self.pulls.num_pulls or self.pulls.num_quarantined
         return self.front.phase(holds_anything=bool(held or self.lender.num_leases or self.lender.num_readers))
 
     def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
         """The requests of a gateway that are open here."""
-        return tuple(RequestKey(r, o.attempt) for r, o in self.owners.items() if o.gateway == peer)
+        return tuple(request.key for request in self._owned_by(peer))
 
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from an address that are not over."""
@@ -546,3 +548,12 @@ class PrefillCore:
         self.scheduler.check_invariants()
         self.pulls.check_invariants()
         self.lender.check_invariants()
+        scheduled = {PromptState.WAITING, PromptState.RUNNING, PromptState.ON_HOLD}
+        assert {r for r in self.requests.values() if r.state in scheduled} == set(self.scheduler.requests())
+        assert {r for r in self.requests.values() if r.state is PromptState.MASKED} == set(self.masked.values())
+        for request in self.requests.values():
+            assert request.state not in (PromptState.ARRIVED, PromptState.ENDED), request.story
+            offered = request.state in (PromptState.RUNNING, PromptState.COMPUTED)
+            assert self.lender.holds(request.key) == offered, request.story
+            pulled = self.prefix_pulls.of(request) is not None
+            assert pulled == (request.state is PromptState.ON_HOLD), request.story

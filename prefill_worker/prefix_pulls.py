@@ -16,7 +16,7 @@ from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages import MAX_PREFIX_BLOCKS
 from common.engine.costs import Costs
 from kv_transfer.sink import Pull
-from prefill_worker.scheduler import PrefillRequest
+from prefill_worker.request import PrefillRequest
 
 _LATENCY_S = 0.005
 """Fixed seconds of a pull, whatever its size: attach, offer, start of the read, settle."""

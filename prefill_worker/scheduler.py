@@ -7,30 +7,23 @@ beginning that the prefix cache has are shared; only the rest is allocated and c
 Pure state: it takes requests, finished steps and a time, and returns decisions. A decision costs much less than a pass
 over all waiting requests.
 
-Life cycle of a request here:
-
-    waiting ──► running ──► done        (its blocks are then held by its lease alone)
-       │        ▲  │  ▼
-       │        │  │ on hold            (the worker pulls more of its beginning from another worker)
-       └────────┴──┴──────► removed     (abort, deadline)
+The life cycle of a request is `prefill_worker.request.PROMPT_TABLE`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from common.contract.block_hashes import BlockChain, BlockHash
-from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import Prefill, PromptTimes
+from common.contract.block_hashes import BlockChain
+from common.contract.ids import RequestId, RequestKey
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from common.engine.chunked_prefill import Chunk, ChunkQueue, Urgency
 from common.engine.fair_queue import FairQueue
-from common.engine.grammar import GrammarState
 from common.engine.lazy_heap import LazyHeap
 from common.engine.trials import Trials
+from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
 from prefill_worker.room import Backlog, Horizon, TierHoldings
 
 LOOK_AHEAD = 16
@@ -42,87 +35,6 @@ SHARED_STEP_S = 0.1
 step, and so is delayed by those that came after it; longer steps do not compute faster."""
 STEPS_AHEAD = 2
 """Steps for which prompts are admitted: the next one, and one more, so that leases and pulls begin early."""
-
-
-@dataclass(slots=True, eq=False)
-class PrefillRequest:
-    """A prompt in this worker."""
-
-    work: Prefill
-    gateway: Incarnation
-    arrived: float
-    """Monotonic seconds."""
-    deadline: float
-    """Monotonic seconds at which the request's budget ends."""
-    grammar_state: GrammarState | None = None
-    """The grammar's state before the first token; None without a grammar."""
-    urgency: Urgency = (0, 0.0, 0)
-    """Set at admission: (rank of the tier, monotonic seconds by which the first token is due, admission number)."""
-    length: int = 0
-    """Uncomputed tokens when the request was last enqueued, admitted or resumed."""
-    block_hashes: Sequence[BlockHash] = ()
-    """Names of the prompt's full blocks."""
-    num_cached: int = 0
-    """Leading tokens that the prefix cache had at admission; before admission, those that it had when the request was
-    enqueued."""
-    matched: list[int] = field(default_factory=list)
-    """While the request waits: blocks of its beginning that the prefix cache had when last asked."""
-    matched_at: int = 0
-    """The pool's count of evictions when `matched` was last reset."""
-    block_table: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    """Leading tokens whose KV is in `block_table`."""
-    num_found: int = 0
-    """Those of `num_computed` that were computed for other requests: cached here, or pulled."""
-    num_passed: int = 0
-    """Later requests that were admitted while this one did not fit."""
-    started_at: float | None = None
-    """Monotonic seconds at which the first chunk was planned."""
-    held_s: float = 0.0
-    """Seconds that the request waited for prefixes to be pulled."""
-    prefix_tried: bool = False
-    """Whether the worker has already decided on a pull of the prefix."""
-
-    @property
-    def key(self) -> RequestKey:
-        """(request, attempt)."""
-        return self.work.key
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The prompt."""
-        return self.work.token_ids
-
-    @property
-    def allowed(self) -> bytes | None:
-        """Mask of the tokens that the grammar allows first; None without a grammar."""
-        return None if self.grammar_state is None else self.grammar_state.allowed
-
-    @property
-    def tier(self) -> Tier:
-        """The request's service class."""
-        return self.work.tier
-
-    @property
-    def tenant(self) -> str:
-        """The request's tenant."""
-        return self.work.tenant
-
-    def times(self, now: float) -> PromptTimes:
-        """How long the stages of this prompt took, if its first tokens are sent at `now`."""
-        assert self.started_at is not None, self.key
-        queue_s = self.started_at - self.arrived - self.held_s
-        return PromptTimes(
-            queue_s=queue_s,
-            prefix_pull_s=self.held_s,
-            prefill_s=now - self.started_at,
-            num_cached=self.num_found,
-        )
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens still to be computed. While the request waits, those that were not cached when it was enqueued."""
-        return len(self.work.token_ids) - max(self.num_computed, self.num_cached)
 
 
 class PrefillScheduler:
@@ -230,6 +142,7 @@ class PrefillScheduler:
         chain.extend(request.token_ids, len(request.token_ids))
         request.block_hashes = chain.hashes
         self._requests[request.key.request] = request
+        request.enter(PromptEvent.ENQUEUE)
         self.trials.add(request.key, request.work.suspicion)
         self._deadlines.add(request, request.deadline)
         self._enqueue(request)
@@ -248,6 +161,7 @@ class PrefillScheduler:
         assert request in self._chunks, request.key
         assert not self._chunks.in_flight(request), request.key
         self._stop(request)
+        request.enter(PromptEvent.HOLD)
         self._on_hold.add(request)
 
     def resume(self, request: PrefillRequest, num_computed: int) -> None:
@@ -256,6 +170,7 @@ class PrefillScheduler:
         assert request.num_computed <= num_computed < len(request.token_ids), (request.key, num_computed)
         assert num_computed % self._block_size == 0, (request.key, num_computed)
         self._on_hold.remove(request)
+        request.enter(PromptEvent.RESUME)
         self._name(request, request.num_computed, num_computed)
         self._num_uncomputed -= num_computed - request.num_computed
         request.num_computed = request.num_found = num_computed
@@ -264,6 +179,7 @@ class PrefillScheduler:
     def requeue(self, request: PrefillRequest) -> None:
         """Let a request on hold wait for other blocks, because a read may still write to those that it had."""
         self._on_hold.remove(request)
+        request.enter(PromptEvent.REQUEUE)
         self._num_uncomputed -= request.num_uncomputed
         self._release(request)
         self._holdings.end(request.key)
@@ -311,6 +227,7 @@ class PrefillScheduler:
             self._name(request, chunk.start, chunk.end)
             if chunk.last:
                 self._holdings.computed(request.key)
+                request.enter(PromptEvent.COMPUTE)
                 self._forget(request)
         return live
 
@@ -332,7 +249,7 @@ class PrefillScheduler:
     def remove(self, request: PrefillRequest) -> None:
         """Remove a request, whatever its state, and release its blocks. Does nothing if it is not here."""
         if self._requests.get(request.key.request) is request:
-            if request not in self._waiting:
+            if request.state is not PromptState.WAITING:
                 self._holdings.end(request.key)
             self._forget(request)
 
@@ -423,6 +340,7 @@ class PrefillScheduler:
     def _start(self, request: PrefillRequest, cached: list[int], now: float) -> None:
         """Give `request` its blocks. There must be room."""
         self._waiting.take(request, now)
+        request.enter(PromptEvent.ADMIT)
         self._backlog_waiting.change(request.tier, request.length, -request.length)
         request.matched = []
         self._pool.share(cached)
@@ -491,11 +409,14 @@ class PrefillScheduler:
         self._backlog_running.check_invariants()
         assert set(self._deadlines) <= set(places)
         for request in self._waiting:
+            assert request.state is PromptState.WAITING, request.story
             assert not request.block_table
             if request.matched_at == self._pool.num_evicted:
                 assert request.matched == self._pool.match(request.block_hashes[: len(request.matched)])
             assert request.num_computed == 0
             assert request.num_passed <= MAX_PASSED
+        assert all(request.state is PromptState.RUNNING for request in self._chunks)
+        assert all(request.state is PromptState.ON_HOLD for request in self._on_hold)
         for request in (*self._chunks, *self._on_hold):
             assert len(request.block_table) == self.blocks_for(request)
             assert 0 <= request.num_cached <= request.num_computed < len(request.token_ids)

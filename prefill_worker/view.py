@@ -33,7 +33,7 @@ def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
         number=number,
         steps=core.engine.num_steps,
         running=scheduler.num_running,
-        waiting=scheduler.num_waiting + scheduler.num_on_hold + len(core.without_mask),
+        waiting=scheduler.num_waiting + scheduler.num_on_hold + len(core.masked),
         blocks_used=core.pool.num_used,
         blocks_total=core.pool.num_blocks,
         phase=core.phase,
@@ -61,7 +61,7 @@ def counts(core: PrefillCore) -> Mapping[str, object]:
         "leases": core.lender.num_leases,
         "parked": core.lender.num_parked,
         "readers": core.lender.num_readers,
-        "requests": len(core.owners),
+        "requests": len(core.requests),
     }
 
 

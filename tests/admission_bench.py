@@ -25,7 +25,8 @@ from gateway.routing.admission import Admission
 from gateway.routing.router import Ask, Expected, Handoff, Router
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
-from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
+from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 
 TARGET_S: Final = 0.5
 HEARTBEAT_S: Final = 0.25

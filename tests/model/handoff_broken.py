@@ -15,7 +15,7 @@ from common.runtime.fence import AttemptFence
 from kv_transfer import sink as pulls
 from kv_transfer.events import Unpinned
 from kv_transfer.lease import Lease
-from kv_transfer.sink import Pull, PullState
+from kv_transfer.sink import Pull, PullEvent, PullState
 from kv_transfer.source import LeaseTable
 
 # --- what the leases and pulls of a right world go through ---------------------------------------------------------
@@ -63,9 +63,9 @@ def _note(before: str, after: str) -> None:
 class WatchedPull(Pull):
     """Notes every step of every pull."""
 
-    def _enter(self, state: PullState) -> None:
-        PULL_STEPS.add((self.state.value, state.value))
-        super()._enter(state)
+    def _enter(self, event: PullEvent) -> None:
+        PULL_STEPS.add((self.state.value, event.value))
+        super()._enter(event)
 
 
 WATCHED = Parts(table=WatchedTable, pull=WatchedPull)

@@ -36,7 +36,7 @@ def test_the_search_finds_what_is_left_out(left_out: str) -> None:
 def test_the_search_goes_through_every_step_of_a_pull() -> None:
     """Not only are the steps that are taken in the table (the pull asserts that): every one in the table is taken."""
     search(only("abort revoke", busy=True), WATCHED)
-    table = {(a.value, b.value) for a, after in sink._TRANSITIONS.items() for b in after}
+    table = {(state.value, event.value) for state, events in sink.PULL_TABLE.items() for event in events}
     assert table == PULL_STEPS
 
 

@@ -27,7 +27,7 @@ def assignments(model: str, variable: str) -> set[str]:
 
 
 def test_pulls_take_the_steps_of_the_table() -> None:
-    table = {(a.value, b.value) for a, after in sink._TRANSITIONS.items() for b in after}
+    table = {(state.value, after.value) for state, events in sink.PULL_TABLE.items() for after in events.values()}
     assert steps(MODEL, "PULL_TO") == table
 
 

@@ -20,8 +20,9 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from common.engine.chunked_prefill import Chunk
+from prefill_worker.request import PrefillRequest
 from prefill_worker.room import MOST_OF_POOL
-from prefill_worker.scheduler import MAX_PASSED, SHARED_STEP_S, PrefillRequest, PrefillScheduler
+from prefill_worker.scheduler import MAX_PASSED, SHARED_STEP_S, PrefillScheduler
 
 BLOCK_SIZE = 3
 NUM_BLOCKS = 16

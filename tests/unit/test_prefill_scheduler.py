@@ -16,7 +16,8 @@ from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from prefill_worker.scheduler import LOOK_AHEAD, MAX_PASSED, PrefillRequest, PrefillScheduler
+from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import LOOK_AHEAD, MAX_PASSED, PrefillScheduler
 
 BLOCK_SIZE = 4
 GATEWAY = Incarnation("g")

@@ -518,7 +518,7 @@ def test_a_reservation_is_for_the_whole_offer(pull: Pull) -> None:
 
 def test_a_reservation_comes_once(pull: Pull) -> None:
     pulling(pull)
-    with pytest.raises(AssertionError, match="pulling to pulling"):
+    with pytest.raises(AssertionError, match=r"reserve while pulling"):
         pull.reserve((60, 61, 62))
 
 

@@ -18,7 +18,8 @@ from common.engine.block_pool import BlockPool
 from common.engine.trials import NOTICE_S, TRIAL_S, TRIAL_TOKENS, TrialFeed, Trials
 from decode_worker.request import DecodeRequest
 from decode_worker.step import Step
-from prefill_worker.scheduler import PrefillRequest, PrefillScheduler
+from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 
 A, B, C, D = (RequestKey(RequestId(name), 1) for name in "abcd")
 GROUP, ALONE = Suspicion.GROUP, Suspicion.ALONE
