@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.runtime.clock import monotonic
 from common.runtime.config import PrefillSettings
-from common.runtime.curve import CurveKeys
-from common.runtime.peer_networks import PeerNetworks
-from common.runtime.wire_guard import guard_allocator, guard_route
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 
 
@@ -16,40 +12,12 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
     """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
     # Imported here: torch takes seconds to import, and an occupied port or a wrong path should be reported before.
     from common.engine.engine import Engine, device_of
-    from common.worker.shell import WorkerShell
-    from kv_transfer.regions import Region
-    from kv_transfer.transports import transport_maker
+    from common.worker.start import start_worker
     from prefill_worker.core import PrefillCore
 
-    settings = settings.on(device_of(settings))
-    engine = await Engine.load(settings, folder, host.progress, step_tokens=settings.chunk_size)
-    cache = engine.runner.cache
-    region = Region(
-        address=cache.address,
-        num_blocks=cache.num_blocks,
-        block_bytes=cache.layout.block_bytes,
-        device="cuda" if cache.device.type == "cuda" else "cpu",
-        device_id=cache.device.index or 0,
-    )
-    guard_allocator(region.device)
-    guard_route(settings, region.device)
-    keys = CurveKeys.load(settings.curve_keys)
-    peers = PeerNetworks.of(settings)
-    make_transport = transport_maker(
-        settings.transport,
-        region,
-        host.me,
-        settings.host,
-        keys,
-        cache.synchronize,
-        peers,
-        settings.max_registrations,
-        settings.require_rdma,
-    )
-    core = PrefillCore(settings, host.me, engine, region)
-    worker = WorkerShell(core, settings, host.me, host.server, engine, region, make_transport, monotonic)
-    await worker.start()
-    return worker
+    decided = settings.on(device_of(settings))
+    engine = await Engine.load(decided, folder, host.progress, step_tokens=decided.chunk_size)
+    return await start_worker(decided, host, engine, lambda region: PrefillCore(decided, host.me, engine, region))
 
 
 def main() -> None:

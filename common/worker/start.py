@@ -1,0 +1,48 @@
+"""Puts a worker together from its loaded engine and its core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.engine.engine import Engine
+from common.runtime.clock import monotonic
+from common.runtime.config import WorkerSettings
+from common.runtime.curve import CurveKeys
+from common.runtime.peer_networks import PeerNetworks
+from common.runtime.wire_guard import guard_allocator, guard_route
+from common.runtime.worker_host import WorkerHost
+from common.worker.shell import Core, WorkerShell
+from kv_transfer.regions import Region
+from kv_transfer.transports import transport_maker
+
+
+async def start_worker(
+    settings: WorkerSettings, host: WorkerHost, engine: Engine, make_core: Callable[[Region], Core]
+) -> WorkerShell:
+    """A worker whose transport is started. `settings.device` must not be "auto". Raises `OperatorError` or
+    `TransferError`."""
+    cache = engine.runner.cache
+    region = Region(
+        address=cache.address,
+        num_blocks=cache.num_blocks,
+        block_bytes=cache.layout.block_bytes,
+        device="cuda" if cache.device.type == "cuda" else "cpu",
+        device_id=cache.device.index or 0,
+    )
+    guard_allocator(region.device)
+    guard_route(settings, region.device)
+    make_transport = transport_maker(
+        settings.transport,
+        region,
+        host.me,
+        settings.host,
+        CurveKeys.load(settings.curve_keys),
+        cache.synchronize,
+        PeerNetworks.of(settings),
+        settings.max_registrations,
+        settings.require_rdma,
+    )
+    core = make_core(region)
+    worker = WorkerShell(core, settings, host.me, host.server, engine, region, make_transport, monotonic)
+    await worker.start()
+    return worker
