@@ -46,7 +46,6 @@ from common.contract.messages import (
     Role,
     Settle,
     Tokens,
-    Welcome,
 )
 from common.engine.batch import InvalidLogitsError, Sampled, Scored
 from common.engine.block_pool import BlockPool
@@ -60,12 +59,10 @@ from common.runtime.config import DecodeSettings
 from common.worker.agenda import Agenda
 from common.worker.events import (
     Action,
-    AskMask,
     Compute,
     DrainEnded,
     DrainWanted,
     Event,
-    ForgetMask,
     HelloReceived,
     MaskMade,
     PeerLost,
@@ -76,7 +73,9 @@ from common.worker.events import (
     Ticked,
     Work,
 )
+from common.worker.exchange import Exchange
 from common.worker.front import Front
+from common.worker.mask_asks import MaskAsks
 from decode_worker import view
 from decode_worker.answers import Answers
 from decode_worker.migration import Arrivals, Departures, pull_of
@@ -105,8 +104,6 @@ from kv_transfer.events import (
     SourceReceived,
     Unpinned,
 )
-from kv_transfer.lender import Lender
-from kv_transfer.pulls import Pulls
 from kv_transfer.regions import Region
 from kv_transfer.sink import Pull, PullState
 
@@ -162,29 +159,18 @@ class DecodeCore:
         self._agenda = Agenda(self._decide, conclude=self._reserve)
         self.scheduler = DecodeScheduler(self.pool, policy, engine.costs)
         self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
-        checksum = region.crc32 if settings.checksums else None
-        self.pulls = Pulls(
-            emit=self._agenda.emit,
-            clock=self._agenda.clock,
-            transport=settings.transport,
-            block_bytes=region.block_bytes,
-            quarantine_bound_s=settings.quarantine_bound_s,
-            read_bound_s=settings.read_bound_s,
-        )
-        self.lender = Lender(
-            emit=self._agenda.emit, clock=self._agenda.clock, find_prefix=self._find_prefix, checksum=checksum
-        )
+        self.exchange = Exchange(self._agenda, settings, region, self._find_prefix)
+        self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
         self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self.block_size)
         self.departures = Departures(
-            self.scheduler, self.pool, self.lender, self._agenda.send, checksum, self.block_size
+            self.scheduler, self.pool, self.lender, self._agenda.send, self.exchange.checksum, self.block_size
         )
         self.requests: dict[RequestId, DecodeRequest] = {}
         self.finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
         """Requests that have ended, until the gateway acknowledges it."""
         self.totals = view.Totals()
         self.answers = Answers(self._agenda, self.departures)
-        self._masks_for: dict[GrammarState, DecodeRequest | Generation] = {}
-        """Grammar states whose masks are awaited → who awaits them."""
+        self._masks: MaskAsks[DecodeRequest | Generation] = MaskAsks(self._agenda)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Decide on an event, to the end of all its consequences; returns the actions, in order. `now` is in monotonic
@@ -390,14 +376,13 @@ class DecodeCore:
             return
         assert sequence.grammar_state is not None
         self.scheduler.mask_awaited(generation)
-        self._masks_for[sequence.grammar_state] = generation
-        self._agenda.emit(
-            AskMask(sequence.sampling.grammar, sequence.grammar_state, sequence.token_ids, sequence.prompt_len)
+        self._masks.ask(
+            generation, sequence.sampling.grammar, sequence.grammar_state, sequence.token_ids, sequence.prompt_len
         )
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         """A sequence's next mask is known, or that of a local prompt's first tokens; or its grammar gave up."""
-        subject = self._masks_for.pop(state, None)
+        subject = self._masks.made(state)
         if isinstance(subject, Generation):
             self.scheduler.mask_known(subject)
             if gave_up is not None and subject.stage is not Stage.ENDED:
@@ -406,11 +391,6 @@ class DecodeCore:
             self._fail(subject, Cause.INVALID, gave_up.why)
         elif subject is not None:
             self.scheduler.want(subject, self._agenda.now)
-
-    def _forget_masks(self, request: DecodeRequest) -> None:
-        for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.generations)):
-            if state is not None and self._masks_for.pop(state, None) is not None:
-                self._agenda.emit(ForgetMask(state))
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -484,8 +464,7 @@ class DecodeCore:
         elif work.sampling.grammar is not None:
             request.enter(RequestEvent.MASK)
             state = request.grammar_state = GrammarState()
-            self._masks_for[state] = request
-            self._agenda.emit(AskMask(work.sampling.grammar, state, work.token_ids, work.prompt_len))
+            self._masks.ask(request, work.sampling.grammar, state, work.token_ids, work.prompt_len)
         else:
             self.scheduler.want(request, now)
 
@@ -617,8 +596,7 @@ class DecodeCore:
             if not request.generations:
                 state = "computing the prompt" if request.pull is None else request.pull.state.value
             self._fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {state}")
-        self.pulls.tick(now)
-        self.lender.expire(now)
+        self.exchange.tick(now)
 
     # --- the end of a request ------------------------------------------------------------------------------------
 
@@ -644,7 +622,8 @@ class DecodeCore:
         del self.requests[request.work.request]
         self.departures.forget(request)
         self.arrivals.forget(request)
-        self._forget_masks(request)
+        for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.generations)):
+            self._masks.forget(state)
         self.scheduler.forget(request, wanted=wanted)
 
     def _find(self, request: RequestId) -> DecodeRequest | None:
@@ -669,14 +648,13 @@ class DecodeCore:
     @property
     def idle(self) -> bool:
         """Whether nothing is here that a tick could end."""
-        pulls, lender = self.pulls, self.lender
-        return not (self.requests or pulls.num_reads or lender.num_leases or lender.num_parked)
+        return not self.requests and self.exchange.idle
 
     @property
     def phase(self) -> Phase:
         """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
-        held = self.requests or self.finished or self.pulls.num_pulls or self.pulls.num_quarantined
-        return self.front.phase(holds_anything=bool(held or self.lender.num_leases or self.lender.num_readers))
+        held = bool(self.requests or self.finished)
+        return self.front.phase(holds_anything=held or not self.exchange.empty)
 
     def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
         """The requests of a gateway that are open here, or wait for its acknowledgement."""
@@ -685,18 +663,6 @@ class DecodeCore:
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from an address that are not over."""
         return self.pulls.open_pulls(address)
-
-    def welcome(self, metadata: bytes) -> Welcome:
-        """This worker's message in a handshake, with its transport's metadata."""
-        return Welcome(
-            role=Role.DECODE,
-            fingerprint=self.engine.fingerprint,
-            max_sequence_tokens=min(self._config.max_sequence_tokens, self.pool.num_blocks * self.block_size),
-            transport=self.settings.transport,
-            transport_metadata=metadata,
-            open_requests=(),
-            phase=self.phase,
-        )
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
@@ -714,13 +680,12 @@ class DecodeCore:
         """Assert what must hold between any two events."""
         self.pool.check_invariants()
         self.scheduler.check_invariants()
-        self.pulls.check_invariants()
-        self.lender.check_invariants()
+        self.exchange.check_invariants()
         assert all(request.state is RequestState.FINISHED for request in self.finished.values())
         for request in self.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.generations), request.story
             assert self.scheduler.place_of(request) is (request.state if request.state in PLACES else None)
-            masked = request.grammar_state in self._masks_for
+            masked = request.grammar_state in self._masks
             assert masked == (request.state is RequestState.MASKED), request.story
             attaching = request.pull is not None and request.pull.state is PullState.ATTACHING
             assert attaching or request.state is not RequestState.ATTACHING, request.story

@@ -44,7 +44,6 @@ from common.contract.messages import (
     Role,
     Settle,
     Timings,
-    Welcome,
 )
 from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
@@ -56,12 +55,10 @@ from common.runtime.config import PrefillSettings
 from common.worker.agenda import Agenda
 from common.worker.events import (
     Action,
-    AskMask,
     Compute,
     DrainEnded,
     DrainWanted,
     Event,
-    ForgetMask,
     HelloReceived,
     MaskMade,
     PeerLost,
@@ -72,7 +69,9 @@ from common.worker.events import (
     Ticked,
     Work,
 )
+from common.worker.exchange import Exchange
 from common.worker.front import Front
+from common.worker.mask_asks import MaskAsks
 from kv_transfer.events import (
     Consequence,
     LeaseDropped,
@@ -86,8 +85,6 @@ from kv_transfer.events import (
     SourceReceived,
     Unpinned,
 )
-from kv_transfer.lender import Lender
-from kv_transfer.pulls import Pulls
 from kv_transfer.regions import Region
 from kv_transfer.sink import Pull
 from prefill_worker import view
@@ -127,7 +124,6 @@ class PrefillCore:
         checksums."""
         self.settings = settings
         self.engine = engine
-        self._checksum = region.crc32 if settings.checksums else None
         layout = engine.runner.layout
         self.block_size = layout.block_size
         self.pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
@@ -143,28 +139,15 @@ class PrefillCore:
         )
         self._agenda = Agenda(self._decide)
         self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
-        self.pulls = Pulls(
-            emit=self._agenda.emit,
-            clock=self._agenda.clock,
-            transport=settings.transport,
-            block_bytes=region.block_bytes,
-            quarantine_bound_s=settings.quarantine_bound_s,
-            read_bound_s=settings.read_bound_s,
-        )
-        self.lender = Lender(
-            emit=self._agenda.emit,
-            clock=self._agenda.clock,
-            find_prefix=self._find_prefix,
-            unattached_ttl_s=settings.unattached_ttl_s,
-            checksum=self._checksum,
-        )
+        self.exchange = Exchange(self._agenda, settings, region, self._find_prefix, settings.unattached_ttl_s)
+        self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
         self.prefix_pulls = PrefixPulls(
             me, self.block_size, layout.block_bytes, engine.costs, settings.pull_prefixes, settings.pull_patience_s
         )
         self.requests: dict[RequestId, PrefillRequest] = {}
         """Every request, from its arrival until its lease has ended."""
-        self.masked: dict[GrammarState, PrefillRequest] = {}
-        """Grammar states whose masks are awaited → requests, which wait for blocks once the mask is known."""
+        self.masks: MaskAsks[PrefillRequest] = MaskAsks(self._agenda)
+        """Requests that wait for blocks once the mask of their first tokens is known."""
         self.totals = view.Totals()
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -247,7 +230,7 @@ class PrefillCore:
             slices=[
                 prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
             ],
-            completed=[self._completed(chunk) for chunk in chunks] if self._checksum is not None else (),
+            completed=[self._completed(chunk) for chunk in chunks] if self.exchange.checksum is not None else (),
             scored=True,
             noticed=self.front.tell_turn(),
         )
@@ -268,7 +251,8 @@ class PrefillCore:
         self.lender.open(request.key, request.block_table, request.deadline)
         num_ready = request.num_computed // self.block_size
         if num_ready:
-            checksums = () if self._checksum is None else self._checksum(request.block_table[:num_ready])
+            checksum = self.exchange.checksum
+            checksums = () if checksum is None else checksum(request.block_table[:num_ready])
             self.lender.blocks_ready(request.key.request, num_ready, checksums)
 
     def _on_step_ended(self, ended: StepEnded) -> None:
@@ -345,7 +329,7 @@ class PrefillCore:
             self.front.refuse(gateway, work.key, Cause.TOO_LARGE, message)
         elif self.front.draining:
             self.front.refuse(gateway, work.key, Cause.DRAINING, "this prefill worker takes no new work")
-        elif self.scheduler.full(len(self.masked)) and not work.admitted:
+        elif self.scheduler.full(len(self.masks)) and not work.admitted:
             message = f"{self.scheduler.num_waiting} requests waiting already"
             self.front.refuse(gateway, work.key, Cause.CAPACITY, message)
         else:
@@ -356,13 +340,12 @@ class PrefillCore:
             else:
                 request.enter(PromptEvent.MASK)
                 state = request.grammar_state = GrammarState()
-                self.masked[state] = request
-                self._agenda.emit(AskMask(work.sampling.grammar, state, work.token_ids, work.prompt_len))
+                self.masks.ask(request, work.sampling.grammar, state, work.token_ids, work.prompt_len)
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         """The mask of a request's first tokens is known, or its grammar gave up: the request waits for blocks, or
         fails."""
-        request = self.masked.pop(state, None)
+        request = self.masks.made(state)
         if request is not None and gave_up is not None:
             self._fail(request, Cause.INVALID, gave_up.why)
         elif request is not None:
@@ -449,11 +432,10 @@ class PrefillCore:
 
     def _on_tick(self) -> None:
         now = self._agenda.now
-        self.lender.expire(now)
-        self.pulls.tick(now)
+        self.exchange.tick(now)
         for prefix in self.prefix_pulls.overdue(now):
             self.pulls.abandon(prefix.pull, Cause.DEADLINE, "pulling the prefix took too long")
-        overdue = [request for request in self.masked.values() if request.deadline <= now]
+        overdue = [request for request in self.masks.subjects() if request.deadline <= now]
         for request in (*overdue, *self.scheduler.expired(now)):
             state = "computing the prompt" if request.block_table else "waiting for the prefill worker"
             self._fail(request, Cause.DEADLINE, f"the request's time ran out while {state}")
@@ -467,9 +449,7 @@ class PrefillCore:
     def _end(self, request: PrefillRequest, cause: Cause, message: str) -> None:
         """Release whatever the request holds here: its place in the queue, its blocks, its pull, its lease."""
         del self.requests[request.key.request]
-        if request.state is PromptState.MASKED and request.grammar_state is not None:
-            del self.masked[request.grammar_state]
-            self._agenda.emit(ForgetMask(request.grammar_state))
+        self.masks.forget(request.grammar_state)
         prefix = self.prefix_pulls.of(request)
         self.scheduler.remove(request)
         request.enter(PromptEvent.END)
@@ -500,14 +480,12 @@ class PrefillCore:
     @property
     def idle(self) -> bool:
         """Whether nothing is here that a tick could end."""
-        lender = self.lender
-        return not (self.requests or self.pulls.num_reads or lender.num_leases or lender.num_parked)
+        return not self.requests and self.exchange.idle
 
     @property
     def phase(self) -> Phase:
         """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
-        held = self.requests or self.pulls.num_pulls or self.pulls.num_quarantined
-        return self.front.phase(holds_anything=bool(held or self.lender.num_leases or self.lender.num_readers))
+        return self.front.phase(holds_anything=bool(self.requests) or not self.exchange.empty)
 
     def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
         """The requests of a gateway that are open here."""
@@ -516,19 +494,6 @@ class PrefillCore:
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from an address that are not over."""
         return self.pulls.open_pulls(address)
-
-    def welcome(self, metadata: bytes) -> Welcome:
-        """This worker's message in a handshake, with its transport's metadata."""
-        config = self.engine.runner.config
-        return Welcome(
-            role=Role.PREFILL,
-            fingerprint=self.engine.fingerprint,
-            max_sequence_tokens=min(config.max_sequence_tokens, self.pool.num_blocks * self.block_size),
-            transport=self.settings.transport,
-            transport_metadata=metadata,
-            open_requests=(),
-            phase=self.phase,
-        )
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
@@ -546,11 +511,10 @@ class PrefillCore:
         """Assert what must hold between any two events."""
         self.pool.check_invariants()
         self.scheduler.check_invariants()
-        self.pulls.check_invariants()
-        self.lender.check_invariants()
+        self.exchange.check_invariants()
         scheduled = {PromptState.WAITING, PromptState.RUNNING, PromptState.ON_HOLD}
         assert {r for r in self.requests.values() if r.state in scheduled} == set(self.scheduler.requests())
-        assert {r for r in self.requests.values() if r.state is PromptState.MASKED} == set(self.masked.values())
+        assert {r for r in self.requests.values() if r.state is PromptState.MASKED} == set(self.masks.subjects())
         for request in self.requests.values():
             assert request.state not in (PromptState.ARRIVED, PromptState.ENDED), request.story
             offered = request.state in (PromptState.RUNNING, PromptState.COMPUTED)

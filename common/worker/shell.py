@@ -80,9 +80,6 @@ class Core(Protocol):
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from an address that are not over."""
 
-    def welcome(self, metadata: bytes) -> Welcome:
-        """This worker's message in a handshake, with its transport's metadata."""
-
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
 
@@ -285,7 +282,18 @@ class WorkerShell:
 
     def welcome(self) -> Welcome:
         """This worker's message in a handshake."""
-        return self.core.welcome(self._transfers.metadata)
+        runner = self._engine.runner
+        return Welcome(
+            role=self.core.role,
+            fingerprint=self._engine.fingerprint,
+            max_sequence_tokens=min(
+                runner.config.max_sequence_tokens, runner.cache.num_blocks * runner.layout.block_size
+            ),
+            transport=self._settings.transport,
+            transport_metadata=self._transfers.metadata,
+            open_requests=(),
+            phase=self.core.phase,
+        )
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
