@@ -75,7 +75,7 @@ def measure(workload: str, reserve: float, num_requests: int, seed: int, warm_up
         if finished < warm_up:
             counted["finished_at_start"] = finished
             counted["preempted_at_start"] = scheduler.num_swapped + scheduler.num_recomputed
-        elif len(scheduler._waiting) > 0:  # while demand exceeds the cache
+        elif len(scheduler._entrance.waiting) > 0:  # while demand exceeds the cache
             counted["steps"] += 1
             counted["blocks"] += pool.num_used
             counted["waiting"] = scheduler.num_swapped + scheduler.num_recomputed

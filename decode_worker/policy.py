@@ -25,3 +25,7 @@ class Policy:
     preempt_by: Literal["cost", "swap", "recompute"] = "cost"
     ageing_s: float = 30.0
     ttft_target_s: Callable[[Tier], float] = lambda tier: 1.0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)

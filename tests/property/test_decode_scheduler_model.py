@@ -221,10 +221,10 @@ class Traffic:
 
     def sort_out_local(self) -> None:
         """Prompts computed here come and (when they are preempted) go by themselves."""
-        for request in [r for r in self.waiting if r in self.scheduler._prompts]:
+        for request in [r for r in self.waiting if r in self.scheduler._prompts.of_requests]:
             self.waiting.remove(request)
             self.computing.append(request)
-        for request in [r for r in self.computing if r not in self.scheduler._prompts]:
+        for request in [r for r in self.computing if r not in self.scheduler._prompts.of_requests]:
             self.computing.remove(request)
             self.waiting.append(request)
 
@@ -471,7 +471,7 @@ class Traffic:
         references.update(block for blocks in self.lent for block in blocks)
         references.update(block for generation in alive for block in generation.sequence.block_table)
         references.update(block for request in (*self.pulling, *self.computing) for block in request.fork_blocks)
-        references.update(block for p in self.scheduler._prompts.values() for block in p.block_table)
+        references.update(block for p in self.scheduler._prompts.of_requests.values() for block in p.block_table)
         references.update(block for copy in self.scheduler._copies for block in copy)
         counted = {block: self.pool.ref_count(block) for block in range(self.pool.num_blocks)}
         assert counted == {block: references[block] for block in range(self.pool.num_blocks)}, (
