@@ -37,8 +37,8 @@ from benchmarks.models import llama_15m
 from benchmarks.record import record
 from common.engine.batch import Sampled
 from common.engine.block_pool import BlockPool
-from common.engine.costs import Costs
 from common.engine.runner import ModelRunner, load_runner
+from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step

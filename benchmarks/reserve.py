@@ -14,7 +14,7 @@ import random
 from benchmarks.driver import Arrival, Driver, Modelled, Timing
 from benchmarks.record import record
 from common.engine.block_pool import BlockPool
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step

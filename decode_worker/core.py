@@ -49,13 +49,13 @@ from common.contract.messages import (
 )
 from common.engine.batch import InvalidLogitsError, Sampled, Scored
 from common.engine.block_pool import BlockPool
-from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.prompt import first_tokens
 from common.engine.sequence import finish_reason
-from common.engine.trials import TRIAL_TOKENS
 from common.runtime.config import DecodeSettings
+from common.scheduling.chunked_prefill import Chunk
+from common.scheduling.trials import TRIAL_TOKENS
 from common.worker.agenda import Agenda
 from common.worker.events import (
     Action,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from common.engine.costs import Costs
-from common.engine.fair_queue import FairQueue
-from common.engine.lazy_heap import LazyHeap
+from common.scheduling.costs import Costs
+from common.scheduling.fair_queue import FairQueue
+from common.scheduling.lazy_heap import LazyHeap
 from decode_worker.admission import Admission, Newcomer, rank_of
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
-from common.engine.chunked_prefill import Chunk, ChunkQueue
-from common.engine.costs import Costs
-from common.engine.lazy_heap import LazyHeap
+from common.scheduling.chunked_prefill import Chunk, ChunkQueue
+from common.scheduling.costs import Costs
+from common.scheduling.lazy_heap import LazyHeap
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 

@@ -22,10 +22,10 @@ from collections.abc import Sequence as Seq
 from common.contract.block_hashes import BlockHash
 from common.contract.messages import Decode, Tokens
 from common.engine.block_pool import BlockPool
-from common.engine.chunked_prefill import Chunk
-from common.engine.costs import Costs
 from common.engine.sequence import Sequence
-from common.engine.trials import Trials
+from common.scheduling.chunked_prefill import Chunk
+from common.scheduling.costs import Costs
+from common.scheduling.trials import Trials
 from decode_worker.admission import Admission, rank_of
 from decode_worker.entrance import Entrance, Reservation
 from decode_worker.local_prompts import LocalPrompts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.engine.batch import Sample, Slice
-from common.engine.chunked_prefill import Chunk
 from common.engine.prompt import prompt_slice
+from common.scheduling.chunked_prefill import Chunk
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
 from decode_worker.request import Generation
 

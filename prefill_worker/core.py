@@ -47,11 +47,11 @@ from common.contract.messages import (
 )
 from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
-from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
 from common.runtime.config import PrefillSettings
+from common.scheduling.chunked_prefill import Chunk
 from common.worker.agenda import Agenda
 from common.worker.events import (
     Action,

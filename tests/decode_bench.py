@@ -13,7 +13,7 @@ from common.contract.messages import Decode, FinishReason, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
 from decode_worker.entrance import Reservation
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation

@@ -41,8 +41,8 @@ from common.contract.messages import (
 )
 from common.contract.sampling import SamplingParams
 from common.engine.batch import SampledToken, Slice
-from common.engine.costs import Costs
 from common.runtime.config import DecodeSettings
+from common.scheduling.costs import Costs
 from common.worker.events import Ticked
 from common.worker.shell import WorkerShell
 from decode_worker.core import DecodeCore

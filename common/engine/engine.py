@@ -17,11 +17,11 @@ import torch
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
 from common.engine.batch import Sampled, Scored, Slice
-from common.engine.costs import Costs
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
 from common.runtime.config import DeviceType, WorkerSettings
 from common.runtime.daemon_threads import DaemonThreads
+from common.scheduling.costs import Costs
 
 log = logging.getLogger(__name__)
 

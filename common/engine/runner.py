@@ -21,7 +21,6 @@ from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.backend import Backend
 from common.engine.batch import Sample, Sampled, Scored, Slice
-from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
 from common.engine.cpu_attention import CpuAttention
 from common.engine.grammar import Grammars
 from common.engine.graphs import DecodeGraphs
@@ -37,6 +36,7 @@ from common.engine.ragged import Rows
 from common.engine.sampler import Choice, choose
 from common.engine.warm_up import decode_batches, few_rows
 from common.engine.weights import Progress, load_weights, resolve_dtype
+from common.scheduling.costs import MIN_OBSERVED_TOKENS, Costs
 
 _log = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from common.contract.messages import Heartbeat, Hello, Message, Phase, Role, Wel
 from common.engine.engine import Engine, Started
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.masks import Masks
-from common.engine.trials import NOTICE_S
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import WorkerSettings
 from common.runtime.counting import step_tokens
 from common.runtime.probes import counter
+from common.scheduling.trials import NOTICE_S
 from common.worker.agenda import Inbox
 from common.worker.events import (
     Action,

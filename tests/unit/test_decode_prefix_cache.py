@@ -8,7 +8,7 @@ import pytest
 from decode_bench import EAGER, Bench, request, tokens
 
 from common.contract.tiers import Tier
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
 from decode_worker.request import DecodeRequest
 from decode_worker.step import Step
 

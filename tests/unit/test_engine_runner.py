@@ -20,7 +20,6 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
-from common.engine.costs import Costs
 from common.engine.engine import Engine, device_of
 from common.engine.host_swap import Copy, HostSwap
 from common.engine.native.backend import NativeBackend
@@ -28,6 +27,7 @@ from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
 from common.engine.token_counts import token_counts
 from common.runtime.checkpoint import weights_hash
 from common.runtime.config import DecodeSettings, WorkerSettings
+from common.scheduling.costs import Costs
 
 torch.set_num_threads(1)
 
