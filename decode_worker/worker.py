@@ -55,7 +55,7 @@ from common.contract.messages import (
     Welcome,
 )
 from common.contract.tiers import by_tier
-from common.engine.batch import InvalidLogitsError, Sampled, Scored
+from common.engine.batch import Chosen, InvalidLogitsError, Sampled, Scored, Slice
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
 from common.engine.chunked_prefill import Chunk
@@ -72,6 +72,7 @@ from common.runtime.counting import step_tokens
 from common.runtime.fence import AttemptFence
 from common.runtime.logs import about
 from common.runtime.probes import counter, gauge
+from decode_worker.columns import DecodeColumns, Decoding
 from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
@@ -102,6 +103,8 @@ class _InFlight:
     number: int
     """The block pool's number of the step."""
     step: Step
+    decoding: Decoding | None
+    """The decodes of the step; None if it has none."""
     submitted: asyncio.Future[Started]
     """The engine's future of the step."""
 
@@ -165,6 +168,7 @@ class DecodeWorker:
         self._trial_feed = TrialFeed(self._scheduler.trials, self._gateway_of, server.send)
         self._masks = Masks(engine.runner.grammars)
         self._report = StepReport()
+        self._columns = DecodeColumns(self._config.max_sequence_tokens, self._config.eos_token_ids)
         self._draining = False
         self._fence = AttemptFence(clock)
         self._requests: dict[RequestId, DecodeRequest] = {}
@@ -220,16 +224,24 @@ class DecodeWorker:
                     await self._finish(before)
                     before = None
                 continue
-            slices = step.slices(step_before)  # before the first await: an abort takes a sequence's blocks
+            slices, decoding = self._input(step, step_before)  # before the first await: an abort takes blocks
             await self._tell_whose_turn_it_is()
             self._steps_ahead += before is not None
-            submitted = self._engine.submit(slices, step.copies, step.swap_outs, step.swap_ins)
+            decodes = None if decoding is None else decoding.decodes
+            submitted = self._engine.submit(slices, step.copies, step.swap_outs, step.swap_ins, decodes)
             if before is not None:
                 await self._finish(before)
-            before = _InFlight(number, step, submitted)
+            before = _InFlight(number, step, decoding, submitted)
             if not self._may_run_ahead(step):
                 await self._finish(before)
                 before = None
+
+    def _input(self, step: Step, before: Step | None) -> tuple[list[Slice], Decoding | None]:
+        """The input of the engine. `before` is the step that still runs."""
+        decoding = None
+        if step.decodes:
+            decoding = self._columns.decoding(step.decodes, () if before is None else before.decodes)
+        return step.slices(), decoding
 
     def _may_run_ahead(self, step: Step) -> bool:
         """Whether the next step is planned, and handed to the engine, while this one runs."""
@@ -243,6 +255,8 @@ class DecodeWorker:
         step = in_flight.step
         self._step_tokens.observe(len(step.decodes) + sum(chunk.end - chunk.start for chunk in step.chunks))
         asked = any(chunk.prompt.request.work.prompt_logprobs is not None for chunk in step.chunks)
+        if in_flight.decoding is not None:
+            self._decoded(step, in_flight.decoding, self._engine.chosen(in_flight.submitted))
         self._after_step(step, outcomes, self._engine.scores(in_flight.submitted) if asked else ())
 
     async def _rest(self) -> None:
@@ -557,13 +571,23 @@ class DecodeWorker:
         self._reserve()
         self._wake.set()
 
-    def _after_step(self, step: Step, outcomes: Sequence[tuple[Sampled, ...]], scores: Sequence[Scored] = ()) -> None:
-        """Process a step's outcomes. `scores` is empty if no chunk asked for prompt log probabilities."""
-        for generation, (outcome,) in zip(step.decodes, outcomes, strict=False):
+    def _decoded(self, step: Step, decoding: Decoding, chosen: Chosen) -> None:
+        """Process the tokens of a step's decodes."""
+        num_appended, others = decoding.append(chosen, self._report)
+        self._generation_tokens += num_appended
+        for index in others:
+            generation = step.decodes[index]
             if self._scheduler.is_running(generation):
-                self._advance(generation, outcome)
-        sampled = dict(zip(map(id, step.chunks), outcomes[len(step.decodes) :], strict=True))
-        scored = dict(zip(map(id, step.chunks), scores[len(step.decodes) :], strict=False))
+                self._advance(generation, chosen.outcome(index))
+        if self._scheduler.trials:
+            for generation in step.decodes:
+                self._end_trial(generation.request)
+
+    def _after_step(self, step: Step, outcomes: Sequence[tuple[Sampled, ...]], scores: Sequence[Scored] = ()) -> None:
+        """Process the outcomes of a step's chunks. `scores` is empty if none of them asked for prompt log
+        probabilities."""
+        sampled = dict(zip(map(id, step.chunks), outcomes, strict=True))
+        scored = dict(zip(map(id, step.chunks), scores, strict=False))
         for chunk in self._scheduler.chunks_done(step.chunks):
             num_tokens = chunk.end - chunk.start
             if chunk.prompt.generation is None:
@@ -636,9 +660,8 @@ class DecodeWorker:
         generation.append(outcome.token_id, outcome.logprobs, reason)
         self._generation_tokens += 1
         self._send_tokens(generation)
-        request, trials = generation.request, self._scheduler.trials
-        if trials and request.key in trials and request.num_new >= TRIAL_TOKENS:
-            trials.discard(request.key)
+        request = generation.request
+        self._end_trial(request)
         if reason is not None:
             took_s = self._clock() - generation.began
             self._sequence_s += (took_s - self._sequence_s) * (_SEQUENCE_WEIGHT if self._sequence_s else 1.0)
@@ -646,6 +669,12 @@ class DecodeWorker:
             self._finish_if_ended(request)
         if sequence.grammar_state is not None:
             self._ask_mask(generation)
+
+    def _end_trial(self, request: DecodeRequest) -> None:
+        """End the trial of a request that has shown, by enough tokens, that it does no harm."""
+        trials = self._scheduler.trials
+        if trials and request.key in trials and request.num_new >= TRIAL_TOKENS:
+            trials.discard(request.key)
 
     def _send_tokens(self, generation: Generation) -> None:
         """Send the tokens that the gateway has not been sent: with the step's others if there is one, and nothing else

@@ -17,7 +17,7 @@ from common.contract.ids import Incarnation, RequestKey, new_incarnation, new_re
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Decode, Role, Source
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Slice
+from common.engine.batch import Decodes, Slice
 from common.engine.engine import Engine
 from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.runtime.channel import ControlServer
@@ -57,14 +57,14 @@ class HeldRunner:
             self._num_free_steps = math.inf
             self._changed.notify_all()
 
-    def submit(self, slices: Sequence[Slice]) -> Submitted:
+    def submit(self, slices: Sequence[Slice], decodes: Decodes | None = None) -> Submitted:
         with self._changed:
             if self._num_free_steps < 1:
                 self.in_step.set()
                 assert self._changed.wait_for(lambda: self._num_free_steps >= 1, 30)
                 self.in_step.clear()
             self._num_free_steps -= 1
-        return self._runner.submit(slices)
+        return self._runner.submit(slices, decodes)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ import torch
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
-from common.engine.batch import Sampled, Scored, Slice
+from common.engine.batch import Chosen, Decodes, Sampled, Scored, Slice
 from common.engine.costs import Costs
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
@@ -169,8 +169,9 @@ class Engine:
         copies: Sequence[tuple[int, int]] = (),
         swap_outs: Sequence[tuple[int, int]] = (),
         swap_ins: Sequence[tuple[int, int]] = (),
+        decodes: Decodes | None = None,
     ) -> asyncio.Future[Started]:
-        """Submit one step: copy, swap out, swap in, and compute `slices` (possibly none), in this order.
+        """Submit one step: copy, swap out, swap in, and compute `decodes` and `slices` (possibly none), in this order.
 
         Pairs are (from, to): blocks for `copies`, (block, host slot) for `swap_outs`, (host slot, block) for
         `swap_ins`. So one step can swap KV out and in again, and can swap into a block that it swaps out. Steps run in
@@ -184,7 +185,7 @@ class Engine:
                 self.runner.copy_block(source, destination)
             self.runner.swap_out(swap_outs)
             self.runner.swap_in(swap_ins)
-            submitted = self.runner.submit(slices)
+            submitted = self.runner.submit(slices, decodes)
             return Started(begin, time.perf_counter(), submitted)
 
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
@@ -204,6 +205,11 @@ class Engine:
         self._last_end = end
         self.num_steps += 1
         return outcomes
+
+    @staticmethod
+    def chosen(step: asyncio.Future[Started]) -> Chosen:
+        """The results of a step's decodes, then of its slices' samples. `outcomes` of the step must have returned."""
+        return step.result().submitted.chosen()
 
     @staticmethod
     def scores(step: asyncio.Future[Started]) -> list[Scored]:
