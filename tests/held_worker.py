@@ -6,7 +6,6 @@ import asyncio
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from common.contract.messages import Decode, Role, Source
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Decodes, Slice
 from common.engine.engine import Engine
+from common.engine.engine_thread import EngineThread
 from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.runtime.channel import ControlServer
 from common.runtime.checkpoint import config_hash, weights_hash
@@ -71,10 +71,9 @@ class HeldRunner:
 async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tuple[Any, HeldRunner, str, str]]:
     """A worker in this process: (worker, its runner, its address, its incarnation)."""
     me = new_incarnation()
-    executor = ThreadPoolExecutor(max_workers=1)
     held = HeldRunner(load_runner(folder, kv_cache_bytes=8 * 2**20, block_size=16))
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=held.layout)
-    engine = Engine(executor, held, fingerprint)  # type: ignore[arg-type]
+    engine = Engine(EngineThread("engine"), held, fingerprint)  # type: ignore[arg-type]
     cache = held.cache
     region = Region(address=cache.address, num_blocks=cache.num_blocks, block_bytes=cache.layout.block_bytes)
     maker = transport_maker("zmq", region, me, "127.0.0.1")

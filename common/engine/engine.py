@@ -7,8 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
 from common.engine.batch import Chosen, Decodes, Sampled, Scored, Slice
 from common.engine.costs import Costs
+from common.engine.engine_thread import EngineThread
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
 from common.runtime.config import DeviceType, WorkerSettings
@@ -50,13 +51,13 @@ class Engine:
 
     def __init__(
         self,
-        executor: ThreadPoolExecutor,
+        thread: EngineThread,
         runner: ModelRunner,
         fingerprint: Fingerprint,
         costs: Costs | None = None,
     ) -> None:
-        self._executor = executor
-        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="waiter")
+        self._thread = thread
+        self._waiter = EngineThread("waiter")
         """Waits for a GPU while the engine's thread submits the next step. Without a GPU this starts no thread."""
         self.runner = runner
         self.fingerprint = fingerprint
@@ -88,15 +89,15 @@ class Engine:
         tokens. `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs`
         decode tokens become CUDA graphs; 0 makes none. Raises `OperatorError`.
         """
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        return await asyncio.get_running_loop().run_in_executor(
-            executor, cls._load, executor, settings, folder, progress, step_tokens, swap_bytes, graph_seqs
+        thread = EngineThread("engine")
+        return await thread.run(
+            partial(cls._load, thread, settings, folder, progress, step_tokens, swap_bytes, graph_seqs)
         )
 
     @classmethod
     def _load(
         cls,
-        executor: ThreadPoolExecutor,
+        thread: EngineThread,
         settings: WorkerSettings,
         folder: Path,
         progress: Callable[[int, int], None],
@@ -135,7 +136,7 @@ class Engine:
         )
         if runner.num_host_blocks:
             log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
-        return cls(executor, runner, fingerprint, costs)
+        return cls(thread, runner, fingerprint, costs)
 
     @staticmethod
     def _load_runner(
@@ -188,7 +189,7 @@ class Engine:
             submitted = self.runner.submit(slices, decodes)
             return Started(begin, time.perf_counter(), submitted)
 
-        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return self._thread.run(work)
 
     async def outcomes(self, step: asyncio.Future[Started]) -> list[tuple[Sampled, ...]]:
         """Wait for the end of a step and return its outcomes; see `Submitted.outcomes`. Counts the step as finished."""
@@ -197,7 +198,7 @@ class Engine:
         if started.submitted.done:
             outcomes = started.submitted.outcomes()
         else:
-            outcomes = await asyncio.get_running_loop().run_in_executor(self._waiter, started.submitted.outcomes)
+            outcomes = await self._waiter.run(started.submitted.outcomes)
             end = time.perf_counter()
         # A step that was submitted while another one ran on the GPU began when that one ended.
         self.last_step_s = end - max(started.begin, self._last_end)
@@ -223,9 +224,9 @@ class Engine:
     def call(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
         """Run `work` on the engine's thread, after everything submitted before and before everything submitted
         later."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return self._thread.run(work)
 
     def close(self) -> None:
         """End the threads once the steps in flight are over."""
-        self._executor.shutdown(wait=True)
-        self._waiter.shutdown(wait=True)
+        self._thread.close()
+        self._waiter.close()
