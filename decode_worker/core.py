@@ -47,7 +47,7 @@ from common.contract.messages import (
     Settle,
     Tokens,
 )
-from common.engine.batch import InvalidLogitsError, Sampled, Scored
+from common.engine.batch import Chosen, InvalidLogitsError, Sampled, Scored
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
@@ -78,6 +78,7 @@ from common.worker.front import Front
 from common.worker.mask_asks import MaskAsks
 from decode_worker import view
 from decode_worker.answers import Answers
+from decode_worker.columns import DecodeColumns, Decoding
 from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import (
@@ -128,6 +129,8 @@ class _Planned:
     number: int
     """The block pool's number of the step."""
     step: Step
+    decoding: Decoding | None
+    """The step's decodes; None if it has none."""
 
 
 class DecodeCore:
@@ -165,6 +168,7 @@ class DecodeCore:
         self.departures = Departures(
             self.scheduler, self.pool, self.lender, self._agenda.send, self.exchange.checksum, self.block_size
         )
+        self._columns = DecodeColumns(self._config.max_sequence_tokens, self._config.eos_token_ids)
         self.requests: dict[RequestId, DecodeRequest] = {}
         self.finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
         """Requests that have ended, until the gateway acknowledges it."""
@@ -247,9 +251,13 @@ class DecodeCore:
         if step.empty:
             self.pool.step_finished(number)
             return False
+        decoding = None
+        if step.decodes:
+            decoding = self._columns.decoding(step.decodes, () if step_before is None else step_before.decodes)
         work = Work(
-            step=_Planned(number, step),
-            slices=step.slices(step_before),
+            step=_Planned(number, step, decoding),
+            slices=step.slices(),
+            decodes=None if decoding is None else decoding.decodes,
             copies=step.copies,
             swap_outs=step.swap_outs,
             swap_ins=step.swap_ins,
@@ -264,13 +272,11 @@ class DecodeCore:
         planned: _Planned = ended.work.step
         self.totals.block_steps += self.pool.num_used
         self.pool.step_finished(planned.number)
-        step, outcomes = planned.step, ended.outcomes
-        num_decodes = len(step.decodes)
-        for generation, (outcome,) in zip(step.decodes, outcomes, strict=False):
-            if self.scheduler.is_running(generation):
-                self._advance(generation, outcome)
-        sampled = dict(zip(map(id, step.chunks), outcomes[num_decodes:], strict=True))
-        scored = dict(zip(map(id, step.chunks), ended.scores[num_decodes:], strict=False))
+        step = planned.step
+        if planned.decoding is not None and ended.chosen is not None:
+            self._decoded(step, planned.decoding, ended.chosen)
+        sampled = dict(zip(map(id, step.chunks), ended.outcomes, strict=True))
+        scored = dict(zip(map(id, step.chunks), ended.scores, strict=False))
         for chunk in self.scheduler.chunks_done(step.chunks):
             if self._chunk_done(chunk, scored.get(id(chunk))) and chunk.last:
                 self._computed(chunk.prompt, sampled[id(chunk)])
@@ -281,6 +287,24 @@ class DecodeCore:
         if not self.pool.num_in_flight:
             self.departures.cut()
         self.front.tell_cache()
+
+    def _decoded(self, step: Step, decoding: Decoding, chosen: Chosen) -> None:
+        """Process the tokens of a step's decodes."""
+        num_appended, others = decoding.append(chosen, self.answers.step)
+        self.totals.generated += num_appended
+        for index in others:
+            generation = step.decodes[index]
+            if self.scheduler.is_running(generation):
+                self._advance(generation, chosen.outcome(index))
+        if self.scheduler.trials:
+            for generation in step.decodes:
+                self._end_trial(generation.request)
+
+    def _end_trial(self, request: DecodeRequest) -> None:
+        """End the trial of a request that has shown, by enough tokens, that it does no harm."""
+        trials = self.scheduler.trials
+        if trials and request.key in trials and request.num_new >= TRIAL_TOKENS:
+            trials.discard(request.key)
 
     def _chunk_done(self, chunk: Chunk[LocalPrompt], scored: Scored | None) -> bool:
         """Account for a chunk, and send the prompt's log probabilities if the request asked for them. Returns whether
@@ -342,9 +366,8 @@ class DecodeCore:
         generation.append(outcome.token_id, outcome.logprobs, reason)
         self.totals.generated += 1
         self.answers.tokens(generation)
-        request, trials = generation.request, self.scheduler.trials
-        if trials and request.key in trials and request.num_new >= TRIAL_TOKENS:
-            trials.discard(request.key)
+        request = generation.request
+        self._end_trial(request)
         if reason is not None:
             self.totals.sequence_ended(self._agenda.now - generation.began)
             self.scheduler.remove(generation)

@@ -221,7 +221,7 @@ class WorkerShell:
     async def _submit(self, work: Work) -> _InFlight:
         if work.noticed:
             await asyncio.sleep(NOTICE_S)
-        submitted = self._engine.submit(work.slices, work.copies, work.swap_outs, work.swap_ins)
+        submitted = self._engine.submit(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
         checksums = None
         if work.completed:  # computed before another step begins
             checksums = self._engine.call(lambda: [self._region.crc32(blocks) for blocks in work.completed])
@@ -232,9 +232,11 @@ class WorkerShell:
         work = step.work
         outcomes = await self._engine.outcomes(step.submitted)
         checksums = () if step.checksums is None else await step.checksums
+        chosen = None if work.decodes is None else self._engine.chosen(step.submitted)
         scores = self._engine.scores(step.submitted) if work.scored else ()
-        self._step_tokens.observe(sum(len(each.token_ids) for each in work.slices))
-        self._inbox.put(StepEnded(work, outcomes, scores, checksums, self._engine.last_step_s))
+        num_decodes = 0 if work.decodes is None else len(work.decodes)
+        self._step_tokens.observe(num_decodes + sum(len(each.token_ids) for each in work.slices))
+        self._inbox.put(StepEnded(work, chosen, outcomes, scores, checksums, self._engine.last_step_s))
 
     async def _tick_loop(self) -> None:
         while True:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from slow_slices import decode_slices, slices_of
 from step_tokens import handles
 
 from common.contract.block_hashes import BlockChain
@@ -24,8 +25,10 @@ from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import BlocksReady, Decode, FinishReason, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
+from common.engine.batch import Slice
 from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
+from decode_worker.columns import DecodeColumns
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, Stage
 from decode_worker.scheduler import DecodeScheduler
@@ -100,6 +103,7 @@ class Traffic:
 
     def __init__(self, choose: Choose) -> None:
         self.pick = choose
+        self.columns = DecodeColumns(MAX_SEQUENCE_TOKENS, ())
         self.policy = Policy(
             block_size=BLOCK_SIZE,
             max_num_seqs=self.pick([1, 2, 4]),
@@ -309,7 +313,7 @@ class Traffic:
             return
         self.num_in_vain = 0
         self.num_ahead += len(self.in_flight)
-        slices = step.slices(before)
+        slices = self.decode_slices(step, before)
         writes = []
         for g, each in zip(step.decodes, slices, strict=False):
             tokens = list(g.sequence.token_ids)
@@ -331,6 +335,24 @@ class Traffic:
         for write in writes:
             assert self.pool.ref_count(write.block) == 1, "a step writes to a block that others read"
         self.in_flight.append(InFlight(number, step, writes))
+
+    def decode_slices(self, step: Step, before: Step | None) -> list[Slice]:
+        """The decodes as the engine gets them."""
+        if not step.decodes:
+            return []
+        decodes = [] if before is None else before.decodes
+        slices = slices_of(self.columns.decoding(step.decodes, decodes).decodes)
+        self.columns.check_invariants()
+        for each, expected in zip(slices, decode_slices(step.decodes, decodes), strict=True):
+            assert list(each.block_table[: len(expected.block_table)]) == list(expected.block_table)
+            assert not any(each.block_table[len(expected.block_table) :])
+            assert (each.start, each.follows, each.samples[0].position) == (
+                expected.start,
+                expected.follows,
+                expected.samples[0].position,
+            )
+            assert each.follows is not None or list(each.token_ids) == list(expected.token_ids)
+        return slices
 
     def run_step(self) -> None:
         """The device does the copies, the swaps, then computes each token from those before it."""

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.engine import Engine, device_of
+from common.engine.engine_thread import EngineThread
 from common.engine.host_swap import Copy, HostSwap
 from common.engine.native.backend import NativeBackend
 from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
@@ -98,7 +98,7 @@ def swapping(runner: ModelRunner, request: pytest.FixtureRequest) -> ModelRunner
 @pytest.fixture
 def engine(runner: ModelRunner) -> Iterator[Engine]:
     fingerprint = Fingerprint(config_hash="config", weights_hash="weights", layout=runner.layout)
-    engine = Engine(ThreadPoolExecutor(max_workers=1), runner, fingerprint)
+    engine = Engine(EngineThread("engine"), runner, fingerprint)
     yield engine
     engine.close()
 

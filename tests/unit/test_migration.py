@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from migration_bench import GATEWAY, Gateway, Leg, Site, World, chain
+from migration_bench import GATEWAY, MAX_TOKENS, Gateway, Leg, Site, World, chain
 from step_tokens import handles
 
 from common.contract.errors import Cause
@@ -36,6 +36,7 @@ from common.contract.sampling import SamplingParams
 from decode_worker import answers as answers_module
 from decode_worker import migration as migration_module
 from decode_worker import request as request_module
+from decode_worker.columns import DecodeColumns
 from decode_worker.migration import MAX_PUT_OFF, goes_on
 from decode_worker.step import Step
 from kv_transfer.lender import LENT_TTL_S
@@ -367,10 +368,12 @@ def test_a_choice_that_ends_before_the_cut_is_not_offered() -> None:
     world = World()
     d0 = first(world)
     old = running(world, num_choices=2)
+    generation = d0.generation(old.key, 0)
+    generation.sequence.sampling = SamplingParams(max_tokens=generation.sequence.num_output + 2)
+    d0.core._columns = DecodeColumns(MAX_TOKENS, frozenset())  # the old ones have read the old parameters
+    end_step(world, d0)
     new = world.gateway.move(old, second(world))
     world.deliver()
-    generation = d0.generation(old.key, 0)
-    generation.sequence.sampling = SamplingParams(max_tokens=generation.sequence.num_output + 1)
     end_step(world, d0)
     assert failed(new) is Cause.LEASE_LOST
     assert old.cut == set()
