@@ -43,7 +43,7 @@ class Totals:
 
 def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
     """The present load. `blocks_used` is the forecast of the most blocks in use."""
-    scheduler, requests = core.scheduler, core.requests.values()
+    scheduler, requests = core.scheduler, core.book.requests.values()
     return Heartbeat(
         number=number,
         steps=core.engine.num_steps,
@@ -77,8 +77,8 @@ def counts(core: DecodeCore) -> Mapping[str, object]:
         "running": scheduler.num_running,
         "preempted": scheduler.num_preempted,
         **core.exchange.counts(),
-        "requests": len(core.requests),
-        "unacknowledged": len(core.finished),
+        "requests": len(core.book.requests),
+        "unacknowledged": len(core.book.finished),
     }
 
 
@@ -107,7 +107,7 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", totals.prompt)
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", totals.scored)
     yield counter("baton_tokens_recomputed", "Tokens computed again after a preemption.", totals.recomputed)
-    load = sum(len(request.work.choices) for request in core.requests.values()) / scheduler.num_places
+    load = sum(len(request.work.choices) for request in core.book.requests.values()) / scheduler.num_places
     yield gauge("baton_decode_load", "Sequences here, those that wait included, by how many fit.", load)
     yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)

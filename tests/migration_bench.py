@@ -263,7 +263,7 @@ class Reads:
         """The next block arrives: what the source's memory holds now."""
         core, block = self.site.core, read.sink_blocks[read.copied]
         assert core.pool.ref_count(block) > 0, "a read writes to a free block"
-        tables = [g.sequence.block_table for r in core.requests.values() for g in r.generations]
+        tables = [g.sequence.block_table for r in core.book.requests.values() for g in r.generations]
         assert not any(block in table for table in tables), "a read writes to a sequence's block"
         assert sum(block in other.sink_blocks for other in self.open) == 1, "two reads, one block"
         theirs = self.site.world.sites[read.source].engine.memory
@@ -474,7 +474,7 @@ class Site:
 
     def generation(self, key: RequestKey, choice: int = 0) -> Generation:
         """A choice that it generates."""
-        generations = self.core.requests[key.request].generations
+        generations = self.core.book.requests[key.request].generations
         return next(each for each in generations if each.sequence.choice == choice)
 
     def check(self) -> None:
@@ -488,8 +488,8 @@ class Site:
         counts = {
             "used": self.pool.num_used,
             "limbo": self.pool.num_limbo,
-            "requests": sorted(core.requests),
-            "unacknowledged": sorted(core.finished),
+            "requests": sorted(core.book.requests),
+            "unacknowledged": sorted(core.book.finished),
             "pulls": core.pulls.num_pulls,
             "reads": core.pulls.num_reads + len(self.reads.open),
             "quarantined": core.pulls.num_quarantined,

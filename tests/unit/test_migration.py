@@ -78,7 +78,7 @@ def test_requests_that_have_ended_are_not_left_to_the_garbage_collector(num_choi
         for _ in range(300):
             world.gateway.ask(site, PROMPT, 3, num_choices)
             world.deliver()
-            names += site.core.requests
+            names += site.core.book.requests
             world.run()
         assert len(set(names)) == 300
         requests = [each for each in gc.get_objects() if type(each) is request_module.DecodeRequest]
@@ -283,7 +283,7 @@ def test_log_probabilities_travel() -> None:
     world.deliver()
     end_step(world, d0)
     assert old.moved == {0}
-    [generation] = d1.core.requests[old.key.request].generations
+    [generation] = d1.core.book.requests[old.key.request].generations
     assert len(generation.logprobs) == generation.sequence.num_tokens - generation.first_position
     finish(world)
     choice = old.ask.choices[0]
@@ -302,7 +302,7 @@ def test_one_of_three_choices_moves_and_the_others_end_where_they_are() -> None:
     world.deliver()
     end_step(world, d0)
     assert old.moved == {1}
-    assert d0.core.requests[old.key.request].generations[1].moved
+    assert d0.core.book.requests[old.key.request].generations[1].moved
     finish(world)
     assert (kinds(old), kinds(new)) == ([Finished], [Finished])
     assert no_token_was_computed_twice(world)
@@ -370,7 +370,7 @@ def test_a_choice_that_ends_before_the_cut_is_not_offered() -> None:
     old = running(world, num_choices=2)
     generation = d0.generation(old.key, 0)
     generation.sequence.sampling = SamplingParams(max_tokens=generation.sequence.num_output + 2)
-    d0.core._columns = DecodeColumns(MAX_TOKENS, frozenset())  # the old ones have read the old parameters
+    d0.core.steps._columns = DecodeColumns(MAX_TOKENS, frozenset())  # the old ones have read the old parameters
     end_step(world, d0)
     new = world.gateway.move(old, second(world))
     world.deliver()
@@ -696,7 +696,7 @@ def test_the_loss_of_the_gateway_after_the_cut_frees_both_sides() -> None:
     old, _ = cut(world)
     old.ask.ended = True
     for site in world.sites.values():
-        site.worker.on_peer_lost(site.core.requests[old.key.request].gateway)
+        site.worker.on_peer_lost(site.core.book.requests[old.key.request].gateway)
     world.deliver()
     assert [site.left() for site in world.sites.values()] == [{}, {}]
 
@@ -970,7 +970,7 @@ def test_when_its_time_is_over_everything_fails_once(stage: str) -> None:
     leaving.worker.drain()
     leaving.worker.give_up("the worker has left")
     leaving.wake()
-    assert not leaving.core.requests
+    assert not leaving.core.book.requests
     world.deliver()
     d0.resume()
     world.now += LENT_TTL_S
