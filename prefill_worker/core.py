@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric
 
@@ -35,7 +34,6 @@ from common.contract.messages import (
     AttachPrefix,
     Detach,
     Drain,
-    Finished,
     Heartbeat,
     Message,
     Phase,
@@ -43,19 +41,14 @@ from common.contract.messages import (
     Resume,
     Role,
     Settle,
-    Timings,
 )
-from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
-from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
 from common.runtime.config import PrefillSettings
-from common.scheduling.chunked_prefill import Chunk
 from common.worker.agenda import Agenda
 from common.worker.events import (
     Action,
-    Compute,
     DrainEnded,
     DrainWanted,
     Event,
@@ -67,7 +60,6 @@ from common.worker.events import (
     StepEnded,
     StepWanted,
     Ticked,
-    Work,
 )
 from common.worker.exchange import Exchange
 from common.worker.front import Front
@@ -91,27 +83,9 @@ from prefill_worker import view
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.steps import PlanWanted, Steps
 
 log = logging.getLogger(__name__)
-
-_RECLAIM_AGE_S = 1.0
-"""Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan(Consequence):
-    """A step is to be planned, now that reclaimed blocks are free."""
-
-    before: Work | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A step that was handed to the shell."""
-
-    number: int
-    """The block pool's number of the step."""
-    chunks: list[Chunk[PrefillRequest]]
 
 
 class PrefillCore:
@@ -149,6 +123,19 @@ class PrefillCore:
         self.masks: MaskAsks[PrefillRequest] = MaskAsks(self._agenda)
         """Requests that wait for blocks once the mask of their first tokens is known."""
         self.totals = view.Totals()
+        self.steps = Steps(
+            self._agenda,
+            engine.runner.config,
+            engine.costs,
+            self.block_size,
+            self.pool,
+            self.scheduler,
+            self.exchange,
+            self.prefix_pulls,
+            self.front,
+            self.totals,
+            self._fail,
+        )
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Decide on an event, to the end of all its consequences; returns the actions, in order. `now` is in monotonic
@@ -158,11 +145,11 @@ class PrefillCore:
     def _decide(self, event: Event | Consequence) -> None:
         match event:
             case StepWanted(before):
-                self._on_step_wanted(before)
-            case _Plan(before):
-                self._plan(before)
+                self.steps.wanted(before)
+            case PlanWanted(before):
+                self.steps.plan(before)
             case StepEnded():
-                self._on_step_ended(event)
+                self.steps.ended(event)
             case Received(peer, message):
                 self._on_message(peer, message)
             case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
@@ -196,103 +183,6 @@ class PrefillCore:
                     self._fail(request, Cause.DRAINING, why)
             case _:
                 raise AssertionError(event)
-
-    # --- steps ---------------------------------------------------------------------------------------------------
-
-    def _on_step_wanted(self, before: Work | None) -> None:
-        """Plan the next step. If the next waiting prompt lacks blocks, offers that nobody has attached to give theirs
-        first."""
-        if before is not None and self.scheduler.trials:
-            return  # suspects share no step with others
-        now = self._agenda.now
-        missing = self.scheduler.blocks_missing(now)
-        if missing:
-            self.lender.reclaim(missing, now - _RECLAIM_AGE_S)
-        self._agenda.emit(_Plan(before))
-
-    def _plan(self, before: Work | None) -> None:
-        now = self._agenda.now
-        self.scheduler.seconds_per_token = self.engine.costs.prefill_s_per_token
-        for request in self.scheduler.admit(now):
-            prefix = self.prefix_pulls.consider(request, now)
-            if prefix is None:
-                self._offer(request)
-            else:
-                self.scheduler.hold(request)
-                self.pulls.begin(prefix.pull)
-        chunks = self.scheduler.schedule(now)
-        if not chunks:
-            if before is None:
-                self.front.tell_turn()
-            return
-        work = Work(
-            step=_Planned(self.pool.step_started(), chunks),
-            slices=[
-                prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
-            ],
-            completed=[self._completed(chunk) for chunk in chunks] if self.exchange.checksum is not None else (),
-            scored=True,
-            noticed=self.front.tell_turn(),
-        )
-        self._agenda.emit(Compute(work))
-
-    def _completed(self, chunk: Chunk[PrefillRequest]) -> Sequence[int]:
-        """The prompt's blocks that `chunk` completes."""
-        return tuple(chunk.prompt.block_table[chunk.start // self.block_size : self._num_ready(chunk)])
-
-    def _num_ready(self, chunk: Chunk[PrefillRequest]) -> int:
-        """Number of the prompt's blocks that no longer change after `chunk`. The last, partly filled block counts after
-        the last chunk only."""
-        return self.scheduler.blocks_for(chunk.prompt) if chunk.last else chunk.end // self.block_size
-
-    def _offer(self, request: PrefillRequest) -> None:
-        """Open the request's lease, and announce the blocks that are complete already."""
-        self.pool.share(request.block_table)
-        self.lender.open(request.key, request.block_table, request.deadline)
-        num_ready = request.num_computed // self.block_size
-        if num_ready:
-            checksum = self.exchange.checksum
-            checksums = () if checksum is None else checksum(request.block_table[:num_ready])
-            self.lender.blocks_ready(request.key.request, num_ready, checksums)
-
-    def _on_step_ended(self, ended: StepEnded) -> None:
-        """Process a step's outcomes."""
-        planned: _Planned = ended.work.step
-        self.pool.step_finished(planned.number)
-        chunks = planned.chunks
-        self.engine.costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)
-        checksums = ended.checksums or [()] * len(chunks)
-        live = {id(chunk) for chunk in self.scheduler.step_done(chunks)}
-        for chunk, sampled, sums, scored in zip(chunks, ended.outcomes, checksums, ended.scores, strict=True):
-            if id(chunk) not in live:
-                continue
-            self.totals.prompt += chunk.end - chunk.start
-            self.lender.blocks_ready(chunk.prompt.key.request, self._num_ready(chunk), sums)
-            try:
-                for message in prompt_logprobs(chunk.prompt.work, chunk.start, scored):
-                    self._agenda.send(chunk.prompt.gateway, message)
-                    self.totals.scored += len(message.scores)
-                if chunk.last:
-                    self._finish(chunk.prompt, sampled)
-            except InvalidLogitsError as error:
-                self._fail(chunk.prompt, error.cause, str(error))
-        self.front.tell_cache()
-
-    def _finish(self, request: PrefillRequest, sampled: Sequence[Sampled]) -> None:
-        """Send a prompt's first tokens, to its gateway and with the lease to the sink. Raises `InvalidLogitsError`."""
-        config = self.engine.runner.config
-        tokens = first_tokens(request.work, sampled, config.eos_token_ids, config.max_sequence_tokens)
-        request_id, attempt = request.key
-        times = request.times(self._agenda.now)
-        self.lender.complete(request_id, tokens, times)
-        self._agenda.send(
-            request.gateway, Timings(request=request_id, attempt=attempt, choice=None, prompt=times, decode=None)
-        )
-        for message in tokens:
-            self._agenda.send(request.gateway, message)
-        self.front.count("finished")
-        if all(message.finish_reason is not None for message in tokens):
-            self._agenda.send(request.gateway, Finished(request=request_id, attempt=attempt))
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -390,7 +280,7 @@ class PrefillCore:
         prefix = self.prefix_pulls.pulled(pull, self._agenda.now)
         self.scheduler.resume(prefix.request, len(block_ids) * self.block_size)
         self.pool.release(block_ids)
-        self._offer(prefix.request)
+        self.steps.offer(prefix.request)
 
     def _on_pull_failed(self, pull: Pull, message: str) -> None:
         """A prefix could not be pulled: compute it. If a read may still write to its blocks, the prompt waits for
@@ -403,7 +293,7 @@ class PrefillCore:
             self.scheduler.requeue(request)
         else:
             self.scheduler.resume(request, request.num_computed)
-            self._offer(request)
+            self.steps.offer(request)
 
     # --- leases --------------------------------------------------------------------------------------------------
 
