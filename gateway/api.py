@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from typing import cast
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -29,9 +30,10 @@ from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
 from gateway.access.callers import CALLER, Caller, Callers, client_of
 from gateway.access.http_guard import SLOT, Guard, as_api_error, has_ended, is_gone
+from gateway.answer import answer_schemas as answers
 from gateway.answer.choice_stream import stream_pieces
 from gateway.answer.chunk_encoder import ChunkEncoder, encode, encode_in_pieces
-from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, Json, Usage, WholeChoice
+from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, WholeChoice, usage_of
 from gateway.api_settings import ApiSettings, version
 from gateway.dashboard.handlers import Dashboard
 from gateway.intake.request_intake import Intake, Job
@@ -45,7 +47,7 @@ from gateway.intake.schemas import (
 )
 from gateway.observability.metrics import GatewayMetrics, RequestStopwatch
 from gateway.observability.request_life import RequestLife, Traces
-from gateway.openapi import document
+from gateway.openapi import ROUTES, document
 from gateway.serving.generation import GenerationFailed, Generator
 from gateway.text.choice_text import Piece
 from gateway.text.tokenizer import ModelTokenizer
@@ -83,23 +85,7 @@ def create_app(
     app = web.Application(middlewares=[name_requests, guard.middleware], client_max_size=settings.limits.max_body_bytes)
     app[ENDING] = ending
     app.on_response_prepare.extend([echo_name, guard.add_headers])
-    app.add_routes(
-        [
-            web.post("/v1/completions", api.completions),
-            web.post("/v1/chat/completions", api.chat_completions),
-            web.post("/tokenize", api.tokenize),
-            web.post("/detokenize", api.detokenize),
-            web.get("/v1/models", api.models),
-            web.get("/v1/models/{name:.+}", api.model),
-            web.get("/openapi.json", api.openapi),
-            web.get("/health", api.health),
-            web.get("/ping", api.health),
-            web.get("/version", api.version),
-            web.get("/load", api.load),
-            web.get("/ready", api.ready),
-            web.get("/metrics", api.metrics),
-        ]
-    )
+    app.add_routes([web.route(each.method, each.path, getattr(api, each.handler)) for each in ROUTES])
     if settings.explain_routing:
         app.on_response_prepare.append(_explain)
     if dashboard is not None:
@@ -123,6 +109,8 @@ def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> 
 
 
 class _Api:
+    """The handlers that `ROUTES` names."""
+
     def __init__(
         self,
         generator: Generator,
@@ -183,15 +171,15 @@ class _Api:
         caller = request[CALLER]
         tokens = await self._intake.tokenize(await self._form(request, TokenizeRequest), caller.expect_prompt)
         caller.admit_prompt(len(tokens))
-        return web.json_response(
-            {"tokens": tokens, "count": len(tokens), "max_model_len": self._limits.max_sequence_tokens}
-        )
+        most = self._limits.max_sequence_tokens
+        return web.json_response(answers.Tokens(tokens=tokens, count=len(tokens), max_model_len=most))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"prompt": self._intake.detokenize(await self._form(request, DetokenizeRequest))})
+        text = self._intake.detokenize(await self._form(request, DetokenizeRequest))
+        return web.json_response(answers.DetokenizedText(prompt=text))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._model(name) for name in self._settings.names]})
+        return web.json_response(answers.ModelList(object="list", data=[*map(self._model, self._settings.names)]))
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
@@ -202,17 +190,17 @@ class _Api:
         return web.Response(body=self._document, content_type="application/json")
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok"})
+        return web.json_response(answers.Health(status="ok"))
 
     async def version(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": version()})
+        return web.json_response(answers.Version(version=version()))
 
     async def load(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"server_load": self._guard.num_in_flight})
+        return web.json_response(answers.Load(server_load=self._guard.num_in_flight))
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         readiness = self._generator.ready()
-        body = {"ready": readiness.ready, "reason": readiness.reason, "details": dict(readiness.details)}
+        body = answers.Readiness(ready=readiness.ready, reason=readiness.reason, details=dict(readiness.details))
         return web.json_response(body, status=200 if readiness.ready else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
@@ -319,7 +307,7 @@ class _Api:
     def _heading(self, prefix: str) -> Heading:
         return Heading.draw(prefix, int(time.time()), self._settings.model_name, self._settings.system_fingerprint)
 
-    def _model(self, name: str) -> dict[str, object]:
+    def _model(self, name: str) -> answers.Model:
         return {
             "id": name,
             "object": "model",
@@ -337,7 +325,7 @@ async def _explain(request: web.Request, response: web.StreamResponse) -> None:
             response.headers[f"x-baton-{name}"] = value
 
 
-async def _encoded(answer: Json) -> bytes:
+async def _encoded(answer: Mapping[str, object]) -> bytes:
     """Encode a whole answer, which may be large, and let other tasks run meanwhile."""
     pieces: list[bytes] = []
     num_bytes = 0
@@ -367,19 +355,19 @@ async def _send_chunks(
         if first or worded or reported or piece.finish_reason is not None:
             usage = None
             if job.continuous_usage:
-                usage = Usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens)
+                usage = usage_of(job.num_prompt_tokens, num_tokens)
             await events.send(chunks.encode(piece, first, usage), more=piece.more or not num_open)
         elif not piece.more:
             await events.flush()
 
 
-def _usage(job: Job, stopwatch: RequestStopwatch) -> Usage:
+def _usage(job: Job, stopwatch: RequestStopwatch) -> answers.Usage:
     timings = stopwatch.life.timings() if job.include_timings and stopwatch.life is not None else None
     cached = (min(each.waterfall.num_cached, len(each.token_ids)) for each in job.generations)
-    return Usage(
-        num_prompt_tokens=job.num_prompt_tokens,
-        num_completion_tokens=stopwatch.num_tokens,
+    return usage_of(
+        job.num_prompt_tokens,
+        stopwatch.num_tokens,
         num_cached_tokens=sum(cached),
         num_reasoning_tokens=stopwatch.num_reasoning_tokens if job.plan is not None and job.plan.reasons else None,
-        timings=timings,
+        timings=None if timings is None else cast(answers.Timings, timings),
     )

@@ -1,19 +1,21 @@
-"""`/openapi.json`: the HTTP API described in OpenAPI 3.1, made from the schemas that check the requests.
+"""The routes of the HTTP API, and `/openapi.json`, their description in OpenAPI 3.1. It is made from the schemas that
+check the requests and from the types of the answers.
 
-A new path gets a row in `ROUTES`. The document does not depend on settings: it is the same for each gateway of one
-version.
+A new path gets a row in `ROUTES`, by which it is served too. The document does not depend on settings: it is the same
+for each gateway of one version.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from gateway.access.http_guard import OPEN_PATHS
@@ -25,8 +27,8 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 PLAIN: Final = "text/plain"
 
-Answers = Mapping[str, type[BaseModel] | None]
-"""Media type → schema of an answer, of each event for an event stream; None if JSON Schema cannot describe it."""
+Answers = Mapping[str, Any]
+"""Media type → type of an answer, of each event for an event stream; None if JSON Schema cannot describe it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,9 @@ class Route:
 
     method: str
     path: str
-    """aiohttp's canonical form of the path."""
+    """As aiohttp's router takes it."""
+    handler: str
+    """Name of the method of the API's handlers that serves it."""
     operation: str
     """Operation name for generators of clients."""
     tag: str
@@ -46,6 +50,11 @@ class Route:
     """Statuses with an error object, in addition to those of every path."""
     other: Mapping[int, Answers] = field(default_factory=dict)
     """Statuses other than 200 with another answer."""
+
+    @property
+    def canonical(self) -> str:
+        """The path with names only in its braces."""
+        return re.sub(r":[^}]*\}", "}", self.path)
 
 
 _ERRORS: Final[Mapping[int, str]] = {
@@ -69,6 +78,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path="/v1/chat/completions",
+        handler="chat_completions",
         operation="createChatCompletion",
         tag="generate",
         summary="Answer a chat, whole or streamed.",
@@ -79,6 +89,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path="/v1/completions",
+        handler="completions",
         operation="createCompletion",
         tag="generate",
         summary="Continue one or several prompts, as text or token ids, whole or streamed.",
@@ -89,6 +100,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path="/tokenize",
+        handler="tokenize",
         operation="tokenize",
         tag="tokens",
         summary="The tokens of either a text or a conversation.",
@@ -99,6 +111,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path="/detokenize",
+        handler="detokenize",
         operation="detokenize",
         tag="tokens",
         summary="The text of tokens.",
@@ -109,6 +122,7 @@ ROUTES: Final = (
     Route(
         method="GET",
         path="/v1/models",
+        handler="models",
         operation="listModels",
         tag="models",
         summary="The one model that is served.",
@@ -116,7 +130,8 @@ ROUTES: Final = (
     ),
     Route(
         method="GET",
-        path="/v1/models/{name}",
+        path="/v1/models/{name:.+}",
+        handler="model",
         operation="retrieveModel",
         tag="models",
         summary="The model, by its name.",
@@ -126,6 +141,7 @@ ROUTES: Final = (
     Route(
         method="GET",
         path="/openapi.json",
+        handler="openapi",
         operation="describe",
         tag="models",
         summary="This document.",
@@ -134,6 +150,7 @@ ROUTES: Final = (
     Route(
         method="GET",
         path="/health",
+        handler="health",
         operation="health",
         tag="probes",
         summary="Whether the process is alive.",
@@ -142,6 +159,7 @@ ROUTES: Final = (
     Route(
         method="GET",
         path="/ping",
+        handler="health",
         operation="ping",
         tag="probes",
         summary="The same.",
@@ -150,6 +168,7 @@ ROUTES: Final = (
     Route(
         method="GET",
         path="/version",
+        handler="version",
         operation="version",
         tag="probes",
         summary="What is installed.",
@@ -158,6 +177,7 @@ ROUTES: Final = (
     Route(
         method="GET",
         path="/load",
+        handler="load",
         operation="load",
         tag="probes",
         summary="How many requests are in flight here.",
@@ -166,6 +186,7 @@ ROUTES: Final = (
     Route(
         method="GET",
         path="/ready",
+        handler="ready",
         operation="ready",
         tag="probes",
         summary="Whether a request that arrives now could be served.",
@@ -175,6 +196,7 @@ ROUTES: Final = (
     Route(
         method="GET",
         path="/metrics",
+        handler="metrics",
         operation="metrics",
         tag="probes",
         summary="Metrics in Prometheus' text format.",
@@ -206,15 +228,15 @@ def document() -> bytes:
 
 def describe() -> dict[str, Any]:
     """The document as a JSON object."""
-    references, made = models_json_schema(
-        [(model, "validation") for model in dict.fromkeys(_models())],
+    references, made = TypeAdapter.json_schemas(
+        [(each, "validation", TypeAdapter(each)) for each in dict.fromkeys(_described())],
         ref_template="#/components/schemas/{model}",
         schema_generator=SchemaMaker,
     )
-    schemas = _Schemas({model: reference for (model, _), reference in references.items()})
+    schemas = _Schemas({each: reference for (each, _), reference in references.items()})
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method.lower()] = schemas.operation(route)
+        paths.setdefault(route.canonical, {})[route.method.lower()] = schemas.operation(route)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -234,7 +256,7 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _models() -> Iterator[type[BaseModel]]:
+def _described() -> Iterator[Any]:
     yield answers.ErrorAnswer
     for route in ROUTES:
         held = [
@@ -242,7 +264,7 @@ def _models() -> Iterator[type[BaseModel]]:
             *route.answers.values(),
             *(each for other in route.other.values() for each in other.values()),
         ]
-        yield from (model for model in held if model is not None)
+        yield from (each for each in held if each is not None)
 
 
 class _Schemas:
@@ -264,7 +286,7 @@ class _Schemas:
             | {str(status): self._error(status, held) for status, held in route.other.items()}
             | {str(status): self._error(status, {JSON: answers.ErrorAnswer}) for status in errors},
         }
-        if names := [part[1:-1] for part in route.path.split("/") if part.startswith("{")]:
+        if names := [part[1:-1] for part in route.canonical.split("/") if part.startswith("{")]:
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
             ]

@@ -233,26 +233,21 @@ async def _watch(
         process.kill()
         process.join()
     codes += [process.exitcode or 0 for process in ended]
-    announcing.cancel()
-    await asyncio.gather(announcing, return_exceptions=True)
+    await announcing
 
 
 async def _announce(readers: Sequence[int], announcer: Announcer) -> None:
     """Announce that the gateway is ready, with the first process's facts, once every process is."""
 
-    async def ready(fd: int) -> dict[str, object]:
-        stream = asyncio.StreamReader()
-        pipe = os.fdopen(fd, "rb")
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), pipe
-        )
-        try:
-            facts: dict[str, object] = json.loads(await stream.readline() or "{}")
-            return facts
-        finally:
-            transport.close()
+    def read() -> list[dict[str, object]]:
+        """Read what each process announces; those that have ended announce nothing."""
+        facts = []
+        for fd in readers:
+            with os.fdopen(fd) as pipe:
+                facts.append(json.loads(pipe.readline() or "{}"))
+        return facts
 
-    facts = await asyncio.gather(*(ready(fd) for fd in readers))
+    facts = await asyncio.to_thread(read)
     if all(each.get("ready") for each in facts):
         announcer.say(**facts[0])
         log.info("ready, with %d processes", len(facts))

@@ -3,7 +3,8 @@
 aiohttp parses HTTP, bounds lines, fields and pipelined requests, and closes idle connections. This module adds the
 missing bounds: a request's head must be complete within a time and a size, an answer must be read, and the number of
 connections is limited, TLS handshakes in progress included. At that limit, the address with the most connections loses
-one that is serving no request, so that no client can keep the others out.
+one that is serving no request, so that no client can keep the others out. Decision 31 says why none of this is left to
+aiohttp or to the kernel.
 """
 
 from __future__ import annotations
@@ -146,10 +147,12 @@ class _Connection(web.RequestHandler):
             self._stall_timer.cancel()
         super().resume_writing()
 
-    @property
-    def idle(self) -> bool:
-        """Whether the connection is between requests, or in the middle of a head."""
-        return not self._busy
+    def cancel(self) -> bool:
+        """Close the connection if it is between requests, or in the middle of a head. Returns whether it is closed."""
+        if self._busy:
+            return False
+        self.force_close()
+        return True
 
     @property
     def _busy(self) -> bool:
@@ -158,7 +161,7 @@ class _Connection(web.RequestHandler):
 
     def _expect_head(self) -> None:
         self._head_bytes = 0
-        self._head_timer = self._loop.call_later(self._bounds.header_timeout_s, self._head_is_late)
+        self._head_timer = asyncio.get_running_loop().call_later(self._bounds.header_timeout_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
         if self._head_bytes:
@@ -188,7 +191,7 @@ class _Connection(web.RequestHandler):
                 self._listener.refused("stalled")
                 transport.abort()
 
-        self._stall_timer = self._loop.call_later(self._bounds.stall_timeout_s, look)
+        self._stall_timer = asyncio.get_running_loop().call_later(self._bounds.stall_timeout_s, look)
 
 
 class Listener:
@@ -209,9 +212,8 @@ class Listener:
         self._tls = tls
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        self._handshakes: dict[asyncio.Task[None], str] = {}
-        self._connections: dict[_Connection, str] = {}
-        """Connection → address of its client, oldest first."""
+        self._clients: dict[_Connection | asyncio.Task[None], str] = {}
+        """Connection, or task of a handshake in progress → address of its client, oldest first."""
 
     @property
     def port(self) -> int:
@@ -235,7 +237,7 @@ class Listener:
 
     async def close(self) -> None:
         """Accept no more connections, and cancel handshakes in progress. The runner closes the other connections."""
-        tasks = [*self._accepting, *self._handshakes]
+        tasks = [*self._accepting, *(each for each in self._clients if isinstance(each, asyncio.Task))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -245,22 +247,18 @@ class Listener:
     def opened(self, connection: _Connection) -> None:
         """Record a connection that has been made."""
         assert connection.transport is not None
-        self._connections[connection] = _host(connection.transport.get_extra_info("peername"))
+        self._clients[connection] = _host(connection.transport.get_extra_info("peername"))
         self._count()
 
-    def closed(self, connection: _Connection) -> None:
-        """Record a connection that has been lost."""
-        self._connections.pop(connection, None)
+    def closed(self, connection: _Connection | asyncio.Task[None]) -> None:
+        """Record a connection that has been lost, or a handshake that has ended."""
+        self._clients.pop(connection, None)
         self._count()
 
     def refused(self, reason: str) -> None:
         """Count a connection that was refused or closed, by reason."""
         if self._metrics is not None:
             self._metrics.connection_refused(reason)
-
-    @property
-    def _num_connections(self) -> int:
-        return len(self._connections) + len(self._handshakes)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -272,13 +270,13 @@ class Listener:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             client = _host(address)
-            if self._num_connections >= self._bounds.max_connections and not self._make_room(client):
+            if len(self._clients) >= self._bounds.max_connections and not self._make_room(client):
                 self._turn_away(connection)
                 continue
             task = asyncio.create_task(self._connect(connection))
-            self._handshakes[task] = client
+            self._clients[task] = client
             self._count()
-            task.add_done_callback(self._connected)
+            task.add_done_callback(self.closed)
 
     async def _connect(self, connection: socket.socket) -> None:
         """Return once the connection is made, after the TLS handshake if TLS is used."""
@@ -287,35 +285,23 @@ class Listener:
             timeout_s = self._bounds.header_timeout_s
             options = {"ssl": self._tls, "ssl_handshake_timeout": timeout_s, "ssl_shutdown_timeout": _TLS_GOODBYE_S}
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection, **options)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Connection(self._server, self._bounds, self), connection, **options
+            )
         except OSError as error:  # includes SSLError
             _LOG.debug("no connection with a client: %s", error)
             self.refused("handshake")
 
-    def _connected(self, task: asyncio.Task[None]) -> None:
-        self._handshakes.pop(task, None)
-        self._count()
-
-    def _protocol(self) -> _Connection:
-        return _Connection(self._server, self._bounds, self)
-
     def _make_room(self, client: str) -> bool:
         """Close a connection of the address that holds most, if those are more than `client` would have with this
         one. False if none was closed."""
-        held = Counter(self._connections.values()) + Counter(self._handshakes.values())
+        held = Counter(self._clients.values())
         ((most, num),) = held.most_common(1)
         if num <= held[client] + 1:
             return False
-        for task, address in self._handshakes.items():
-            if address == most:
-                del self._handshakes[task]
-                task.cancel()
-                self.refused("crowded_out")
-                return True
-        for connection, address in self._connections.items():
-            if address == most and connection.idle:
-                del self._connections[connection]
-                connection.force_close()
+        for each, address in self._clients.items():
+            if address == most and each.cancel():
+                self.closed(each)
                 self.refused("crowded_out")
                 return True
         return False
@@ -329,7 +315,7 @@ class Listener:
 
     def _count(self) -> None:
         if self._metrics is not None:
-            self._metrics.connections.set(self._num_connections)
+            self._metrics.connections.set(len(self._clients))
 
 
 def _host(address: Any) -> str:
@@ -351,12 +337,8 @@ def allow_descriptors(max_connections: int) -> None:
 def _raw_response(error: ApiError) -> bytes:
     """A complete HTTP response, for errors before aiohttp has a request to answer."""
     body = json.dumps(error.body()).encode()
-    lines = [
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
-        "Content-Type: application/json; charset=utf-8",
-        f"Content-Length: {len(body)}",
-        "Connection: close",
-    ]
+    head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Length: {len(body)}\r\n"
+    head += "Content-Type: application/json; charset=utf-8\r\nConnection: close\r\n"
     if error.status == 503:
-        lines.append("Retry-After: 1")
-    return "\r\n".join([*lines, "", ""]).encode() + body
+        head += "Retry-After: 1\r\n"
+    return head.encode() + b"\r\n" + body

@@ -1,21 +1,21 @@
-"""Schemas of answers, for `/openapi.json`. `responses` and `api` build the answers; tests compare them with these.
-
-Fields with a default may be absent.
-"""
+"""The answers of the API. `responses` and `api` build them, and `/openapi.json` is made from these types."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Json, JsonValue
+from pydantic import ConfigDict, Json, with_config
+from typing_extensions import TypedDict  # pydantic takes that of `typing` from Python 3.12 on
 
 from common.contract.messages import FinishReason
 from gateway.serving.waterfall import Stage
 from gateway.text.choice_text import AnswerEnd
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
+@with_config(ConfigDict(use_attribute_docstrings=True))
+class _Answer(TypedDict):
+    pass
 
 
 class Error(_Answer):
@@ -44,10 +44,10 @@ class Timings(_Answer):
     stages_ms: dict[Stage, float]
     """The stages add up to `e2e_ms`; a stage that took no time is left out."""
     attempts: int
-    pull_bytes: int = 0
+    pull_bytes: NotRequired[int]
     """KV bytes read from other workers, if any."""
-    pull_ms: float = 0.0
-    hidden_pull_ms: float = 0.0
+    pull_ms: NotRequired[float]
+    hidden_pull_ms: NotRequired[float]
     """The part of `pull_ms` that overlapped with computation."""
 
 
@@ -72,11 +72,11 @@ class Usage(_Answer):
     completion_tokens: int
     """Tokens up to and including the one that ended each choice."""
     total_tokens: int
-    prompt_tokens_details: PromptDetails | None = None
+    prompt_tokens_details: NotRequired[PromptDetails]
     """Present in the final usage, absent from the usage so far."""
-    completion_tokens_details: CompletionDetails | None = None
+    completion_tokens_details: NotRequired[CompletionDetails]
     """Present in the final usage of a model that reasons."""
-    timings: Timings | None = None
+    timings: NotRequired[Timings]
     """Present with `include_timings`."""
 
 
@@ -85,19 +85,19 @@ class TokenAlternative(_Answer):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: Sequence[int]
 
 
 class TokenReport(TokenAlternative):
     """A token that was chosen."""
 
-    top_logprobs: list[TokenAlternative]
+    top_logprobs: Sequence[TokenAlternative]
 
 
 class ChatLogprobs(_Answer):
     """Log probabilities, one entry for each token."""
 
-    content: list[TokenReport]
+    content: Sequence[TokenReport]
     refusal: None
 
 
@@ -124,10 +124,10 @@ class ChatAnswerMessage(_Answer):
     content: str | None
     """Null if the message consists of calls only."""
     refusal: None
-    tool_calls: list[Call] = []
-    reasoning_content: str = ""
+    tool_calls: NotRequired[Sequence[Call]]
+    reasoning_content: NotRequired[str]
     """The reasoning that precedes the answer."""
-    reasoning: str = ""
+    reasoning: NotRequired[str]
     """Same as `reasoning_content`."""
 
 
@@ -138,7 +138,7 @@ class ChatChoice(_Answer):
     message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: AnswerEnd
-    token_ids: list[int] = []
+    token_ids: NotRequired[Sequence[int]]
     """Present with `return_token_ids`."""
 
 
@@ -161,40 +161,40 @@ class ChatCompletion(_Answer):
     model: str
     system_fingerprint: str | None
     """A different value means that the same seed may give a different answer."""
-    choices: list[ChatChoice]
+    choices: Sequence[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] = []
+    prompt_token_ids: NotRequired[Sequence[int]]
     """Present with `return_token_ids`."""
-    prompt_logprobs: list[dict[str, RankedToken] | None] = []
+    prompt_logprobs: NotRequired[Sequence[Mapping[str, RankedToken] | None]]
     """Present with the request's field of that name: by token id, for each token of the prompt; null for the first."""
 
 
 class CalledFunctionDelta(_Answer):
     """The part of a call that a chunk adds."""
 
-    name: str | None = None
-    arguments: str = ""
+    name: NotRequired[str]
+    arguments: NotRequired[str]
 
 
 class CallDelta(_Answer):
     """The beginning of a call, or more of it."""
 
     index: int
-    id: str = ""
+    id: NotRequired[str]
     """Present at the beginning of a call, as `type` and the function's name are."""
-    type: Literal["function"] = "function"
+    type: NotRequired[Literal["function"]]
     function: CalledFunctionDelta
 
 
 class ChatDelta(_Answer):
     """The part of the message that a chunk adds."""
 
-    role: Literal["assistant"] = "assistant"
+    role: NotRequired[Literal["assistant"]]
     """Present in a choice's first chunk."""
-    content: str | None = ""
-    tool_calls: list[CallDelta] = []
-    reasoning_content: str = ""
-    reasoning: str = ""
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[Sequence[CallDelta]]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
 
 
 class ChatChunkChoice(_Answer):
@@ -205,7 +205,7 @@ class ChatChunkChoice(_Answer):
     logprobs: ChatLogprobs | None
     finish_reason: AnswerEnd | None
     """Set in a choice's last chunk."""
-    token_ids: list[int] = []
+    token_ids: NotRequired[Sequence[int]]
     """Present with `return_token_ids`."""
 
 
@@ -217,10 +217,10 @@ class ChatCompletionChunk(_Answer):
     created: int
     model: str
     system_fingerprint: str | None
-    choices: list[ChatChunkChoice]
-    prompt_token_ids: list[int] = []
+    choices: Sequence[ChatChunkChoice]
+    prompt_token_ids: NotRequired[Sequence[int]]
     """Present with `return_token_ids`, in a choice's first chunk."""
-    usage: Usage | None = None
+    usage: NotRequired[Usage | None]
     """With `stream_options.include_usage`: in the last chunk, which has no choices; in the others null, or with
     `continuous_usage_stats` the usage so far."""
 
@@ -228,18 +228,18 @@ class ChatCompletionChunk(_Answer):
 class ChatEvent(_Answer):
     """One event of a stream. The last event is `[DONE]`, or an error."""
 
-    event: Literal["message", "error"] = "message"
+    event: NotRequired[Literal["message", "error"]]
     data: Literal["[DONE]"] | Json[ChatCompletionChunk | ErrorAnswer]
 
 
 class CompletionLogprobs(_Answer):
     """Log probabilities; each list has one entry for each token."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
+    tokens: Sequence[str]
+    token_logprobs: Sequence[float | None]
     """Null for the first token of a prompt; so is its entry in `top_logprobs`."""
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    top_logprobs: Sequence[Mapping[str, float] | None]
+    text_offset: Sequence[int]
 
 
 class CompletionChoice(_Answer):
@@ -251,11 +251,11 @@ class CompletionChoice(_Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     """Null except in a choice's last chunk."""
-    token_ids: list[int] = []
+    token_ids: NotRequired[Sequence[int]]
     """Present with `return_token_ids`."""
-    prompt_token_ids: list[int] = []
+    prompt_token_ids: NotRequired[Sequence[int]]
     """Present with `return_token_ids`; in a stream, in the choice's first chunk."""
-    prompt_logprobs: list[dict[str, RankedToken] | None] = []
+    prompt_logprobs: NotRequired[Sequence[Mapping[str, RankedToken] | None]]
     """Present with the request's field of that name: by token id, for each token of the prompt; null for the first."""
 
 
@@ -267,8 +267,8 @@ class Completion(_Answer):
     created: int
     model: str
     system_fingerprint: str | None
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
+    choices: Sequence[CompletionChoice]
+    usage: NotRequired[Usage | None]
     """In a complete answer; with `stream_options.include_usage` in a stream's last chunk, and with
     `continuous_usage_stats` in each chunk, as the usage so far."""
 
@@ -276,7 +276,7 @@ class Completion(_Answer):
 class CompletionEvent(_Answer):
     """One event of a stream. The last event is `[DONE]`, or an error."""
 
-    event: Literal["message", "error"] = "message"
+    event: NotRequired[Literal["message", "error"]]
     data: Literal["[DONE]"] | Json[Completion | ErrorAnswer]
 
 
@@ -295,13 +295,13 @@ class ModelList(_Answer):
     """The one served model, listed once for each of its names."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: Sequence[Model]
 
 
 class Tokens(_Answer):
     """Token ids of a text or a conversation."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     count: int
     max_model_len: int
 
@@ -336,4 +336,4 @@ class Readiness(_Answer):
 
     ready: bool
     reason: str
-    details: dict[str, JsonValue]
+    details: Mapping[str, object]

@@ -7,7 +7,8 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping
 
-from gateway.answer.responses import AnswerFormat, Usage
+from gateway.answer.answer_schemas import Usage
+from gateway.answer.responses import AnswerFormat
 from gateway.text.choice_text import Piece
 
 _NUMBERS_AT_ONCE = 4096
@@ -59,9 +60,9 @@ class ChunkEncoder:
         """Encode a piece, the choice's `first` or a later one, as `AnswerFormat.chunk` builds it, with the usage so
         far."""
         if usage is not None:
-            return encode(self._answer.chunk(piece, first) | {"usage": usage.as_json()})
+            return encode({**self._answer.chunk(piece, first), "usage": usage})
         if first or not piece.plain:
-            return encode(self._answer.chunk(piece, first) | self._rest)
+            return encode({**self._answer.chunk(piece, first), **self._rest})
         around = self._around.get(piece.choice)
         if around is None:
             around = self._around[piece.choice] = self._split(piece.choice)
@@ -70,5 +71,5 @@ class ChunkEncoder:
     def _split(self, choice: int) -> tuple[bytes, bytes]:
         mark = secrets.token_hex(16)  # occurs nowhere else in the chunk
         piece = Piece(choice=choice, text=mark, num_tokens=1, reports=(), finish_reason=None)
-        before, _, after = encode(self._answer.chunk(piece, False) | self._rest).partition(f'"{mark}"'.encode())
+        before, _, after = encode({**self._answer.chunk(piece, False), **self._rest}).partition(f'"{mark}"'.encode())
         return before, after

@@ -6,16 +6,16 @@ A choice's log probabilities have one entry for each token that the usage counts
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, TypeVar, cast
 
+from common.contract.messages import TokenLogprobs
+from gateway.answer import answer_schemas as answers
 from gateway.text.call_parser import CallDelta
 from gateway.text.choice_text import AnswerEnd, Piece, TokenReport
 
-Json = dict[str, Any]
-_Array = Callable[[Iterable[Any]], Iterable[Any]]
-"""Constructor of a JSON array: `list`, or `iter` for items made one by one, which `encode_in_pieces` takes."""
+_Item = TypeVar("_Item")
 PromptIds = Sequence[Sequence[int]] | None
 """The prompt of each choice, if token ids were asked for; else None."""
 
@@ -28,31 +28,41 @@ class TokenSpeller(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Token counts of a request."""
+class _Array(Protocol):
+    """Constructor of a JSON array: `list`, or `_one_by_one`."""
 
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int | None = None
-    """Prompt tokens that were not computed; None while unknown."""
-    num_reasoning_tokens: int | None = None
-    """Completion tokens up to the end of the reasoning; None if reasoning is not looked for."""
-    timings: Json | None = None
-    """Where the request's time went, if the client asked for it."""
+    def __call__(self, items: Iterable[_Item], /) -> Sequence[_Item]:
+        """The array of these items."""
+        ...
 
-    def as_json(self) -> Json:
-        """The usage object of the API."""
-        usage: Json = {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-        }
-        if self.num_cached_tokens is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
-        if self.num_reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
-        return usage if self.timings is None else usage | {"timings": self.timings}
+
+def _one_by_one(items: Iterable[_Item], /) -> Sequence[_Item]:
+    """An array whose items are made when `encode_in_pieces` takes them."""
+    return cast(Sequence[_Item], iter(items))
+
+
+def usage_of(
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    *,
+    num_cached_tokens: int | None = None,
+    num_reasoning_tokens: int | None = None,
+    timings: answers.Timings | None = None,
+) -> answers.Usage:
+    """Token counts of a request. None leaves out prompt tokens that were not computed, completion tokens up to the end
+    of the reasoning, and where the request's time went."""
+    usage: answers.Usage = {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+    if num_cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": num_cached_tokens}
+    if num_reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+    if timings is not None:
+        usage["timings"] = timings
+    return usage
 
 
 @dataclass(slots=True)
@@ -100,16 +110,6 @@ class Heading:
         drawn = f"{prefix}-{secrets.token_hex(16)}"
         return cls(id=drawn, created=created, model=model, system_fingerprint=system_fingerprint)
 
-    def as_json(self, kind: str) -> Json:
-        """The leading fields of an object of this kind."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
-        }
-
 
 class AnswerFormat(Protocol):
     """The format of one endpoint's answers."""
@@ -122,15 +122,17 @@ class AnswerFormat(Protocol):
         """Fields that all answers and chunks share."""
         ...
 
-    def chunk(self, piece: Piece, first: bool) -> Json:
+    def chunk(self, piece: Piece, first: bool) -> answers.ChatCompletionChunk | answers.Completion:
         """A piece, the choice's `first` or a later one, as a chunk of a stream."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> Json:
+    def usage_chunk(self, usage: answers.Usage) -> answers.ChatCompletionChunk | answers.Completion:
         """The last chunk of a stream that reports usage."""
         ...
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
+    def whole(
+        self, choices: Sequence[WholeChoice], usage: answers.Usage
+    ) -> answers.ChatCompletion | answers.Completion:
         """The answer to a request that does not stream; arrays that can be long are iterators."""
         ...
 
@@ -152,48 +154,47 @@ class CompletionFormat:
     ) -> None:
         """`echoed` and `prompted` are numbers of alternatives. `echoed` puts the prompt's tokens into `logprobs`,
         `prompted` into `prompt_logprobs`; None leaves them out."""
-        self._heading = heading
+        self.heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
         self._prompt_ids = prompt_ids
         self._echoed = echoed
         self._prompted = prompted
 
-    @property
-    def heading(self) -> Heading:
-        """Fields that every chunk begins with."""
-        return self._heading
-
-    def chunk(self, piece: Piece, first: bool) -> Json:
+    def chunk(self, piece: Piece, first: bool) -> answers.Completion:
         """The piece's text; a choice's first chunk has its prompt's token ids, if they were asked for."""
-        choice = self._choice(piece.choice, piece.text, piece.prompt_reports, piece.reports, piece.finish_reason)
+        choice = self._choice(piece.choice, piece.text, piece.prompt_reports, piece.reports, piece.finish_reason, list)
         if self._prompt_ids is not None:
             choice["token_ids"] = piece.token_ids
             if first:
                 choice["prompt_token_ids"] = self._prompt_ids[piece.choice]
-        return self._heading.as_json("text_completion") | {"choices": [choice]}
+        return self._completion([choice])
 
-    def usage_chunk(self, usage: Usage) -> Json:
+    def usage_chunk(self, usage: answers.Usage) -> answers.Completion:
         """A chunk with usage and no choices."""
-        return self._heading.as_json("text_completion") | {"choices": [], "usage": usage.as_json()}
+        return {**self._completion([]), "usage": usage}
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
+    def whole(self, choices: Sequence[WholeChoice], usage: answers.Usage) -> answers.Completion:
         """All choices, in order."""
-        return self._heading.as_json("text_completion") | {
-            "choices": (
-                self._choice(
-                    index, "".join(choice.texts), choice.prompt_reports, choice.reports, choice.finish_reason, iter
-                )
-                | self._ids(index, choice)
-                for index, choice in enumerate(choices)
-            ),
-            "usage": usage.as_json(),
+        return {**self._completion(_one_by_one(map(self._whole_choice, range(len(choices)), choices))), "usage": usage}
+
+    def _completion(self, choices: Sequence[answers.CompletionChoice]) -> answers.Completion:
+        return {
+            "id": self.heading.id,
+            "object": "text_completion",
+            "created": self.heading.created,
+            "model": self.heading.model,
+            "system_fingerprint": self.heading.system_fingerprint,
+            "choices": choices,
         }
 
-    def _ids(self, index: int, choice: WholeChoice) -> Json:
-        if self._prompt_ids is None:
-            return {}
-        return {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_ids[index]}
+    def _whole_choice(self, index: int, whole: WholeChoice) -> answers.CompletionChoice:
+        text = "".join(whole.texts)
+        choice = self._choice(index, text, whole.prompt_reports, whole.reports, whole.finish_reason, _one_by_one)
+        if self._prompt_ids is not None:
+            choice["token_ids"] = whole.token_ids
+            choice["prompt_token_ids"] = self._prompt_ids[index]
+        return choice
 
     def _choice(
         self,
@@ -202,16 +203,22 @@ class CompletionFormat:
         prompt_reports: Sequence[TokenReport],
         reports: Sequence[TokenReport],
         finish_reason: AnswerEnd | None,
-        array: _Array = list,
-    ) -> Json:
+        array: _Array,
+    ) -> answers.CompletionChoice:
+        assert finish_reason != "tool_calls"
         all_reports = reports if self._echoed is None else [*prompt_reports, *reports]
         logprobs = self._logprobs(all_reports, array) if self._with_logprobs else None
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        if self._prompted is None:
-            return choice
-        return choice | _prompt_logprobs(prompt_reports, self._prompted, self._speller, array)
+        choice: answers.CompletionChoice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        if self._prompted is not None:
+            choice["prompt_logprobs"] = _prompt_logprobs(prompt_reports, self._prompted, self._speller, array)
+        return choice
 
-    def _logprobs(self, reports: Sequence[TokenReport], array: _Array) -> Json:
+    def _logprobs(self, reports: Sequence[TokenReport], array: _Array) -> answers.CompletionLogprobs:
         return {
             "tokens": array(self._name(report.token_id) for report in reports),
             "token_logprobs": array(report.logprobs.logprob if report.logprobs else None for report in reports),
@@ -245,94 +252,106 @@ class ChatFormat:
         prompted: int | None = None,
     ) -> None:
         """`prompted` is as in `CompletionFormat`."""
-        self._heading = heading
+        self.heading = heading
         self._speller = speller
         self._with_logprobs = with_logprobs
         self._prompt_ids = prompt_ids
         self._prompted = prompted
 
-    @property
-    def heading(self) -> Heading:
-        """Fields that every chunk begins with."""
-        return self._heading
-
-    def chunk(self, piece: Piece, first: bool) -> Json:
+    def chunk(self, piece: Piece, first: bool) -> answers.ChatCompletionChunk:
         """The piece's text; a choice's first chunk also has the role, and the prompt's token ids, if they were asked
         for."""
-        delta: Json = {"role": "assistant"} if first else {}
+        delta: answers.ChatDelta = {"role": "assistant"} if first else {}
         if piece.reasoning:
-            delta |= _reasoning(piece.reasoning)
+            delta["reasoning_content"] = delta["reasoning"] = piece.reasoning
         if piece.call is not None:
             delta["tool_calls"] = [_call_delta(piece.call)]
         if piece.text:
             delta["content"] = piece.text
         elif first:
             delta["content"] = None if len(delta) > 1 else ""
-        choice = {
+        choice: answers.ChatChunkChoice = {
             "index": piece.choice,
             "delta": delta,
-            "logprobs": self._logprobs(piece.reports),
+            "logprobs": self._logprobs(piece.reports, list),
             "finish_reason": piece.finish_reason,
         }
-        chunk = self._heading.as_json("chat.completion.chunk") | {"choices": [choice]}
+        chunk = self._chunk([choice])
         if self._prompt_ids is not None:
             choice["token_ids"] = piece.token_ids
             if first:
                 chunk["prompt_token_ids"] = self._prompt_ids[0]
         return chunk
 
-    def usage_chunk(self, usage: Usage) -> Json:
+    def usage_chunk(self, usage: answers.Usage) -> answers.ChatCompletionChunk:
         """A chunk with usage and no choices."""
-        return self._heading.as_json("chat.completion.chunk") | {"choices": [], "usage": usage.as_json()}
+        return {**self._chunk([]), "usage": usage}
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Json:
+    def whole(self, choices: Sequence[WholeChoice], usage: answers.Usage) -> answers.ChatCompletion:
         """All choices, in order."""
-        with_ids = self._prompt_ids is not None
-        answer = self._heading.as_json("chat.completion") | {
-            "choices": (
-                {
-                    "index": index,
-                    "message": _message(choice),
-                    "logprobs": self._logprobs(choice.reports, iter),
-                    "finish_reason": choice.finish_reason,
-                }
-                | ({"token_ids": choice.token_ids} if with_ids else {})
-                for index, choice in enumerate(choices)
-            ),
-            "usage": usage.as_json(),
+        answer: answers.ChatCompletion = {
+            "id": self.heading.id,
+            "object": "chat.completion",
+            "created": self.heading.created,
+            "model": self.heading.model,
+            "system_fingerprint": self.heading.system_fingerprint,
+            "choices": _one_by_one(map(self._whole_choice, range(len(choices)), choices)),
+            "usage": usage,
         }
         if self._prompt_ids is not None:
             answer["prompt_token_ids"] = self._prompt_ids[0]
         if self._prompted is not None:
-            answer |= _prompt_logprobs(choices[0].prompt_reports, self._prompted, self._speller, iter)
+            reports = choices[0].prompt_reports
+            answer["prompt_logprobs"] = _prompt_logprobs(reports, self._prompted, self._speller, _one_by_one)
         return answer
 
-    def _logprobs(self, reports: Iterable[TokenReport], array: _Array = list) -> Json | None:
-        if not self._with_logprobs:
-            return None
+    def _chunk(self, choices: Sequence[answers.ChatChunkChoice]) -> answers.ChatCompletionChunk:
         return {
-            "content": array(
-                self._entry(report.token_id, report.logprobs.logprob)
-                | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in report.logprobs.top]}
-                for report in reports
-                if report.logprobs is not None
-            ),
-            "refusal": None,
+            "id": self.heading.id,
+            "object": "chat.completion.chunk",
+            "created": self.heading.created,
+            "model": self.heading.model,
+            "system_fingerprint": self.heading.system_fingerprint,
+            "choices": choices,
         }
 
-    def _entry(self, token_id: int, logprob: float) -> Json:
+    def _whole_choice(self, index: int, whole: WholeChoice) -> answers.ChatChoice:
+        assert whole.finish_reason is not None
+        choice: answers.ChatChoice = {
+            "index": index,
+            "message": _message(whole),
+            "logprobs": self._logprobs(whole.reports, _one_by_one),
+            "finish_reason": whole.finish_reason,
+        }
+        if self._prompt_ids is not None:
+            choice["token_ids"] = whole.token_ids
+        return choice
+
+    def _logprobs(self, reports: Iterable[TokenReport], array: _Array) -> answers.ChatLogprobs | None:
+        if not self._with_logprobs:
+            return None
+        told = (self._report(report.token_id, report.logprobs) for report in reports if report.logprobs is not None)
+        return {"content": array(told), "refusal": None}
+
+    def _report(self, token_id: int, logprobs: TokenLogprobs) -> answers.TokenReport:
+        alternatives = [self._entry(other, logprob) for other, logprob in logprobs.top]
+        return {**self._entry(token_id, logprobs.logprob), "top_logprobs": alternatives}
+
+    def _entry(self, token_id: int, logprob: float) -> answers.TokenAlternative:
         name, content = self._speller.spelling(token_id)
         return {"token": name, "logprob": logprob, "bytes": list(content)}
 
 
-def _prompt_logprobs(reports: Iterable[TokenReport], num: int, speller: TokenSpeller, array: _Array) -> Json:
+def _prompt_logprobs(
+    reports: Iterable[TokenReport], num: int, speller: TokenSpeller, array: _Array
+) -> Sequence[Mapping[str, answers.RankedToken] | None]:
     """`prompt_logprobs` in vLLM's form: for each token of the prompt but the first, an object by token id with that
     token and the `num` most likely ones; null for the first."""
 
-    def entry(token_id: int, logprob: float, rank: int) -> Json:
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, answers.RankedToken]:
         return {str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": speller.spelling(token_id)[0]}}
 
-    def entries(report: TokenReport) -> Json | None:
+    def entries(report: TokenReport) -> Mapping[str, answers.RankedToken] | None:
         if report.logprobs is None:
             return None
         told = entry(report.token_id, report.logprobs.logprob, report.rank)
@@ -340,30 +359,33 @@ def _prompt_logprobs(reports: Iterable[TokenReport], num: int, speller: TokenSpe
             told |= entry(token_id, logprob, rank)
         return told
 
-    return {"prompt_logprobs": array(map(entries, reports))}
+    return array(map(entries, reports))
 
 
-def _message(choice: WholeChoice) -> Json:
+def _message(choice: WholeChoice) -> answers.ChatAnswerMessage:
     text = "".join(choice.texts)
-    message: Json = {"role": "assistant", "content": None if choice.calls and not text else text, "refusal": None}
+    message: answers.ChatAnswerMessage = {
+        "role": "assistant",
+        "content": None if choice.calls and not text else text,
+        "refusal": None,
+    }
     if choice.reasoning:
-        message |= _reasoning("".join(choice.reasoning))
+        message["reasoning_content"] = message["reasoning"] = "".join(choice.reasoning)
     if choice.calls:
         message["tool_calls"] = [_call(deltas) for deltas in choice.calls]
     return message
 
 
-def _reasoning(text: str) -> Json:
-    """The reasoning under two names: DeepSeek's, which most clients read, and vLLM's."""
-    return {"reasoning_content": text, "reasoning": text}
-
-
-def _call(deltas: Sequence[CallDelta]) -> Json:
+def _call(deltas: Sequence[CallDelta]) -> answers.Call:
+    first = deltas[0]
+    assert first.id is not None
+    assert first.name is not None
     arguments = "".join(delta.arguments for delta in deltas)
-    return {"id": deltas[0].id, "type": "function", "function": {"name": deltas[0].name, "arguments": arguments}}
+    return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
 
 
-def _call_delta(delta: CallDelta) -> Json:
+def _call_delta(delta: CallDelta) -> answers.CallDelta:
     if delta.id is None:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
-    return {"index": delta.index} | _call([delta])
+    call = _call([delta])
+    return {"index": delta.index, "id": call["id"], "type": "function", "function": {**call["function"]}}

@@ -1,47 +1,36 @@
 """Length of a regular expression or a grammar with every repetition written out: an upper bound on what it can force at
 once.
 
-The grammar library processes a forced text in one go, however long it is: `a{1000000000}` costs a gigabyte of work and
-memory in 13 characters. All alternatives are counted, so the result is an upper bound. The parser here is lenient.
+The grammar library processes a forced text in one go, however long it is. Its own limits bound rules, but neither
+regular expressions nor terminals: `a{1000000000}` costs a gigabyte of work and memory in 13 characters. Python's parser
+of regular expressions knows how short a match can be, but it is private and takes another syntax. All alternatives are
+counted here, so the result is an upper bound. The parser is lenient.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from typing import Final
 
 MAX_EXPANDED: Final = 20_000
 """Characters. With `a{20000}` each mask takes about 5 ms with all cores free."""
 _REGEX: Final = re.compile(
-    r"\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|\(\?[^:)]*:|\{(?P<least>\d+)[^}]*\}|.", re.DOTALL
+    r"\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|(?P<open>\(\?[^:)]*:|\()|(?P<close>\))"
+    r"|\{(?P<least>\d+)[^}]*\}|(?P<free>[|*+?^$])|.",
+    re.DOTALL,
 )
 _DEFINITION: Final = re.compile(r"^[ \t]*[?!]?([A-Za-z_][\w-]*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
 _LARK: Final = re.compile(
-    r'"(?P<text>(?:\\.|[^"\\])*)"i?|//[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])+)/\w*|(?:\{\s*|~\s*)(?P<least>\d+)[^}\s)]*\}?'
-    r"|(?P<name>[A-Za-z_][\w-]*)|(?P<other>\S)",
+    r'"(?P<text>(?:\\.|[^"\\])*)"i?|//[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])+)/\w*|(?P<open>[(\[])|(?P<close>[)\]])'
+    r"|(?:\{\s*|~\s*)(?P<least>\d+)[^}\s)]*\}?|(?P<name>[A-Za-z_][\w-]*)|\S",
     re.DOTALL,
 )
 
 
 def expanded_length(expression: str) -> int:
     """Expanded length of a regular expression, in characters."""
-    sums, last = [0], 0
-    for token in _REGEX.finditer(expression):
-        text = token[0]
-        if text.startswith("("):
-            sums.append(0)
-            last = 0
-        elif text == ")" and len(sums) > 1:
-            last = sums.pop()
-            sums[-1] += last
-        elif token["least"] is not None:
-            more = last * (_number(token["least"]) - 1)
-            sums[-1] += max(0, more)
-            last += max(0, more)
-        elif text not in ("|", "*", "+", "?", "^", "$"):
-            last = 1
-            sums[-1] += 1
-    return sum(sums)
+    return _sum(_REGEX.finditer(expression), lambda token: 0 if token["free"] else 1)
 
 
 def expanded_grammar_length(grammar: str) -> int:
@@ -56,33 +45,35 @@ def expanded_grammar_length(grammar: str) -> int:
         if name not in bodies or name in below or len(below) > 200:
             return 1
         if name not in lengths:
-            lengths[name] = min(of_body(bodies[name], below | {name}), 2**40)
+            tokens = _LARK.finditer(bodies[name])
+            lengths[name] = min(_sum(tokens, lambda token: of_token(token, below | {name})), 2**40)
         return lengths[name]
 
-    def of_body(body: str, below: frozenset[str]) -> int:
-        sums, last = [0], 0
-        for token in _LARK.finditer(body):
-            if token["other"] in ("(", "["):
-                sums.append(0)
-                last = 0
-                continue
-            if token["other"] in (")", "]") and len(sums) > 1:
-                last = sums.pop()
-            elif token["least"] is not None:
-                last *= max(0, _number(token["least"]) - 1)
-            elif token["text"] is not None:
-                last = len(token["text"])
-            elif token["regex"] is not None:
-                last = expanded_length(token["regex"])
-            elif token["name"] is not None:
-                last = of_rule(token["name"], below)
-            else:
-                continue
-            sums[-1] += last
-        return sum(sums)
+    def of_token(token: re.Match[str], below: frozenset[str]) -> int:
+        if token["text"] is not None:
+            return len(token["text"])
+        if token["regex"] is not None:
+            return expanded_length(token["regex"])
+        return of_rule(token["name"], below) if token["name"] is not None else 0
 
     return max((of_rule(name, frozenset()) for name in bodies), default=0)
 
 
-def _number(digits: str) -> int:
-    return int(digits) if len(digits) < 12 else 10**12
+def _sum(tokens: Iterable[re.Match[str]], length_of: Callable[[re.Match[str]], int]) -> int:
+    """Sum of the tokens' lengths; a repetition multiplies the token or the group before it by its least number."""
+    sums, last = [0], 0
+    for token in tokens:
+        if token["open"]:
+            sums.append(0)
+            last = 0
+        elif token["close"]:
+            last = sums.pop() if len(sums) > 1 else 0
+            sums[-1] += last
+        elif token["least"]:
+            more = last * max(0, int(token["least"]) - 1)
+            sums[-1] += more
+            last += more
+        elif length := length_of(token):
+            last = length
+            sums[-1] += last
+    return sum(sums)

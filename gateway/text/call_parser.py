@@ -4,9 +4,15 @@ Each family of models writes calls in its own format, and each format has a pars
 calls, and each call in deltas: one with its id and name, then its arguments as they arrive.
 
     outside   text; its end is held back while it could be the beginning of an opening
-    inside    a call, or what looks like one. A coroutine, `_block`, reads each character; characters that belong to
-              no call yet are held
-              [_held)   once the call has begun, arguments go out at once; only what follows them is held
+    inside    a call, or what looks like one, read part by part by the grammars of `call_grammars`. What belongs to no
+              call yet is held; once the call has begun, arguments go out at once
+
+    part          ends with
+    before call   the brace of a call's object
+    head          the brace of the arguments, or the call's object if its arguments are no object
+    arguments     their closing brace
+    rest          the end of the call's object
+    after call    the brace of another call's object, or the end of the calls
 
 A call begins, irrevocably, once its name is one of the request's functions and its arguments open an object. What turns
 out to be no call before that is text, to the last character; it is searched again from behind its opening. If the
@@ -20,25 +26,19 @@ from __future__ import annotations
 
 import json
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import ClassVar, Final, TypeAlias
 
-from gateway.text.json_scanner import JsonScanner, NotJson
+from llguidance import LLMatcher
 
-WHITESPACE: Final = " \t\n\r"
-MAX_NAME_CHARS: Final = 256
-"""Longest key, name or id within a call, in characters; a longer one is no call."""
+from gateway.text.call_grammars import ARGUMENTS, HEAD, REST, read_on
+
 _PIECE_CHARS: Final = 256
 """Longest text read at a time. It is bounded because each opening copies the rest of the text."""
-_MEMBERS: Final = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
-"""Keys of a call's object and their meanings; an object with any other key is no call."""
-
-Reading: TypeAlias = Generator[None, str, None]
-"""A coroutine that receives one character at each `yield`."""
-ReadingText: TypeAlias = Generator[None, str, str]
-"""A `Reading` that returns a text."""
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=list, parse_int=str)
+"""Numbers are not read: Python bounds their digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +57,18 @@ Event: TypeAlias = str | CallDelta
 
 
 class NotACall(Exception):  # noqa: N818
-    """The last character read cannot belong to a call."""
+    """What was read is no call."""
 
 
-class CallParser(ABC):
+class CallParser:
     """Finds the calls in the text of one choice."""
 
     markers: ClassVar[tuple[str, ...]]
     """Tags of the format; where these are special tokens, the text must contain their spelling."""
-    openings: ClassVar[tuple[str, ...]]
-    """Strings that a call, or several, begin with."""
+    opening: ClassVar[str]
+    """String that a call, or several, begin with."""
+    before_call: ClassVar[LLMatcher]
+    after_call: ClassVar[LLMatcher]
 
     def __init__(self, names: Collection[str], most_calls: int | None = None) -> None:
         """`names` are the functions that may be called. No output follows after `most_calls` complete calls."""
@@ -78,24 +80,22 @@ class CallParser(ABC):
         self._names = names
         self._most_calls = most_calls
         self._events: list[Event] = []
-        self._fragment: list[str] = []
-        """Arguments that are not among the events yet."""
-        self._words: list[str] = []
-        """Text that is not among the events yet; this or `_fragment` is empty."""
+        """What is settled, in pieces as they were read."""
         self._tail = ""
         """Outside: the end of the text, which might be the beginning of an opening."""
         self._space: list[str] = []
         """Outside: white space that is emitted with the next text, if any follows."""
         self._at_gap = True
         """Outside: whether there was no text since the beginning or the last call."""
-        self._reading: Reading | None = None
-        """Inside: the coroutine that reads the next character."""
+        self._part: tuple[LLMatcher, Callable[[], None]] | None = None
+        """Inside: what reads the current part, and what is called at its end, which may raise `NotACall`."""
         self._held: list[str] = []
-        """Inside: held text in pieces; each but the opening is one character."""
+        """Inside: held text in pieces."""
         self._in_doubt = False
-        """Inside: whether no call has begun since the opening."""
-        self._num_opening = 0
-        """Inside: number of held pieces that are certainly text if no call begins."""
+        """Inside: whether no call has begun since an opening or the brace of a call; the first piece held is text then
+        if none begins."""
+        self._head = ""
+        """Inside: the head of the call."""
 
     @property
     def full(self) -> bool:
@@ -109,12 +109,11 @@ class CallParser(ABC):
 
     def finish(self) -> list[Event]:
         """End the text: text held back is no call, or the end of one. Returns the last events."""
-        while self._reading is not None:
+        while self._part is not None:
             if self._in_doubt:
                 self._read(self._give_up())
             else:
-                self._reading = None
-                self._held.clear()
+                self._leave()
         self._say(self._tail)
         if not self.num_begun:
             self._say_all("".join(self._space))
@@ -122,45 +121,39 @@ class CallParser(ABC):
         self._space.clear()
         return self._take()
 
-    # Methods for formats to override.
-
     def draw_id(self) -> str:
         """A new id for a call."""
         return f"call_{secrets.token_hex(12)}"
-
-    @abstractmethod
-    def _block(self, opening: str) -> Reading:
-        """Read what follows an opening, up to the end of the call or calls. Raises `NotACall`."""
-
-    def _find_opening(self, text: str) -> tuple[int, str] | None:
-        """Position of the first opening in `text`, and the opening; None if there is none."""
-        found = [(at, opening) for opening in self.openings if (at := text.find(opening)) >= 0]
-        return min(found, default=None)
-
-    # Outside.
 
     def _read(self, text: str) -> None:
         waiting = _pieces(text)
         while waiting and not self.full:
             piece = waiting.pop()
-            waiting += _pieces(self._outside(piece) if self._reading is None else self._inside(piece))
+            waiting += _pieces(self._outside(piece) if self._part is None else self._inside(piece))
+
+    # Outside.
 
     def _outside(self, text: str) -> str:
         """Emit text up to the next opening, and return what follows it."""
         text, self._tail = self._tail + text, ""
-        found = self._find_opening(text)
-        if found is None:
-            keep = max(_overlap(text, opening) for opening in self.openings)
+        before, opening, after = self._split(text)
+        if not opening:
+            keep = next(n for n in reversed(range(len(self.opening))) if text.endswith(self.opening[:n]))
             self._say(text[: len(text) - keep])
             self._tail = text[len(text) - keep :]
             return ""
-        at, opening = found
-        self._say(text[:at])
-        self._held = [opening]
-        self._reading = self._block(opening)
-        self._open()
-        next(self._reading)
-        return text[at + len(opening) :]
+        self._say(before)
+        self._held, self._in_doubt = [opening], True
+        if opening == "{":
+            self._expect_head()
+        else:
+            self._expect(self.before_call, self._expect_head)
+        return after
+
+    def _split(self, text: str) -> tuple[str, str, str]:
+        """The text before the first opening, the opening, and the text after it; the last two are empty if there is
+        none."""
+        return text.partition(self.opening)
 
     def _say(self, text: str) -> None:
         """Emit text, except white space that may turn out to lie between calls."""
@@ -175,186 +168,140 @@ class CallParser(ABC):
 
     def _say_all(self, text: str) -> None:
         if text:
-            if self._fragment:
-                self._settle()
-            self._words.append(text)
+            self._events.append(text)
 
     # Inside.
 
     def _inside(self, text: str) -> str:
-        """Read up to the end of the block or its failure. Returns the text to read outside: what follows, after what is
-        to be read again."""
-        assert self._reading is not None
-        for index, char in enumerate(text):
-            self._held.append(char)
-            try:
-                self._reading.send(char)
-            except StopIteration:
-                self._reading = None
-                self._held.clear()
-                return text[index + 1 :]
-            except NotACall:
-                return self._give_up() + text[index + 1 :]
-            if self.full:
-                break
-        return ""
+        """Read up to the end of the part or its failure. Returns the text to read then: what follows, after what is to
+        be read again."""
+        assert self._part is not None
+        matcher, at_end = self._part
+        text, rest = read_on(matcher, text)
+        if self.num_complete < self.num_begun:
+            self._argue(text)
+        else:
+            self._held.append(text)
+        try:
+            if matcher.is_stopped():
+                at_end()
+            elif rest:
+                raise NotACall
+        except NotACall:
+            return self._give_up() + rest
+        return rest
 
-    def _open(self) -> None:
-        """Note that the held text may be a call from here on."""
-        self._in_doubt = True
-        self._num_opening = len(self._held)
+    def _expect(self, part: LLMatcher, at_end: Callable[[], None]) -> None:
+        self._part = part.deep_copy(), at_end
 
-    def _begin(self, name: str) -> None:
-        """Begin a call of this function."""
-        self._settle()
-        self._events.append(CallDelta(index=self.num_begun, id=self.draw_id(), name=name))
+    def _expect_head(self) -> None:
+        self._held, self._in_doubt = ["".join(self._held)], True
+        self._expect(HEAD, self._end_head)
+
+    def _end_head(self) -> None:
+        self._head = self._object()
+        if self._head.endswith("}"):
+            self._end_call()
+            return
+        name = _members(self._head + "}}").get("name")
+        if name is not None:
+            self._begin(name, "{")
+        self._expect(ARGUMENTS, self._end_arguments)
+
+    def _end_arguments(self) -> None:
+        self.num_complete += not self._in_doubt
+        self._expect(REST, self._end_call)
+
+    def _end_call(self) -> None:
+        if self._in_doubt:
+            members = _members(self._object())
+            self._begin(members.get("name"), _arguments(members.get("arguments"), self._object(), len(self._head) - 1))
+            self.num_complete += 1
+        else:
+            _members(self._head + "}" + "".join(self._held))
+        self._held.clear()
+        self._expect(self.after_call, self._end_gap)
+
+    def _end_gap(self) -> None:
+        if self._held[-1].endswith("{"):
+            self._expect_head()
+        else:
+            self._leave()
+
+    def _object(self) -> str:
+        """What is held of a call's object."""
+        return "{" + "".join(self._held[1:])
+
+    def _begin(self, name: object, arguments: str) -> None:
+        """Begin a call of this function with these arguments, or the beginning of them."""
+        if name not in self._names:
+            raise NotACall
+        self._events.append(CallDelta(index=self.num_begun, id=self.draw_id(), name=str(name)))
         self.num_begun += 1
+        self._argue(arguments)
         self._in_doubt, self._at_gap = False, True
         self._held.clear()
         self._space.clear()
 
-    def _argue(self, text: str) -> None:
-        """Add to the arguments of the call."""
-        self._fragment.append(text)
-        self._held.clear()
-
-    def _complete(self) -> None:
-        """Note that the arguments of the call are complete."""
-        self.num_complete += 1
-
     def _give_up(self) -> str:
-        """Leave the block, because the last character cannot belong to a call. Returns the text to be read again,
-        outside."""
-        held, self._held, self._reading = self._held, [], None
+        """Leave the part, because what was read is no call. Returns the text to be read again, outside."""
         if self._in_doubt:
             self.num_malformed += 1
-            self._say("".join(held[: self._num_opening]))
-            return "".join(held[self._num_opening :])
-        if self.num_complete < self.num_begun:
+            self._say(self._held.pop(0))
+        elif self.num_complete < self.num_begun:
             self.num_malformed += 1
             self._at_gap = False
-        return "".join(held)
+        held = "".join(self._held)
+        self._leave()
+        return held
 
-    def _take(self) -> list[Event]:
-        self._settle()
-        events, self._events = self._events, []
-        return events
-
-    def _settle(self) -> None:
-        if self._words:
-            self._events.append("".join(self._words))
-            self._words.clear()
-        if self._fragment:
-            self._events.append(CallDelta(index=self.num_begun - 1, arguments="".join(self._fragment)))
-            self._fragment.clear()
-
-    # Coroutines for formats to read with.
-
-    def _call_object(self) -> Reading:
-        """Read `{"name": …, "arguments": {…}}` after its opening brace."""
-        seen: set[str] = set()
-        name, arguments = "", "{}"
-        while True:
-            if (yield from no_space()) != '"':
-                raise NotACall
-            member = _MEMBERS.get((yield from _text(MAX_NAME_CHARS)), "")
-            if not member or member in seen or (yield from no_space()) != ":":
-                raise NotACall
-            seen.add(member)
-            char = yield from no_space()
-            if member == "arguments" and char == "{" and name:
-                self._begin(name)
-                yield from self._object(char, self._argue)
-                self._complete()
-            elif member == "arguments":
-                arguments = yield from self._whole_arguments(char)
-            elif char != '"':
-                raise NotACall
-            else:
-                value = yield from _text(MAX_NAME_CHARS)
-                name = self._known(value) if member == "name" else name
-            char = yield from no_space()
-            if char == "}":
-                break
-            if char != ",":
-                raise NotACall
-        if self._in_doubt:
-            self._begin(self._known(name))
-            self._argue(arguments)
-            self._complete()
+    def _leave(self) -> None:
+        self._part, self._in_doubt = None, False
         self._held.clear()
 
-    def _whole_arguments(self, char: str) -> ReadingText:
-        """Read arguments that cannot be emitted as they arrive: those before the name, the text of an object, or
-        null."""
-        if char == "n":
-            for expected in "ull":
-                if (yield) != expected:
-                    raise NotACall
-            return "{}"
-        if char == '"':
-            arguments = yield from _text(None)
-            try:
-                if isinstance(json.loads(arguments), dict):
-                    return arguments
-            except (ValueError, RecursionError):
-                pass
-            raise NotACall
-        chars: list[str] = []
-        yield from self._object(char, chars.append)
-        return "".join(chars)
+    def _argue(self, text: str) -> None:
+        if text:
+            self._events.append(CallDelta(index=self.num_begun - 1, arguments=text))
 
-    def _object(self, char: str, take: Callable[[str], None]) -> Reading:
-        """Read a JSON object from its opening brace, `char`, to its closing one, and pass each character to `take`."""
-        scanner = JsonScanner()
-        while True:
-            try:
-                complete = scanner.feed(char)
-            except NotJson:
-                raise NotACall from None
-            take(char)
-            if complete:
-                return
-            char = yield
-
-    def _known(self, name: str) -> str:
-        if name not in self._names:
-            raise NotACall
-        return name
+    def _take(self) -> list[Event]:
+        """The settled events: neighbouring texts joined, and neighbouring arguments."""
+        events: list[Event] = []
+        for _, run in groupby(self._events, _run_of):
+            pieces = list(run)
+            joined = "".join(piece if isinstance(piece, str) else piece.arguments for piece in pieces)
+            events.append(joined if isinstance(pieces[0], str) else replace(pieces[0], arguments=joined))
+        self._events.clear()
+        return events
 
 
-def no_space() -> ReadingText:
-    """Read up to the next character that is not white space, and return it."""
-    while (char := (yield)) in WHITESPACE:
-        pass
-    return char
+def _run_of(event: Event) -> str | int | None:
+    return None if isinstance(event, str) else event.id or event.index
 
 
-def _text(most_chars: int | None) -> ReadingText:
-    """Read the rest of a JSON string after its opening quote, and return its value. A lone surrogate is no call."""
-    chars: list[str] = []
-    while (char := (yield)) != '"':
-        chars.append(char)
-        if char == "\\":
-            chars.append((yield))
-        if most_chars is not None and len(chars) > most_chars:
-            raise NotACall
+def _members(text: str) -> dict[str, object]:
+    """Members of a call's object; objects among them are lists. Raises `NotACall` if one comes twice."""
+    pairs = _DECODER.decode(text)
+    members = {"arguments" if name == "parameters" else name: value for name, value in pairs}
+    if len(members) < len(pairs):
+        raise NotACall
+    return members
+
+
+def _arguments(value: object, text: str, start: int) -> str:
+    """A call's arguments: an object, which begins at `start` of the text, or the text of an object, or none."""
+    if value is None:
+        return "{}"
+    if not isinstance(value, str):
+        return text[start : _DECODER.raw_decode(text, start)[1]]
     try:
-        text: str = json.loads('"' + "".join(chars) + '"')
-        text.encode()
-    except ValueError:
-        raise NotACall from None
-    return text
+        value.encode()
+        if isinstance(json.loads(value), dict):
+            return value
+    except (ValueError, RecursionError):
+        pass
+    raise NotACall
 
 
 def _pieces(text: str) -> list[str]:
     """The text in pieces, last piece first."""
     return [text[start : start + _PIECE_CHARS] for start in reversed(range(0, len(text), _PIECE_CHARS))]
-
-
-def _overlap(text: str, opening: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `opening`."""
-    for length in range(min(len(opening) - 1, len(text)), 0, -1):
-        if text.endswith(opening[:length]):
-            return length
-    return 0

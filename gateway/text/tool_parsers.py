@@ -2,110 +2,60 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from typing import Final
 
-from gateway.text.call_parser import MAX_NAME_CHARS, WHITESPACE, CallParser, NotACall, Reading, ReadingText, no_space
+from gateway.text.call_grammars import ARGUMENTS, SPACE, pattern
+from gateway.text.call_parser import CallParser
 
-_NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_-.")
+_NAMED: Final = re.compile(r"\[TOOL_CALLS\]\s*([a-zA-Z0-9_.-]+)")
 
 
 class HermesParser(CallParser):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen 2.5 and 3, and many others."""
 
     markers = ("<tool_call>", "</tool_call>")
-    openings = ("<tool_call>",)
-
-    def _block(self, opening: str) -> Reading:
-        if (yield from no_space()) != "{":
-            raise NotACall
-        yield from self._call_object()
-        char = yield from no_space()
-        for expected in self.markers[1]:
-            if char != expected:
-                raise NotACall
-            if expected != ">":
-                char = yield
+    opening = "<tool_call>"
+    before_call = pattern(SPACE + r"\{")
+    after_call = pattern(SPACE + "</tool_call>")
 
 
 class Llama3Parser(CallParser):
     """`{"name": …, "parameters": {…}}`, at the beginning or after `<|python_tag|>`; further calls follow a `;`."""
 
     markers = ("<|python_tag|>",)
-    openings = ("<|python_tag|>",)
+    opening = "<|python_tag|>"
+    before_call = pattern(SPACE + r"\{")
+    after_call = pattern(rf"{SPACE};?{SPACE}\{{")
 
-    def _find_opening(self, text: str) -> tuple[int, str] | None:
+    def _split(self, text: str) -> tuple[str, str, str]:
         if self._at_gap and not self.num_begun and text.lstrip().startswith("{"):
-            return text.index("{"), "{"
-        return super()._find_opening(text)
-
-    def _block(self, opening: str) -> Reading:
-        char = opening if opening == "{" else (yield from no_space())
-        while True:
-            if char != "{":
-                raise NotACall
-            if opening != "{" or self.num_begun:
-                self._open()
-            yield from self._call_object()
-            char = yield from no_space()
-            if char == ";":
-                char = yield from no_space()
+            return text.partition("{")
+        return super()._split(text)
 
 
 class MistralParser(CallParser):
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`, with or without `[ARGS]`."""
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    openings = ("[TOOL_CALLS]",)
+    opening = "[TOOL_CALLS]"
+    before_call = pattern(rf"{SPACE}(\[{SPACE}|[a-zA-Z0-9_.-]+((\[CALL_ID\][a-zA-Z0-9_-]*)?\[ARGS\])?{SPACE})\{{")
+    after_call = pattern(rf"{SPACE}(\]|,{SPACE}\{{)")
 
     def draw_id(self) -> str:
         """Nine letters and digits: the templates of these models accept no other ids."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
-    def _block(self, opening: str) -> Reading:
-        char = yield from no_space()
-        if char != "[":
-            yield from self._named(char)
-            return
-        while True:
-            if (yield from no_space()) != "{":
-                raise NotACall
-            self._open()
-            yield from self._call_object()
-            char = yield from no_space()
-            if char == "]":
-                return
-            if char != ",":
-                raise NotACall
+    def _expect_head(self) -> None:
+        named = _NAMED.match("".join(self._held))
+        if named is None:
+            super()._expect_head()
+        else:
+            self._begin(named[1], "{")
+            self._expect(ARGUMENTS, self._end_named)
 
-    def _named(self, char: str) -> Reading:
-        name = ""
-        while char in _NAME_CHARS and len(name) < MAX_NAME_CHARS:
-            name += char
-            char = yield
-        name = self._known(name)
-        if char == "[":
-            tag = yield from self._tag()
-            if tag == "[CALL_ID]":
-                for _ in range(MAX_NAME_CHARS):
-                    if (yield) == "[":
-                        break
-                tag = yield from self._tag()
-            if tag != "[ARGS]":
-                raise NotACall
-            char = yield
-        if char in WHITESPACE:
-            char = yield from no_space()
-        if char != "{":
-            raise NotACall
-        self._begin(name)
-        yield from self._object(char, self._argue)
-        self._complete()
-
-    def _tag(self) -> ReadingText:
-        """Read a marker after its opening bracket, and return it."""
-        tag = "["
-        while not tag.endswith("]") and len(tag) < len("[CALL_ID]"):
-            tag += yield
-        return tag
+    def _end_named(self) -> None:
+        self.num_complete += 1
+        self._leave()

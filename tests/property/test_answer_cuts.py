@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.text.call_grammars import ARGUMENTS, read_on
 from gateway.text.call_parser import CallParser, Event
-from gateway.text.json_scanner import JsonScanner, NotJson
 from gateway.text.reasoning import CLOSING, OPENING, Part, ReasoningSplitter
 from gateway.text.tool_parsers import HermesParser, Llama3Parser, MistralParser
 
@@ -148,10 +148,16 @@ def test_calls_come_out_as_they_were_made(kind: Any, write: Any, before: str, ca
 
 @settings(deadline=None)
 @given(value=objects, ascii=st.booleans(), indent=st.sampled_from([None, 2]), more=st.text(max_size=3))
-def test_the_scanner_ends_where_the_object_does(value: Any, ascii: bool, indent: int | None, more: str) -> None:
-    text = json.dumps(value, ensure_ascii=ascii, indent=indent)
-    scanner = JsonScanner()
-    assert [scanner.feed(char) for char in text] == [False] * (len(text) - 1) + [True]
+def test_arguments_end_where_the_object_does(value: Any, ascii: bool, indent: int | None, more: str) -> None:
+    text = json.dumps(value, ensure_ascii=ascii, indent=indent)[1:]
+    matcher = ARGUMENTS.deep_copy()
+    assert read_on(matcher, text + more) == (text, more)
+    assert matcher.is_stopped()
+    by_character = ARGUMENTS.deep_copy()
+    for char in text:
+        assert not by_character.is_stopped()
+        assert read_on(by_character, char) == (char, "")
+    assert by_character.is_stopped()
 
 
 @settings(deadline=None)
@@ -160,15 +166,11 @@ def test_the_scanner_ends_where_the_object_does(value: Any, ascii: bool, indent:
     at=st.integers(0, 200),
     instead=st.text(st.sampled_from('{}[]":,\\u019.eE+-tfn \n\t\x01'), max_size=2),
 )
-def test_the_scanner_takes_what_json_takes(value: Any, at: int, instead: str) -> None:
+def test_arguments_are_what_json_takes(value: Any, at: int, instead: str) -> None:
     text = json.dumps(value)
     text = text[: at % len(text)] + instead + text[at % len(text) + 1 :]
-    scanner = JsonScanner()
-    try:
-        complete = [scanner.feed(char) for char in text if not scanner.complete]
-        valid = scanner.complete and len(complete) == len(text)
-    except NotJson:
-        valid = False
+    matcher = ARGUMENTS.deep_copy()
+    valid = text[:1] == "{" and read_on(matcher, text[1:])[1] == "" and matcher.is_stopped()
     try:
         loaded = isinstance(json.loads(text, parse_constant=lambda name: [][0]), dict) and text[0] == "{"
     except (ValueError, IndexError):

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
+from gateway.text import call_parser
+from gateway.text.call_grammars import ARGUMENTS, MAX_DEPTH, read_on
 from gateway.text.call_parser import CallDelta, CallParser, Event
-from gateway.text.json_scanner import MAX_DEPTH, JsonScanner, NotJson
 from gateway.text.tool_parsers import HermesParser, Llama3Parser, MistralParser
 
 NAMES = {"get_weather", "is-noon"}
@@ -243,6 +245,30 @@ def test_a_long_answer_is_read_in_time_that_grows_with_its_length() -> None:
         assert num_read < 4 * len(text)
 
 
+def test_each_character_of_a_long_call_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+
+    def counted(matcher: LLMatcher, text: str) -> tuple[str, str]:
+        nonlocal num_read
+        num_read += len(text)
+        return read_on(matcher, text)
+
+    monkeypatch.setattr(call_parser, "read_on", counted)
+    arguments = json.dumps({"content": "a line\n" * 10_000})
+    for text in (hermes(arguments=arguments), f'<tool_call>{{"arguments": {arguments}, "name": "get_weather"}}'):
+        num_read = 0
+        parser = HermesParser(NAMES)
+        events = [event for at in range(0, len(text), 4) for event in parser.push(text[at : at + 4])]
+        assert joined([*events, *parser.finish()]) == ("", [("get_weather", arguments)])
+        assert num_read < len(text) + 20
+
+
+def test_the_digits_of_a_number_are_not_bounded() -> None:
+    arguments = '{"a": ' + "1" * 10_000 + "}"
+    for call in (hermes(arguments=arguments), f'<tool_call>{{"arguments": {arguments}, "name": "get_weather"}}'):
+        assert parse(HermesParser(NAMES), call) == ("", [("get_weather", arguments)])
+
+
 def test_what_is_read_again_is_not_copied_with_each_opening() -> None:
     nums_copied = []
     for num_openings in (1000, 2000):
@@ -286,13 +312,10 @@ def test_what_is_held_back_is_not_copied_with_each_delta(before: str, more: str,
     assert text.strip() == (after if calls else before + more * 1000 + after).strip()
 
 
-def scanned(text: str) -> bool:
-    """Whether the scanner takes all of `text` and it is complete then."""
-    scanner = JsonScanner()
-    try:
-        return [scanner.feed(char) for char in text].index(True) == len(text) - 1
-    except (NotJson, ValueError):
-        return False
+def taken(text: str) -> bool:
+    """Whether all of `text` is read as arguments, and nothing can follow."""
+    matcher = ARGUMENTS.deep_copy()
+    return text[0] == "{" and read_on(matcher, text[1:]) == (text[1:], "") and matcher.is_stopped()
 
 
 @pytest.mark.parametrize(
@@ -326,5 +349,15 @@ def scanned(text: str) -> bool:
         ('{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}", False),
     ],
 )
-def test_the_scanner_takes_json_and_nothing_else(text: str, valid: bool) -> None:
-    assert scanned(text) is valid
+def test_arguments_are_a_json_object_and_nothing_else(text: str, valid: bool) -> None:
+    assert taken(text) is valid
+
+
+def test_what_does_not_fit_is_told_from_the_first_character_on() -> None:
+    matcher = ARGUMENTS.deep_copy()
+    assert read_on(matcher, '"é": tr') == ('"é": tr', "")
+    assert read_on(matcher, "u日") == ("u", "日")
+    assert not matcher.is_stopped()
+    ended = ARGUMENTS.deep_copy()
+    assert read_on(ended, '"a": 1 } é') == ('"a": 1 }', " é")
+    assert ended.is_stopped()
