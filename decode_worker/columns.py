@@ -176,7 +176,6 @@ class DecodeColumns:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two steps."""
-        assert list(self._rows) == list(dict.fromkeys(self._rows)), "a sequence has two rows"
         assert set(self._rows) == set(self._members.generations)
         assert sorted([*self._rows.values(), *self._free]) == list(range(len(self._tables_SM))), "a row is lost"
 
