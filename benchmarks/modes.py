@@ -30,10 +30,10 @@ from benchmarks.baselines import BatchAtATime
 from benchmarks.driver import Arrival, Driver, Real
 from benchmarks.figures import quantile
 from benchmarks.interference import connected
+from benchmarks.load.lengths import Clipped, LogNormal
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
 from benchmarks.record import record
-from benchmarks.reserve import lognormal
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
@@ -46,6 +46,7 @@ BATCH = 16
 WINDOW_S = 0.5
 BLOCK_SIZE = 16
 KV_BYTES = 256 * 2**20
+PROMPTS, OUTPUTS = Clipped(LogNormal(300, 400), 1500), Clipped(LogNormal(80, 80), 400)
 
 Outcome = tuple[list[int], list[float]]
 """(tokens of a request, seconds from its arrival to each token)."""
@@ -57,7 +58,7 @@ def trace(num: int, rate: float, seed: int) -> list[Arrival]:
     moment, arrivals = 0.0, []
     for _ in range(num):
         moment += draw.expovariate(rate)
-        num_prompt, num_output = lognormal(draw, 300, 400, 1500), lognormal(draw, 80, 80, 400)
+        num_prompt, num_output = PROMPTS.draw(draw), OUTPUTS.draw(draw)
         prompt = tuple(draw.randrange(10, 30000) for _ in range(num_prompt))
         arrivals.append(Arrival(time_s=moment, prompt=prompt, num_output=num_output, max_tokens=num_output))
     return arrivals
