@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import random
@@ -17,7 +16,7 @@ from benchmarks import agreement, modes, versus
 from benchmarks.driver import Arrival
 from benchmarks.figures import compared, cpu_seconds, quantile, spread
 from benchmarks.interference import gaps_around, summary_ms
-from benchmarks.record import load_figures
+from benchmarks.load_run import load_figures
 from benchmarks.steady import resident_mib
 
 # --- quantiles -------------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def test_clients_are_compared_round_by_round() -> None:
     assert found == {"ttft": {"ours": 30.0, "theirs": 20.0, "ratio": 0.9, "ratio_min": 0.5, "ratio_max": 3.0}}
 
 
-def test_of_a_run_of_the_load_comparisons_keep_who_failed(tmp_path: Path) -> None:
+def test_of_a_run_of_the_load_comparisons_keep_who_failed() -> None:
     summary = {
         "requests": 64,
         "succeeded": 62,
@@ -166,9 +165,7 @@ def test_of_a_run_of_the_load_comparisons_keep_who_failed(tmp_path: Path) -> Non
         "itl_s": {"mean": 9.0, "p50": 9.0, "p90": 9.0, "p99": 2.0, "max": 9.0},
         "tpot_s": {"mean": 9.0, "p50": 3.0, "p90": 9.0, "p99": 9.0, "max": 9.0},
     }
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps({"run": {"summary": summary}}))
-    assert load_figures(file) == {
+    assert load_figures({"summary": summary}) == {
         "failed": 2,
         "output_tokens_per_s": 100.0,
         "ttft_p50_s": 1.0,
