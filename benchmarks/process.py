@@ -19,7 +19,7 @@ class Process:
     ) -> None:
         """`core`: the only core that it may use. `log`: the file for its standard error."""
         self.address = self.http = ""
-        """Of the control channel, and of HTTP."""
+        """Its control channel as HOST:PORT, and the address of its HTTP server, once it is ready."""
         self._command = [sys.executable, "-m", module, *options]
         self._core = core
         self._log = log
