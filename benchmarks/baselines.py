@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from decode_worker.entrance import Reservation
 from decode_worker.request import DecodeRequest
-from decode_worker.scheduler import DecodeScheduler, Reservation
+from decode_worker.scheduler import DecodeScheduler
 
 
 class BatchAtATime:

@@ -24,6 +24,7 @@ from common.engine.batch import InvalidLogitsError, Sampled, SampledToken
 from common.engine.block_pool import BlockPool
 from common.engine.runner import ModelRunner
 from common.engine.sequence import finish_reason
+from decode_worker.columns import DecodeColumns
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
@@ -115,6 +116,7 @@ class Real:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._columns = DecodeColumns(runner.config.max_sequence_tokens, runner.config.eos_token_ids)
 
     def run(self, step: Step) -> list[tuple[Sampled, ...]]:
         """Carry the step out as the decode worker's engine does."""
@@ -122,7 +124,10 @@ class Real:
             self._runner.copy_block(source, destination)
         self._runner.swap_out(step.swap_outs)
         self._runner.swap_in(step.swap_ins)
-        return self._runner.step(step.slices())
+        decodes = self._columns.decoding(step.decodes).decodes if step.decodes else None
+        submitted = self._runner.submit(step.slices(), decodes)
+        decoded = submitted.chosen().outcomes()[: len(step.decodes)]
+        return [*((outcome,) for outcome in decoded), *submitted.outcomes()]
 
     def seconds(self, step: Step) -> float:
         """0: the step took real time."""

@@ -23,7 +23,7 @@ from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest
 from decode_worker.scheduler import DecodeScheduler

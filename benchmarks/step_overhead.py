@@ -20,7 +20,7 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from common.engine.backend import Backend
-    from common.engine.batch import Sample
+    from common.engine.batch import Samples
     from common.engine.sampler import Choice
 
 KV_BYTES_PER_STREAM = 2**24
@@ -126,7 +126,7 @@ class TimedBackend:
         self._times.add("best", begin)
         return best
 
-    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Samples) -> torch.Tensor:
         """See `Backend.draw`."""
         begin = time.perf_counter()
         tokens_P = self._backend.draw(logits_PV, best_P, samples)

@@ -21,7 +21,8 @@ class Answers:
     def __init__(self, agenda: Agenda, departures: Departures) -> None:
         self._agenda = agenda
         self._departures = departures
-        self._step = StepReport()
+        self.step = StepReport()
+        """Tokens of the step that has just ended."""
 
     def tokens(self, generation: Generation) -> None:
         """Send the tokens that the gateway has not been sent: with the step's others if there is one, and nothing else
@@ -35,12 +36,12 @@ class Answers:
             self._agenda.send(gateway, generation.tokens(generation.num_sent))
         else:
             assert generation.num_sent == sequence.num_tokens - 1, sequence
-            self._step.add(gateway, generation.handle, generation.num_sent, sequence.token_ids[-1])
+            self.step.add(gateway, generation.handle, generation.num_sent, sequence.token_ids[-1])
         generation.num_sent = sequence.num_tokens
 
     def step_ended(self) -> None:
         """Every sequence has its token of the step: send those that go together."""
-        self._step.send_all(self._agenda.send)
+        self.step.send_all(self._agenda.send)
 
     def prompt_scores(self, request: DecodeRequest, start: int, scored: Scored) -> int:
         """Send the log probabilities of prompt tokens from `start` on. Returns their number; raises

@@ -20,7 +20,6 @@ Pure state: `handle` takes an event and returns actions (`common.worker`).
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +27,7 @@ from prometheus_client.metrics_core import Metric
 
 from common.contract.block_hashes import BlockChain, BlockHash
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import (
     Abort,
     Ack,
@@ -46,26 +45,17 @@ from common.contract.messages import (
     Role,
     Settle,
     Tokens,
-    Welcome,
 )
-from common.engine.batch import InvalidLogitsError, Sampled, Scored
 from common.engine.block_pool import BlockPool
-from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
-from common.engine.prompt import first_tokens
-from common.engine.sequence import finish_reason
-from common.engine.trials import TRIAL_TOKENS
 from common.runtime.config import DecodeSettings
 from common.worker.agenda import Agenda
 from common.worker.events import (
     Action,
-    AskMask,
-    Compute,
     DrainEnded,
     DrainWanted,
     Event,
-    ForgetMask,
     HelloReceived,
     MaskMade,
     PeerLost,
@@ -76,22 +66,23 @@ from common.worker.events import (
     Ticked,
     Work,
 )
+from common.worker.exchange import Exchange
 from common.worker.front import Front
+from common.worker.mask_asks import MaskAsks
 from decode_worker import view
 from decode_worker.answers import Answers
+from decode_worker.book import Book
 from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import (
     DecodeRequest,
     Generation,
-    LocalPrompt,
     RequestEvent,
     RequestState,
     Stage,
 )
 from decode_worker.scheduler import PLACES, DecodeScheduler
-from decode_worker.step import Step
-from decode_worker.times import prompt_times_of
+from decode_worker.steps import Planned, Steps
 from kv_transfer.events import (
     Consequence,
     LeaseDropped,
@@ -105,15 +96,10 @@ from kv_transfer.events import (
     SourceReceived,
     Unpinned,
 )
-from kv_transfer.lender import Lender
-from kv_transfer.pulls import Pulls
 from kv_transfer.regions import Region
 from kv_transfer.sink import Pull, PullState
 
 log = logging.getLogger(__name__)
-
-MAX_UNACKNOWLEDGED = 4096
-"""Most finished requests whose tokens are kept until the gateway acknowledges them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +108,6 @@ class _Begin(Consequence):
 
     gateway: Incarnation
     work: Decode
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A step that was handed to the shell."""
-
-    number: int
-    """The block pool's number of the step."""
-    step: Step
 
 
 class DecodeCore:
@@ -144,47 +121,37 @@ class DecodeCore:
         self.settings = settings
         self.engine = engine
         self.block_size = engine.runner.layout.block_size
-        self._config = engine.runner.config
         self.pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
-        policy = Policy(
-            block_size=self.block_size,
-            max_num_seqs=settings.max_num_seqs,
-            max_sequence_tokens=self._config.max_sequence_tokens,
-            token_budget=settings.token_budget,
-            prefill_tokens=settings.prefill_tokens,
-            prefill_priority=settings.prefill_priority,
-            memory_reserve=settings.memory_reserve,
-            num_host_blocks=engine.runner.num_host_blocks,
-            preempt_by=settings.preempt_by,
-            ageing_s=settings.ageing_s,
-            ttft_target_s=settings.ttft_target_s,
-        )
+        runner = engine.runner
+        policy = Policy.of(settings, runner.config.max_sequence_tokens, self.block_size, runner.num_host_blocks)
         self._agenda = Agenda(self._decide, conclude=self._reserve)
         self.scheduler = DecodeScheduler(self.pool, policy, engine.costs)
-        self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
-        checksum = region.crc32 if settings.checksums else None
-        self.pulls = Pulls(
-            emit=self._agenda.emit,
-            clock=self._agenda.clock,
-            transport=settings.transport,
-            block_bytes=region.block_bytes,
-            quarantine_bound_s=settings.quarantine_bound_s,
-            read_bound_s=settings.read_bound_s,
-        )
-        self.lender = Lender(
-            emit=self._agenda.emit, clock=self._agenda.clock, find_prefix=self._find_prefix, checksum=checksum
-        )
+        self.front = Front(self._agenda, self.pool, self.scheduler.trials, lambda key: self.book.gateway_of(key))
+        self.exchange = Exchange(self._agenda, settings, region, self._find_prefix)
+        self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
         self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self.block_size)
         self.departures = Departures(
-            self.scheduler, self.pool, self.lender, self._agenda.send, checksum, self.block_size
+            self.scheduler, self.pool, self.lender, self._agenda.send, self.exchange.checksum, self.block_size
         )
-        self.requests: dict[RequestId, DecodeRequest] = {}
-        self.finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
-        """Requests that have ended, until the gateway acknowledges it."""
         self.totals = view.Totals()
         self.answers = Answers(self._agenda, self.departures)
-        self._masks_for: dict[GrammarState, DecodeRequest | Generation] = {}
-        """Grammar states whose masks are awaited → who awaits them."""
+        self._masks: MaskAsks[DecodeRequest | Generation] = MaskAsks(self._agenda)
+        self.book = Book(
+            self.scheduler, self.pulls, self.arrivals, self.departures, self._masks, self.front, self.answers
+        )
+        self.steps = Steps(
+            self._agenda,
+            engine.runner.config,
+            engine.costs,
+            self.pool,
+            self.scheduler,
+            self.pulls,
+            self.departures,
+            self.front,
+            self.answers,
+            self.book,
+            self.totals,
+        )
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Decide on an event, to the end of all its consequences; returns the actions, in order. `now` is in monotonic
@@ -196,7 +163,7 @@ class DecodeCore:
             case StepWanted(before):
                 self._on_step_wanted(before)
             case StepEnded():
-                self._on_step_ended(event)
+                self.steps.ended(event)
             case Received(peer, message):
                 self._on_message(peer, message)
             case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
@@ -228,8 +195,8 @@ class DecodeCore:
             case DrainWanted():
                 self._drain()
             case DrainEnded(why):
-                for request in list(self.requests.values()):
-                    self._fail(request, Cause.DRAINING, why)
+                for request in list(self.book.requests.values()):
+                    self.book.fail(request, Cause.DRAINING, why)
             case _:
                 raise AssertionError(event)
 
@@ -237,10 +204,10 @@ class DecodeCore:
 
     def _on_step_wanted(self, before: Work | None) -> None:
         """Plan the next step, if there is anything to compute. Without one, nothing runs until another event."""
-        planned: _Planned | None = None if before is None else before.step
+        planned: Planned | None = None if before is None else before.step
         if planned is not None and (self.departures.awaited or not self.scheduler.may_run_ahead(planned.step)):
             return
-        while not self._plan(planned):
+        while not self.steps.plan(planned):
             if planned is not None:
                 return
             self.front.tell_turn()
@@ -250,167 +217,17 @@ class DecodeCore:
             if not (may_go_on or self.scheduler.has_work):
                 return
 
-    def _plan(self, before: _Planned | None) -> bool:
-        """Plan a step; returns whether there is anything to compute."""
-        step_before = None if before is None else before.step
-        number = self.pool.step_started()
-        step = self.scheduler.schedule(self._agenda.now, step_before)
-        for request in step.revoked:
-            assert request.pull is not None, request.work
-            self.pulls.revoke(request.pull)
-        if step.empty:
-            self.pool.step_finished(number)
-            return False
-        work = Work(
-            step=_Planned(number, step),
-            slices=step.slices(step_before),
-            copies=step.copies,
-            swap_outs=step.swap_outs,
-            swap_ins=step.swap_ins,
-            scored=any(chunk.prompt.request.work.prompt_logprobs is not None for chunk in step.chunks),
-            noticed=self.front.tell_turn(),
-        )
-        self._agenda.emit(Compute(work))
-        return True
-
-    def _on_step_ended(self, ended: StepEnded) -> None:
-        """Process a step's outcomes."""
-        planned: _Planned = ended.work.step
-        self.totals.block_steps += self.pool.num_used
-        self.pool.step_finished(planned.number)
-        step, outcomes = planned.step, ended.outcomes
-        num_decodes = len(step.decodes)
-        for generation, (outcome,) in zip(step.decodes, outcomes, strict=False):
-            if self.scheduler.is_running(generation):
-                self._advance(generation, outcome)
-        sampled = dict(zip(map(id, step.chunks), outcomes[num_decodes:], strict=True))
-        scored = dict(zip(map(id, step.chunks), ended.scores[num_decodes:], strict=False))
-        for chunk in self.scheduler.chunks_done(step.chunks):
-            if self._chunk_done(chunk, scored.get(id(chunk))) and chunk.last:
-                self._computed(chunk.prompt, sampled[id(chunk)])
-        self.answers.step_ended()
-        if step.chunks and not step.decodes:
-            num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
-            self.engine.costs.observe_prefill(num_tokens, ended.duration_s)
-        if not self.pool.num_in_flight:
-            self.departures.cut()
-        self.front.tell_cache()
-
-    def _chunk_done(self, chunk: Chunk[LocalPrompt], scored: Scored | None) -> bool:
-        """Account for a chunk, and send the prompt's log probabilities if the request asked for them. Returns whether
-        the request goes on."""
-        num_tokens = chunk.end - chunk.start
-        if chunk.prompt.generation is None:
-            self.totals.prompt += num_tokens
-        else:
-            self.totals.recomputed += num_tokens
-        if scored is None:
-            return True
-        request = chunk.prompt.request
-        try:
-            self.totals.scored += self.answers.prompt_scores(request, chunk.start, scored)
-        except InvalidLogitsError as error:
-            self._fail(request, error.cause, str(error))
-            return False
-        return True
-
-    def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
-        """Every token of a local prompt has its KV; `outcomes` has what was sampled after the last one."""
-        request, generation = prompt.request, prompt.generation
-        if generation is not None:
-            if generation.stage is not Stage.RECOMPUTING:
-                return  # the request has just failed by another choice
-            self.scheduler.recomputed(generation, self._agenda.now)
-            self._advance(generation, outcomes[0])
-            return
-        try:
-            tokens = first_tokens(request.work, outcomes, self._config.eos_token_ids, self._config.max_sequence_tokens)
-        except InvalidLogitsError as error:
-            self._fail(request, error.cause, str(error))
-            return
-        now = self._agenda.now
-        request.prompt_times = prompt_times_of(request, now)
-        self.scheduler.computed(request, tokens, now)
-        for generation in request.generations:
-            self.totals.generated += 1
-            self.answers.tokens(generation)
-            self._ask_mask(generation)
-        self._finish_if_ended(request)
-
-    def _advance(self, generation: Generation, outcome: Sampled) -> None:
-        """Append the sampled token to a sequence whose tokens all have their KV."""
-        if isinstance(outcome, InvalidLogitsError):
-            self._fail(generation.request, outcome.cause, str(outcome))
-            return
-        sequence = generation.sequence
-        sequence.num_computed = len(sequence.token_ids)
-        num_tokens = sequence.num_computed + 1
-        reason = finish_reason(
-            outcome.token_id,
-            num_tokens - sequence.prompt_len,
-            sequence.sampling,
-            self._config.eos_token_ids,
-            num_tokens,
-            self._config.max_sequence_tokens,
-        )
-        generation.append(outcome.token_id, outcome.logprobs, reason)
-        self.totals.generated += 1
-        self.answers.tokens(generation)
-        request, trials = generation.request, self.scheduler.trials
-        if trials and request.key in trials and request.num_new >= TRIAL_TOKENS:
-            trials.discard(request.key)
-        if reason is not None:
-            self.totals.sequence_ended(self._agenda.now - generation.began)
-            self.scheduler.remove(generation)
-            self._finish_if_ended(request)
-        if sequence.grammar_state is not None:
-            self._ask_mask(generation)
-
-    def _finish_if_ended(self, request: DecodeRequest) -> None:
-        if not request.finished:
-            return
-        self._drop(request)
-        if all(generation.moved for generation in request.generations):
-            request.enter(RequestEvent.END)
-            self.front.count("moved")
-            return
-        request.enter(RequestEvent.FINISH)
-        self.finished[request.work.request] = request
-        while len(self.finished) > MAX_UNACKNOWLEDGED:
-            self.finished.popitem(last=False)[1].enter(RequestEvent.END)
-        self.front.count("finished")
-        self.answers.finished(request)
-
-    # --- masks ---------------------------------------------------------------------------------------------------
-
-    def _ask_mask(self, generation: Generation) -> None:
-        """A sequence has got a token: compute the mask of the next one, if it has a grammar."""
-        sequence = generation.sequence
-        if sequence.sampling.grammar is None or generation.finish_reason is not None:
-            return
-        assert sequence.grammar_state is not None
-        self.scheduler.mask_awaited(generation)
-        self._masks_for[sequence.grammar_state] = generation
-        self._agenda.emit(
-            AskMask(sequence.sampling.grammar, sequence.grammar_state, sequence.token_ids, sequence.prompt_len)
-        )
-
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         """A sequence's next mask is known, or that of a local prompt's first tokens; or its grammar gave up."""
-        subject = self._masks_for.pop(state, None)
+        subject = self._masks.made(state)
         if isinstance(subject, Generation):
             self.scheduler.mask_known(subject)
             if gave_up is not None and subject.stage is not Stage.ENDED:
-                self._fail(subject.request, Cause.INVALID, gave_up.why)
+                self.book.fail(subject.request, Cause.INVALID, gave_up.why)
         elif subject is not None and gave_up is not None:
-            self._fail(subject, Cause.INVALID, gave_up.why)
+            self.book.fail(subject, Cause.INVALID, gave_up.why)
         elif subject is not None:
             self.scheduler.want(subject, self._agenda.now)
-
-    def _forget_masks(self, request: DecodeRequest) -> None:
-        for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.generations)):
-            if state is not None and self._masks_for.pop(state, None) is not None:
-                self._agenda.emit(ForgetMask(state))
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -424,7 +241,7 @@ class DecodeCore:
             case Ack():
                 self._on_ack(peer, message)
             case Resend():
-                request = self._find(message.request)
+                request = self.book.find(message.request)
                 if request is not None and (request.gateway, request.key) == (peer, message.key):
                     self.answers.again(request, message)
             case Attach() | AttachPrefix() | Settle() | Detach():
@@ -441,9 +258,9 @@ class DecodeCore:
     def _on_decode(self, gateway: Incarnation, work: Decode) -> None:
         if not self.front.admits(work.key):
             return
-        known = self._find(work.request)
+        known = self.book.find(work.request)
         if known is not None:
-            self._forget(known, "a newer attempt arrived")
+            self.book.forget(known, "a newer attempt arrived")
         objection = self.engine.runner.objection(work.token_ids, work.sampling)
         if work.moving and len(work.token_ids) == work.prompt_len:
             objection = "a sequence moves only when it runs"
@@ -455,8 +272,8 @@ class DecodeCore:
             self.front.refuse(gateway, work.key, Cause.TOO_LARGE, message)
         elif self.front.draining:
             self.front.refuse(gateway, work.key, Cause.DRAINING, "this decode worker takes no new work")
-        elif not work.admitted and len(self.requests) >= self.settings.max_waiting + self.settings.max_num_seqs:
-            self.front.refuse(gateway, work.key, Cause.CAPACITY, f"{len(self.requests)} requests open already")
+        elif not work.admitted and len(self.book.requests) >= self.settings.max_waiting + self.settings.max_num_seqs:
+            self.front.refuse(gateway, work.key, Cause.CAPACITY, f"{len(self.book.requests)} requests open already")
         else:
             self._agenda.emit(_Begin(gateway, work))
 
@@ -471,57 +288,56 @@ class DecodeCore:
             pull = Pull(work.key, work.source, offered=work.offered.attempt)
         chain = BlockChain(self.block_size, work.cache_salt)
         request = DecodeRequest(work, gateway, now + work.budget_s, now, chain, pull)
-        self.requests[work.request] = request
+        self.book.requests[work.request] = request
         if work.moving:
             self.scheduler.want(request, now)
             self._reserve()
             if request not in self.arrivals:
                 message = "there is no room for the sequence at once; where it is, it can go on"
-                self._fail(request, Cause.CAPACITY, message)
+                self.book.fail(request, Cause.CAPACITY, message)
         elif pull is not None:
             request.enter(RequestEvent.ATTACH)
             self.pulls.begin(pull, lambda tokens: _fits(tokens, work))
         elif work.sampling.grammar is not None:
             request.enter(RequestEvent.MASK)
             state = request.grammar_state = GrammarState()
-            self._masks_for[state] = request
-            self._agenda.emit(AskMask(work.sampling.grammar, state, work.token_ids, work.prompt_len))
+            self._masks.ask(request, work.sampling.grammar, state, work.token_ids, work.prompt_len)
         else:
             self.scheduler.want(request, now)
 
     def _sequence(self, message: AttachSequence) -> Generation | None:
         """The sequence that a sink asks for, if it is here."""
-        request = self.requests.get(message.sequence.request)
+        request = self.book.requests.get(message.sequence.request)
         if request is None or request.key != message.sequence:
             return None
         return next((each for each in request.generations if each.sequence.choice == message.choice), None)
 
     def _on_abort(self, gateway: Incarnation, message: Abort) -> None:
-        request = self._find(message.request)
+        request = self.book.find(message.request)
         if request is None or request.gateway != gateway or request.work.attempt > message.attempt:
             return
-        if message.request in self.finished:
-            self._forget(request, "aborted")  # the gateway was sent its end
+        if message.request in self.book.finished:
+            self.book.forget(request, "aborted")  # the gateway was sent its end
             return
-        self._forget(request, "aborted", wanted=True)
+        self.book.forget(request, "aborted", wanted=True)
         self.front.cancelled(gateway, request.key)
 
     def _on_ack(self, gateway: Incarnation, message: Ack) -> None:
-        request = self.finished.get(message.request)
+        request = self.book.finished.get(message.request)
         if request is not None and (request.gateway, request.key) == (gateway, message.key):
-            del self.finished[message.request]
+            del self.book.finished[message.request]
             request.enter(RequestEvent.END)
             request.generations.clear()  # breaks the reference cycle, which only the garbage collector would free
 
     def _on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> None:
-        for request in self._owned_by(peer):
+        for request in self.book.owned_by(peer):
             if request.key not in listed:
-                self._forget(request, "unknown to its gateway")
+                self.book.forget(request, "unknown to its gateway")
         self.lender.on_hello(peer, listed)
 
     def _on_peer_lost(self, peer: Incarnation) -> None:
-        for request in self._owned_by(peer):
-            self._forget(request, "its gateway is gone")
+        for request in self.book.owned_by(peer):
+            self.book.forget(request, "its gateway is gone")
         self.lender.on_peer_lost(peer)
         self.front.lost(peer)
 
@@ -550,25 +366,25 @@ class DecodeCore:
         if self.arrivals.find(pulled.pull):
             self.arrivals.pulled_ahead(pulled.pull, pulled.block_ids)
             return
-        request = self.requests[pulled.pull.key.request]
+        request = self.book.requests[pulled.pull.key.request]
         request.prompt_times = pulled.pull.prompt_times
         self.scheduler.settled(request, pulled.block_ids, pulled.first_tokens, self._agenda.now)
         for generation in request.generations:
             if generation.finish_reason is not None:
                 self.answers.tokens(generation)
-            self._ask_mask(generation)
+            self.book.ask_mask(generation)
 
     def _on_pull_failed(self, pull: Pull, cause: Cause | None, message: str) -> None:
         """A pull has ended without valid blocks."""
         ahead_of = self.arrivals.find(pull)
         if ahead_of is not None:
             if not self.arrivals.gave_up_ahead(pull):
-                self._fail(ahead_of, Cause.TRANSFER, f"reading ahead failed: {message}")
+                self.book.fail(ahead_of, Cause.TRANSFER, f"reading ahead failed: {message}")
             return
         request = self._pulling(pull)
         if request is None:
             return
-        self._drop(request)
+        self.book.drop(request)
         request.enter(RequestEvent.END)
         if pull.ended_with:
             self.front.count("finished")
@@ -578,7 +394,7 @@ class DecodeCore:
 
     def _pulling(self, pull: Pull) -> DecodeRequest | None:
         """The open request that this pull is for."""
-        request = self.requests.get(pull.key.request)
+        request = self.book.requests.get(pull.key.request)
         return request if request is not None and request.pull is pull else None
 
     # --- leases --------------------------------------------------------------------------------------------------
@@ -594,9 +410,9 @@ class DecodeCore:
         fails."""
         request = self.departures.unpinned(key, block_ids, settled=settled)
         if request is not None and settled:
-            self._finish_if_ended(request)
+            self.book.finish_if_ended(request)
         elif request is not None:
-            self._fail(request, Cause.LEASE_LOST, "a sequence was cut, and nobody has taken it over")
+            self.book.fail(request, Cause.LEASE_LOST, "a sequence was cut, and nobody has taken it over")
 
     # --- room ----------------------------------------------------------------------------------------------------
 
@@ -612,56 +428,18 @@ class DecodeCore:
 
     def _on_tick(self) -> None:
         now = self._agenda.now
-        for request in [request for request in self.requests.values() if request.deadline <= now]:
+        for request in [request for request in self.book.requests.values() if request.deadline <= now]:
             state = "decoding"
             if not request.generations:
                 state = "computing the prompt" if request.pull is None else request.pull.state.value
-            self._fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {state}")
-        self.pulls.tick(now)
-        self.lender.expire(now)
-
-    # --- the end of a request ------------------------------------------------------------------------------------
-
-    def _fail(self, request: DecodeRequest, cause: Cause, message: str) -> None:
-        self._forget(request, message)
-        self.front.refuse(request.gateway, request.key, cause, message)
-
-    def _forget(self, request: DecodeRequest, why: str, *, wanted: bool = False) -> None:
-        """Remove the request, whatever its state, without a message to the gateway. `wanted`: its client asked for its
-        end."""
-        if request.state is RequestState.FINISHED:
-            del self.finished[request.work.request]
-            request.enter(RequestEvent.END)
-        elif request.state is not RequestState.ENDED:
-            self._drop(request, wanted=wanted)
-            request.enter(RequestEvent.END)
-            if request.pull is not None:
-                self.pulls.abandon(request.pull, None, why)
-
-    def _drop(self, request: DecodeRequest, *, wanted: bool = False) -> None:
-        """Remove the request from all tables. The blocks of its pull are released, or kept in quarantine, by the
-        pull."""
-        del self.requests[request.work.request]
-        self.departures.forget(request)
-        self.arrivals.forget(request)
-        self._forget_masks(request)
-        self.scheduler.forget(request, wanted=wanted)
-
-    def _find(self, request: RequestId) -> DecodeRequest | None:
-        return self.requests.get(request) or self.finished.get(request)
-
-    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
-        request = self.requests.get(key.request)
-        return request.gateway if request is not None and request.key == key else None
-
-    def _owned_by(self, gateway: Incarnation) -> list[DecodeRequest]:
-        return [r for r in (*self.requests.values(), *self.finished.values()) if r.gateway == gateway]
+            self.book.fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {state}")
+        self.exchange.tick(now)
 
     def _drain(self) -> None:
         """Take no new work. Gateways learn it by the next heartbeat, and let other workers pull the running
         sequences."""
         if not self.front.draining:
-            log.info("draining: %d requests are open", len(self.requests))
+            log.info("draining: %d requests are open", len(self.book.requests))
         self.front.draining = True
 
     # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
@@ -669,34 +447,21 @@ class DecodeCore:
     @property
     def idle(self) -> bool:
         """Whether nothing is here that a tick could end."""
-        pulls, lender = self.pulls, self.lender
-        return not (self.requests or pulls.num_reads or lender.num_leases or lender.num_parked)
+        return not self.book.requests and self.exchange.idle
 
     @property
     def phase(self) -> Phase:
         """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
-        held = self.requests or self.finished or self.pulls.num_pulls or self.pulls.num_quarantined
-        return self.front.phase(holds_anything=bool(held or self.lender.num_leases or self.lender.num_readers))
+        held = bool(self.book.requests or self.book.finished)
+        return self.front.phase(holds_anything=held or not self.exchange.empty)
 
     def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
         """The requests of a gateway that are open here, or wait for its acknowledgement."""
-        return tuple(request.key for request in self._owned_by(peer))
+        return tuple(request.key for request in self.book.owned_by(peer))
 
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from an address that are not over."""
         return self.pulls.open_pulls(address)
-
-    def welcome(self, metadata: bytes) -> Welcome:
-        """This worker's message in a handshake, with its transport's metadata."""
-        return Welcome(
-            role=Role.DECODE,
-            fingerprint=self.engine.fingerprint,
-            max_sequence_tokens=min(self._config.max_sequence_tokens, self.pool.num_blocks * self.block_size),
-            transport=self.settings.transport,
-            transport_metadata=metadata,
-            open_requests=(),
-            phase=self.phase,
-        )
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
@@ -714,13 +479,12 @@ class DecodeCore:
         """Assert what must hold between any two events."""
         self.pool.check_invariants()
         self.scheduler.check_invariants()
-        self.pulls.check_invariants()
-        self.lender.check_invariants()
-        assert all(request.state is RequestState.FINISHED for request in self.finished.values())
-        for request in self.requests.values():
+        self.exchange.check_invariants()
+        assert all(request.state is RequestState.FINISHED for request in self.book.finished.values())
+        for request in self.book.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.generations), request.story
             assert self.scheduler.place_of(request) is (request.state if request.state in PLACES else None)
-            masked = request.grammar_state in self._masks_for
+            masked = request.grammar_state in self._masks
             assert masked == (request.state is RequestState.MASKED), request.story
             attaching = request.pull is not None and request.pull.state is PullState.ATTACHING
             assert attaching or request.state is not RequestState.ATTACHING, request.story

@@ -31,8 +31,9 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages import MAX_TOLD_TOKENS, AttachSequence, Cut, Decode, Message, Moved, Tokens
 from common.engine.block_pool import BlockPool
+from decode_worker.entrance import Reservation
 from decode_worker.request import DecodeRequest, Generation, Stage
-from decode_worker.scheduler import DecodeScheduler, Reservation
+from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.lease import withdrawn
 from kv_transfer.lender import Lender
 from kv_transfer.pulls import Pulls

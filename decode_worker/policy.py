@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.contract.tiers import Tier
+from common.runtime.config import DecodeSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,3 +26,24 @@ class Policy:
     preempt_by: Literal["cost", "swap", "recompute"] = "cost"
     ageing_s: float = 30.0
     ttft_target_s: Callable[[Tier], float] = lambda tier: 1.0
+
+    @classmethod
+    def of(cls, settings: DecodeSettings, max_sequence_tokens: int, block_size: int, num_host_blocks: int) -> Policy:
+        """The policy of a worker with these settings, and a model of this context and cache."""
+        return cls(
+            block_size=block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_sequence_tokens=max_sequence_tokens,
+            token_budget=settings.token_budget,
+            prefill_tokens=settings.prefill_tokens,
+            prefill_priority=settings.prefill_priority,
+            memory_reserve=settings.memory_reserve,
+            num_host_blocks=num_host_blocks,
+            preempt_by=settings.preempt_by,
+            ageing_s=settings.ageing_s,
+            ttft_target_s=settings.ttft_target_s,
+        )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)

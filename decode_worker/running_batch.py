@@ -10,8 +10,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection
 
-from common.engine.fair_queue import AGED_SHARE
-from common.engine.lazy_heap import LazyHeap
+from common.scheduling.fair_queue import AGED_SHARE
+from common.scheduling.lazy_heap import LazyHeap
 from decode_worker.request import Generation, Stage, StageEvent
 
 Seniority = tuple[int, int]

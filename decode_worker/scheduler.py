@@ -16,21 +16,19 @@ The life cycles of requests and of their choices are `REQUEST_TABLE` and `STAGE_
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from common.contract.block_hashes import BlockHash
 from common.contract.messages import Decode, Tokens
-from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from common.engine.chunked_prefill import Chunk, ChunkQueue
-from common.engine.costs import Costs
-from common.engine.fair_queue import FairQueue
-from common.engine.lazy_heap import LazyHeap
 from common.engine.sequence import Sequence
-from common.engine.trials import Trials
-from decode_worker.admission import Admission, Newcomer, rank_of
+from common.scheduling.chunked_prefill import Chunk
+from common.scheduling.costs import Costs
+from common.scheduling.trials import Trials
+from decode_worker.admission import Admission, rank_of
+from decode_worker.entrance import Entrance, Reservation
+from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
 from decode_worker.request import (
     DecodeRequest,
@@ -43,12 +41,8 @@ from decode_worker.request import (
 )
 from decode_worker.running_batch import RunningBatch, Seniority, seniority
 from decode_worker.step import Step
+from decode_worker.swap_space import SwapSpace
 
-_LOOK_AHEAD = 4
-"""Waiting requests that are tried if the first of them does not fit."""
-_MAX_PASSED = 16
-"""Number of later requests that may be admitted before a waiting request that does not fit. After that, none may. The
-same holds for a preempted sequence that has waited beyond the ageing time, and requests of higher tiers."""
 _OUTPUT_CHARGE = 2.0
 """Service of an output token; a computed prompt token counts 1 (VTC, section 3)."""
 
@@ -59,15 +53,6 @@ Holder = Generation | LocalPrompt | DecodeRequest
 """A holder of blocks that can be taken: a sequence, a prompt computed here, a request whose pull has read nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Room for a pull: its blocks, of which the first `num_held` already hold the right KV."""
-
-    request: DecodeRequest
-    block_ids: list[int]
-    num_held: int
-
-
 class DecodeScheduler:
     """Admits requests, plans steps and preempts, for one decode worker."""
 
@@ -76,43 +61,18 @@ class DecodeScheduler:
         self._policy = policy
         self._costs = costs
         self._block_size = policy.block_size
-        self._waiting: FairQueue[DecodeRequest] = FairQueue(ageing_s=policy.ageing_s)
-        self._reserved: dict[DecodeRequest, list[int]] = {}
-        """Requests whose pull has not settled → blocks of the pull."""
-        self._newest_unread: LazyHeap[DecodeRequest] = LazyHeap()
-        """Requests of `_reserved` whose pull may not have read yet, the newest of the lowest tier first."""
-        self._prompts: dict[DecodeRequest, LocalPrompt] = {}
-        """Requests whose prompt is being computed here."""
-        self._recomputing: dict[Generation, LocalPrompt] = {}
-        self._chunks: ChunkQueue[LocalPrompt] = ChunkQueue(ageing_s=policy.ageing_s)
         self._batch = RunningBatch(policy.max_num_seqs, policy.block_size, policy.ageing_s)
-        self.trials = Trials()
-        self._preempted: LazyHeap[Generation] = LazyHeap()
-        self._newest_prompts: LazyHeap[LocalPrompt] = LazyHeap()
-        """Prompts and preempted sequences that are being computed here, the newest of the lowest tier first."""
         self._admission = Admission(pool, policy)
-        self._num_orders = 0
+        self._prompts = LocalPrompts(policy, costs)
+        self._entrance = Entrance(pool, policy, costs, self._admission, self._batch, self._prompts)
+        self._swap = SwapSpace(policy, costs)
+        self.trials = Trials()
         self._copies: list[tuple[int, int]] = []
         """Block copies, for forks, that the next step must make first."""
-        self._awaited: set[Generation] = set()
-        """Sequences whose next mask is not known yet. They are in no step."""
-        self._arriving: set[Generation] = set()
-        """Sequences whose blocks are being swapped in by the last step that was scheduled."""
-        self._host_free = list(range(policy.num_host_blocks))
-        self._pressure: tuple[int, int] | None = None
-        """(rank, blocks): blocks that a request of this rank lacks, and that lower tiers must give up."""
-        self._look_again = True
-        self._free_when_refused = 0
-        self.num_swapped = 0
-        """Preemptions by swap."""
         self.num_recomputed = 0
         """Preemptions by recompute."""
         self.num_revoked = 0
         """Reservations that were taken back before the first read."""
-        self.num_prefix_queried = 0
-        """Prompt tokens that were looked up in the prefix cache."""
-        self.num_prefix_hit = 0
-        """Prompt tokens that were found in the prefix cache."""
 
     # --- what others want to know --------------------------------------------------------------------------------
 
@@ -124,33 +84,33 @@ class DecodeScheduler:
     @property
     def num_idle(self) -> int:
         """Sequences in the batch that wait for their next mask."""
-        return sum(generation in self._batch for generation in self._awaited)
+        return sum(generation in self._batch for generation in self._entrance.awaited)
 
     @property
     def num_waiting(self) -> int:
         """Requests waiting for room, and sequences waiting for a place in the batch."""
-        return len(self._waiting) + self._batch.num_ready
+        return len(self._entrance.waiting) + self._batch.num_ready
 
     @property
     def num_pulling(self) -> int:
         """Requests with a reservation whose pull has not settled."""
-        return len(self._reserved)
+        return len(self._entrance.reserved)
 
     @property
     def num_computing(self) -> int:
         """Prompts and preempted sequences that are being computed here."""
-        return len(self._chunks)
+        return len(self._prompts)
 
     @property
     def num_preempted(self) -> int:
         """Sequences without blocks."""
-        return len(self._preempted)
+        return len(self._entrance.preempted)
 
     def num_uncomputed_of(self, request: DecodeRequest) -> int:
         """Tokens of the request's prompt still to be computed here; 0 if it is pulled."""
         if request.pull is not None or request.generations:
             return 0
-        prompt = self._prompts.get(request)
+        prompt = self._prompts.of_requests.get(request)
         return len(request.work.token_ids) if prompt is None else prompt.num_uncomputed
 
     @property
@@ -162,12 +122,27 @@ class DecodeScheduler:
     def has_work(self) -> bool:
         """Whether the next step would have something new to do: a sequence that joins, a prompt to compute, or a
         reservation to take back for a waiting request."""
-        return self._batch.can_join or len(self._chunks) > 0 or self._can_relieve
+        return self._batch.can_join or len(self._prompts) > 0 or self._entrance.can_relieve
 
     @property
     def num_host_used(self) -> int:
         """Blocks of host memory in use."""
-        return self._policy.num_host_blocks - len(self._host_free)
+        return self._swap.num_used
+
+    @property
+    def num_swapped(self) -> int:
+        """Preemptions by swap."""
+        return self._swap.num_swapped
+
+    @property
+    def num_prefix_queried(self) -> int:
+        """Prompt tokens that were looked up in the prefix cache."""
+        return self._entrance.num_prefix_queried
+
+    @property
+    def num_prefix_hit(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return self._entrance.num_prefix_hit
 
     @property
     def num_expected(self) -> int:
@@ -180,7 +155,7 @@ class DecodeScheduler:
         remaining = work.sampling.max_tokens - (len(work.token_ids) - work.prompt_len)
         # The KV of the last token is never computed, so it needs no slot.
         stored = min(len(work.token_ids) + remaining, self._policy.max_sequence_tokens) - 1
-        return self._blocks_for(max(stored, len(work.token_ids)))
+        return self._policy.blocks_for(max(stored, len(work.token_ids)))
 
     def fits(self, work: Decode) -> bool:
         """Whether the request could run if it were alone, if need be one choice after another."""
@@ -188,11 +163,11 @@ class DecodeScheduler:
 
     def place_of(self, request: DecodeRequest) -> RequestState | None:
         """The state, one of `PLACES`, in which the scheduler has the request; None if it does not have it."""
-        if request in self._waiting:
+        if request in self._entrance.waiting:
             return RequestState.WAITING
-        if request in self._reserved:
+        if request in self._entrance.reserved:
             return RequestState.RESERVED
-        return RequestState.COMPUTING if request in self._prompts else None
+        return RequestState.COMPUTING if request in self._prompts.of_requests else None
 
     def is_running(self, generation: Generation) -> bool:
         """Whether the sequence is (still) in the batch."""
@@ -202,29 +177,13 @@ class DecodeScheduler:
 
     def want(self, request: DecodeRequest, now: float) -> None:
         """The request waits for room: its offer is open, or its prompt is to be computed here."""
-        work = request.work
-        request.enter(RequestEvent.WANT)
-        request.chain.extend(work.token_ids, len(work.token_ids))
-        allowance_s = 0.0 if request.pull is not None else len(work.token_ids) * self._costs.prefill_s_per_token
-        deadline = request.arrived + self._policy.ttft_target_s(work.tier) + allowance_s
-        self._waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
-        self.trials.add(request.key, work.suspicion)
-        self._look_again = True
+        self._entrance.want(request, now)
+        self.trials.add(request.key, request.work.suspicion)
 
     def reserve(self, now: float) -> list[Reservation]:
         """Admit what fits: preempted sequences first, then waiting requests. Returns reservations of requests that may
         pull."""
-        unchanged = not self._look_again and self._pool.num_free <= self._free_when_refused
-        if unchanged and not self._waited_long(self._next_preempted(), now):
-            self._free_when_refused = self._pool.num_free
-            return []
-        self._pressure = None
-        granted: list[Reservation] = []
-        while self._let_one_in(now, granted):
-            pass
-        self._look_again = False
-        self._free_when_refused = self._pool.num_free
-        return granted
+        return self._entrance.reserve(now)
 
     def lend(self, block_hashes: Seq[BlockHash]) -> list[int]:
         """The leading blocks of `block_hashes` that are cached, each with a reference for the borrower. Empty if
@@ -238,24 +197,23 @@ class DecodeScheduler:
 
     def settled(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
         """The pulled blocks are valid: the request's choices continue after their first tokens."""
-        del self._reserved[request]
-        self._newest_unread.discard(request)
+        self._entrance.settled(request)
         self._begin(request, block_ids, first_tokens, now)
 
     def computed(self, request: DecodeRequest, first_tokens: Seq[Tokens], now: float) -> None:
         """The last chunk of the request's prompt is done: its choices continue after their first tokens."""
-        prompt = self._prompts.pop(request)
-        self._newest_prompts.discard(prompt)
+        prompt = self._prompts.take(request)
+        assert prompt is not None, request.story
         self._begin(request, prompt.block_table, first_tokens, now)
 
     def mask_awaited(self, generation: Generation) -> None:
         """The sequence's next mask is not known yet: until it is, the sequence is in no step, and is not resumed."""
-        self._awaited.add(generation)
+        self._entrance.awaited.add(generation)
 
     def mask_known(self, generation: Generation) -> None:
         """The sequence's next mask is known. Does nothing if the sequence has ended."""
-        self._awaited.discard(generation)
-        self._look_again = True
+        self._entrance.awaited.discard(generation)
+        self._entrance.look_again()
 
     # --- a step --------------------------------------------------------------------------------------------------
 
@@ -267,18 +225,18 @@ class DecodeScheduler:
         """
         step = Step(copies=self._copies)
         self._copies = []
-        self._arriving.clear()
+        self._swap.next_step()
         for copy in step.copies:
             self._pool.release(copy)
-        if self._policy.prefill_priority and len(self._chunks):
+        if self._policy.prefill_priority and len(self._prompts):
             budget = self._policy.token_budget
-            step.chunks = self._plan_chunks(budget, now, self._permitted((), now))
+            step.chunks = self._prompts.plan(budget, now, self._permitted((), now))
             return step
         ahead: frozenset[Generation] = frozenset() if before is None else frozenset(before.decodes)
         joined = self._join(now, ahead)
         ending = {generation for generation in ahead if generation in self._batch and self._ends(generation)}
         self._relieve(step, now)
-        idle = ending | {generation for generation in self._awaited if generation in self._batch}
+        idle = ending | {generation for generation in self._entrance.awaited if generation in self._batch}
         sitting_out = self._grow(step, now, ending, idle) | idle
         step.decodes = (
             [g for g in self._batch.running() if g not in sitting_out] if sitting_out else self._batch.running()
@@ -287,21 +245,11 @@ class DecodeScheduler:
         if permitted is not None:
             step.decodes = [generation for generation in step.decodes if permitted(generation)]
         self._swap_in(step, joined)
-        if len(self._chunks):
+        if len(self._prompts):
             left = max(0, self._policy.token_budget - len(step.decodes))
             budget = min(left, self._policy.prefill_tokens) if step.decodes else left
-            step.chunks = self._plan_chunks(budget, now, permitted)
+            step.chunks = self._prompts.plan(budget, now, permitted)
         return step
-
-    def _plan_chunks(
-        self, budget: int, now: float, permitted: Callable[[LocalPrompt], bool] | None
-    ) -> list[Chunk[LocalPrompt]]:
-        chunks = self._chunks.schedule(budget, budget, now, permitted)
-        for chunk in chunks:
-            request = chunk.prompt.request
-            if chunk.prompt.generation is None and request.started_at is None:
-                request.started_at = now
-        return chunks
 
     def may_run_ahead(self, step: Step) -> bool:
         """Whether the next step may be scheduled while `step`, the last one, runs: it consists of decodes only, and no
@@ -311,12 +259,14 @@ class DecodeScheduler:
 
     def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""
-        live = self._chunks.step_done(chunks)
+        live = self._prompts.step_done(chunks)
         for chunk in live:
             work = chunk.prompt.request.work
             if chunk.prompt.generation is None:  # a tenant does not pay for recomputation
                 request = chunk.prompt.request
-                self._waiting.charge(work.tier, work.tenant, max(0, chunk.end - max(chunk.start, request.num_charged)))
+                self._entrance.waiting.charge(
+                    work.tier, work.tenant, max(0, chunk.end - max(chunk.start, request.num_charged))
+                )
                 request.num_charged = max(chunk.end, request.num_charged)
                 full = slice(chunk.start // self._block_size, chunk.end // self._block_size)
                 self._pool.name(chunk.prompt.block_table[full], request.chain.hashes[full])
@@ -324,8 +274,8 @@ class DecodeScheduler:
 
     def recomputed(self, generation: Generation, now: float) -> None:
         """The last chunk of a preempted sequence is done: it continues as before."""
-        prompt = self._recomputing.pop(generation)
-        self._newest_prompts.discard(prompt)
+        prompt = self._prompts.take(generation)
+        assert prompt is not None, generation.sequence
         generation.sequence.num_computed = len(prompt.token_ids)
         self._batch.add(generation, now)
 
@@ -337,29 +287,29 @@ class DecodeScheduler:
             self._admission.ended(generation)
         if generation in self._batch:  # charge its last step: the flow covers those before
             work = generation.request.work
-            self._waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE)
+            self._entrance.waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE)
         if generation.stage is Stage.PREEMPTED:
-            self._preempted.discard(generation)
+            self._entrance.preempted.discard(generation)
         else:
             self._take_blocks(generation)
-        self._host_free += generation.host_slots
-        generation.host_slots = []
-        generation.enter(StageEvent.END)
-        self._awaited.discard(generation)
-        self._look_again = True
+        self._swap.give_back(generation)
+        self._ended(generation)
 
     def leave(self, generation: Generation) -> list[int]:
         """A running sequence moves to another worker and ends here. Returns the blocks with its KV; the caller owns the
         references. No step may be in flight."""
         assert generation.stage is Stage.RUNNING, generation.sequence
         sequence = generation.sequence
-        blocks = list(sequence.block_table[: self._blocks_for(sequence.num_computed)])
+        blocks = list(sequence.block_table[: self._policy.blocks_for(sequence.num_computed)])
         self._pool.share(blocks)
         self._take_blocks(generation)
-        generation.enter(StageEvent.END)
-        self._awaited.discard(generation)
-        self._look_again = True
+        self._ended(generation)
         return blocks
+
+    def _ended(self, generation: Generation) -> None:
+        generation.enter(StageEvent.END)
+        self._entrance.awaited.discard(generation)
+        self._entrance.look_again()
 
     def name_running(self) -> None:
         """Enter the full blocks of running sequences into the prefix cache."""
@@ -372,198 +322,41 @@ class DecodeScheduler:
         `wanted`: its client asked for its end (a stop string, say). Then its present length is added to the observed
         lengths.
         """
-        self._waiting.discard(request)
         self.trials.discard(request.key)
-        if request in self._reserved or request in self._prompts:
-            self._reserved.pop(request, None)
-            self._newest_unread.discard(request)
-            prompt = self._prompts.pop(request, None)
-            if prompt is not None:
-                self._chunks.remove(prompt)
-                self._newest_prompts.discard(prompt)
-                self._pool.release(prompt.block_table)
-            self._unbook(request)
+        reserved = self._entrance.forget(request)
+        prompt = self._prompts.take(request)
+        if prompt is not None:
+            self._pool.release(prompt.block_table)
+        if reserved or prompt is not None:
+            self._entrance.unbook(request)
         for generation in request.generations:
             self.remove(generation, wanted=wanted)
-        self._look_again = True
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         self._batch.check_invariants()
-        self._waiting.check_invariants()
-        self._chunks.check_invariants()
-        booked = {(request, choice) for request in (*self._reserved, *self._prompts) for choice in request.work.choices}
-        holders = [*self._batch.running(), *self._batch.ready(), *self._recomputing]
+        self._entrance.check_invariants()
+        self._prompts.check_invariants()
         self._admission.check_invariants()
+        entrance, prompts = self._entrance, self._prompts
+        assert all(request.state is RequestState.COMPUTING for request in prompts.of_requests)
+        begin = (*entrance.reserved, *prompts.of_requests)
+        booked = {(request, choice) for request in begin for choice in request.work.choices}
+        holders = [*self._batch.running(), *self._batch.ready(), *prompts.of_sequences]
         assert booked | {generation.key for generation in holders} == set(self._admission.keys())
-        assert all(request.state is RequestState.WAITING for request in self._waiting)
-        assert all(request.state is RequestState.RESERVED for request in self._reserved)
-        assert all(request.state is RequestState.COMPUTING for request in self._prompts)
-        unread = {request for request in self._reserved if _unread(request) and not request.work.moving}
-        assert unread <= set(self._newest_unread) <= self._reserved.keys()
-        assert len(set(self._newest_prompts)) == len(self._chunks) == len(self._prompts) + len(self._recomputing)
         for generation in holders:
             assert generation.finish_reason is None, generation.sequence
             table = generation.sequence.block_table
             assert all(self._pool.ref_count(block) > 0 for block in table), generation.sequence
-            assert len(table) >= self._blocks_for(generation.sequence.num_computed), generation.sequence
-        living = {*self._batch.running(), *self._batch.ready(), *self._preempted}
-        assert self._awaited <= living, "nobody asks while it is computed again, or has ended"
-        for generation in self._preempted:
+            assert len(table) >= self._policy.blocks_for(generation.sequence.num_computed), generation.sequence
+        living = {*self._batch.running(), *self._batch.ready(), *entrance.preempted}
+        assert entrance.awaited <= living, "nobody asks while it is computed again, or has ended"
+        for generation in entrance.preempted:
             assert generation.stage is Stage.PREEMPTED, generation.sequence
             assert not generation.sequence.block_table, generation.sequence
-        owned = [slot for g in (*holders, *self._preempted) for slot in g.host_slots]
-        assert sorted([*owned, *self._host_free]) == list(range(self._policy.num_host_blocks)), "a host slot is lost"
+        self._swap.check_invariants((*holders, *entrance.preempted))
 
-    # --- letting in ----------------------------------------------------------------------------------------------
-
-    def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
-        """Admit or resume the next request or sequence that may; returns whether there was one."""
-        back = self._next_preempted()
-        waited_long = self._waited_long(back, now)
-        if back is not None and waited_long and back.num_passed >= _MAX_PASSED:
-            return self._resume(back, now)
-        refused: list[DecodeRequest] = []
-        for request in self._candidates(now, len(Tier) if back is None else back.request.work.tier.rank):
-            if self._admit(request, now, granted):
-                for passed in refused:
-                    passed.num_passed += 1
-                if back is not None and waited_long:
-                    back.num_passed += 1
-                return True
-            refused.append(request)
-            if request.num_passed >= _MAX_PASSED:
-                break
-        # Blocks that a request of a higher tier waits for go to a lower tier only if that has waited long.
-        return back is not None and (waited_long or not refused) and self._resume(back, now)
-
-    def _waited_long(self, preempted: Generation | None, now: float) -> bool:
-        return preempted is not None and now - preempted.preempted_at > self._policy.ageing_s
-
-    def _candidates(self, now: float, least_rank: int) -> Iterator[DecodeRequest]:
-        """Waiting requests of a rank below `least_rank`: the first one, and some more in case it does not fit."""
-        first = self._waiting.first(now)
-        yield from (request for request in first if request.work.tier.rank < least_rank)
-        if len(self._waiting) < 2:
-            return
-        for request in self._waiting.first(now, _LOOK_AHEAD):
-            if request not in first and request.work.tier.rank < least_rank:
-                yield request
-
-    def _admit(self, request: DecodeRequest, now: float, granted: list[Reservation]) -> bool:
-        work = request.work
-        num_tokens, size = len(work.token_ids), self._block_size
-        # A prompt that is computed here always computes its last token, for its logits; and every token if all are to
-        # be scored.
-        usable = (num_tokens if request.pull is not None else num_tokens - 1) // size
-        if work.prompt_logprobs is not None:
-            usable = 0
-        held = self._pool.match(request.chain.hashes[:usable])
-        # If even an empty pool has too few blocks for all forks, those without a block begin preempted.
-        num_spare = self._pool.num_blocks - self._blocks_for(num_tokens)
-        num_forks = min(len(work.choices) - 1, num_spare) if num_tokens % size else 0
-        num_new = self._blocks_for(num_tokens) - len(held) + num_forks
-        order = self._num_orders
-        # The first choice holds what is allocated now; each fork holds one block, if the prompt's last one is not full.
-        private = [num_new - num_forks, *(int(index < num_forks) for index in range(len(work.choices) - 1))]
-        newcomers = [
-            (self._admission.steps_left(work, num_tokens + 1, rank_of(order + index)), num_private)
-            for index, num_private in enumerate(private)
-        ]
-        if not self._has_room(work.tier.rank, num_new, held, newcomers):
-            return False
-        self._waiting.take(request, now)
-        self._num_orders += len(work.choices)
-        request.order = order
-        self._pool.share(held)
-        blocks = held + self._pool.allocate(num_new - num_forks)
-        request.fork_blocks = self._pool.allocate(num_forks)
-        for choice, newcomer in zip(work.choices, newcomers, strict=True):
-            self._admission.enter((request, choice), newcomer)
-        if not request.sent_back:
-            self.num_prefix_queried += num_tokens
-            self.num_prefix_hit += len(held) * size
-        if request.pull is not None:
-            request.enter(RequestEvent.RESERVE)
-            self._reserved[request] = blocks
-            if not work.moving:
-                self._newest_unread.add(request, (-work.tier.rank, -order))
-            granted.append(Reservation(request, blocks, len(held)))
-        else:
-            request.enter(RequestEvent.COMPUTE)
-            request.num_cached = len(held) * size
-            self._prompts[request] = self._compute(request, None, work.token_ids, request.num_cached, blocks, now)
-        return True
-
-    def _next_preempted(self) -> Generation | None:
-        """The preempted sequence that comes back first. Its mask must be known, because the last chunk may sample a
-        token."""
-        first = self._preempted.smallest(1 + len(self._awaited))
-        return next((generation for generation in first if generation not in self._awaited), None)
-
-    def _resume(self, generation: Generation, now: float) -> bool:
-        """Give a preempted sequence blocks again."""
-        sequence, work = generation.sequence, generation.request.work
-        swapped = bool(generation.host_slots)
-        usable = sequence.num_computed if swapped else sequence.num_tokens - 1
-        held = self._pool.match(generation.chain.hashes[: usable // self._block_size])
-        num_new = self._blocks_for(sequence.num_tokens) - len(held)
-        newcomer = self._admission.steps_left(work, sequence.num_tokens, generation.rank), num_new
-        if not self._has_room(work.tier.rank, num_new, held, [newcomer]):
-            return False
-        self._preempted.discard(generation)
-        self._pool.share(held)
-        sequence.block_table = array("q", held + self._pool.allocate(num_new))
-        self._admission.enter(generation.key, newcomer)
-        if swapped:
-            generation.num_kept = len(held)
-            self._batch.add(generation, now)
-        else:
-            sequence.num_computed = len(held) * self._block_size
-            generation.enter(StageEvent.RECOMPUTE)
-            self._recomputing[generation] = self._compute(
-                generation.request,
-                generation,
-                list(sequence.token_ids),
-                sequence.num_computed,
-                sequence.block_table,
-                generation.request.arrived,
-            )
-        return True
-
-    def _has_room(self, rank: int, num_new: int, held: Seq[int], newcomers: Seq[Newcomer]) -> bool:
-        """Whether `num_new` blocks, beside the cached blocks `held`, can be given away now without any sequence lacking
-        blocks later. If lower tiers hold what is lacking, it is noted that they must give it up."""
-        if not self._admission.has_places(rank, len(newcomers)):
-            return False
-        lacking = self._admission.num_lacking(
-            self._batch.step,
-            num_new=num_new,
-            held=held,
-            headroom=self._batch.num_due_next + self._batch.num_ready,
-            newcomers=newcomers,
-        )
-        if lacking > 0 and self._admission.any_below(rank) and (self._pressure is None or rank < self._pressure[0]):
-            self._pressure = rank, lacking
-        return lacking <= 0
-
-    def _compute(
-        self,
-        request: DecodeRequest,
-        generation: Generation | None,
-        token_ids: list[int] | tuple[int, ...],
-        num_computed: int,
-        block_table: Seq[int],
-        now: float,
-    ) -> LocalPrompt:
-        tier = request.work.tier
-        order = request.order if generation is None else generation.order
-        cost_s = (len(token_ids) - num_computed) * self._costs.prefill_s_per_token
-        urgency = (tier.rank, request.arrived + self._policy.ttft_target_s(tier) + cost_s, order)
-        prompt = LocalPrompt(request, generation, token_ids, num_computed, block_table, urgency)
-        self._chunks.add(prompt, now)
-        self._newest_prompts.add(prompt, (-tier.rank, -order))
-        return prompt
+    # --- beginning -----------------------------------------------------------------------------------------------
 
     def _begin(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
         """The KV of the request's tokens is here and valid: its choices begin, and share the full blocks. A sequence
@@ -601,7 +394,7 @@ class DecodeScheduler:
                 self._batch.add(generation, now)
             else:
                 self._admission.leave(generation.key)
-                self._stand_by(generation, now)
+                self._entrance.stand_by(generation, now)
         assert not request.fork_blocks, request.work
         for generation in request.generations:
             if generation.finish_reason is not None:
@@ -630,7 +423,7 @@ class DecodeScheduler:
             self._flow(generation, -_OUTPUT_CHARGE)
             num_private = self._num_private(generation.sequence.block_table)
             self._admission.paused(generation, self._batch.step, num_private)
-        self._waiting.advance(self._batch.step)
+        self._entrance.waiting.advance(self._batch.step)
         self._admission.look_again(self._batch.step)
         return joined
 
@@ -644,18 +437,14 @@ class DecodeScheduler:
         """Predicate of what the step may compute; None if there are no suspects. What is left out stays as it is."""
         if not self.trials:
             return None
-        chosen = self.trials.choose({each.request.key for each in (*decodes, *self._chunks)}, now)
+        chosen = self.trials.choose({each.request.key for each in (*decodes, *self._prompts)}, now)
         return lambda each: each.request.key in chosen
 
     def _swap_in(self, step: Step, joined: Seq[Generation]) -> None:
         """Swap in the blocks of sequences that have joined, except those that were preempted in the same step."""
         for generation in joined:
             if generation in self._batch and generation.host_slots:
-                kept, slots = generation.num_kept, generation.host_slots
-                step.swap_ins += zip(slots[kept:], generation.sequence.block_table[kept : len(slots)], strict=True)
-                self._host_free += slots
-                generation.host_slots = []
-                self._arriving.add(generation)
+                step.swap_ins += self._swap.swap_in(generation)
 
     def _grow(self, step: Step, now: float, ending: set[Generation], idle: set[Generation]) -> set[Generation]:
         """Give each sequence that is due, and not `idle`, its next block. Sequences for which there is no block sit
@@ -683,11 +472,11 @@ class DecodeScheduler:
 
     def _relieve(self, step: Step, now: float) -> None:
         """Take from lower tiers the blocks that a waiting request of a higher tier lacks. No holder gives way twice."""
-        if self._pressure is None:
+        pressure = self._entrance.take_pressure()
+        if pressure is None:
             return
-        (rank, lacking), self._pressure = self._pressure, None
-        unread = [request for request in self._newest_unread if _unread(request)]
-        holders = (*self._batch.running(), *self._batch.ready(), *self._newest_prompts, *unread)
+        rank, lacking = pressure
+        holders = (*self._batch.running(), *self._batch.ready(), *self._prompts, *self._entrance.unread())
         victims = [each for each in holders if _seniority(each)[0] > rank and not each.gave_way]
         victims.sort(key=_seniority, reverse=True)
         for victim in victims:
@@ -696,21 +485,10 @@ class DecodeScheduler:
             victim.gave_way = True
             lacking -= self._preempt(victim, step, now)
 
-    @property
-    def _can_relieve(self) -> bool:
-        """Whether reservations of lower tiers can give, without a step, blocks that a waiting request lacks."""
-        if self._pressure is None:
-            return False
-        rank, _ = self._pressure
-        unread = (each for each in self._newest_unread if _unread(each) and not each.gave_way)
-        return any(request.work.tier.rank > rank for request in unread)
-
     def _newest(self, ending: Collection[Generation]) -> Holder | None:
         """The newest holder of blocks of the lowest tier, without pulls that have begun to read and sequences in
         `ending`."""
-        while (unread := self._newest_unread.first()) is not None and not _unread(unread):
-            self._newest_unread.discard(unread)
-        newest = (self._batch.newest(ending), self._newest_prompts.first(), unread)
+        newest = (self._batch.newest(ending), self._prompts.newest(), self._entrance.newest_unread())
         return max((each for each in newest if each is not None), key=_seniority, default=None)
 
     def _preempt(self, victim: Holder, step: Step, now: float) -> int:
@@ -725,26 +503,18 @@ class DecodeScheduler:
         num_freed = self._num_private(table)
         # If it still has host slots, they were not swapped in yet and stay valid. A half recomputed one is dropped.
         if victim.stage is not Stage.RECOMPUTING and not victim.host_slots:
-            num_content = self._blocks_for(victim.sequence.num_computed)
-            if self._swaps(victim, num_content):
-                victim.host_slots = [self._host_free.pop() for _ in range(num_content)]
-                step.swap_outs += zip(table[:num_content], victim.host_slots, strict=True)
-                self.num_swapped += 1
+            num_content = self._policy.blocks_for(victim.sequence.num_computed)
+            # Blocks that others hold, too, will still be cached when it comes back.
+            num_shared = len(table) - num_freed
+            if self._swap.takes(num_content, victim.sequence.num_tokens - num_shared * self._block_size):
+                step.swap_outs += self._swap.swap_out(victim, table[:num_content])
         if not victim.host_slots:
             self.num_recomputed += 1
         self._take_blocks(victim)
         if not victim.host_slots:
             victim.sequence.num_computed = 0
-        self._stand_by(victim, now)
+        self._entrance.stand_by(victim, now)
         return num_freed
-
-    def _stand_by(self, generation: Generation, now: float) -> None:
-        """A sequence without blocks waits for some."""
-        generation.enter(StageEvent.PREEMPT)
-        generation.preempted_at, generation.num_passed = now, 0
-        generation.paused(now)
-        self._preempted.add(generation, seniority(generation))
-        self._look_again = True
 
     def _send_back(self, prompt: LocalPrompt) -> int:
         """A request whose prompt is computed here, and that has no token yet, waits again. Returns the number of freed
@@ -760,7 +530,7 @@ class DecodeScheduler:
     def _revoke(self, request: DecodeRequest, step: Step) -> int:
         """A request whose pull has reserved blocks, and read nothing, waits again. Returns the number of freed
         blocks."""
-        blocks = self._reserved[request]
+        blocks = self._entrance.reserved[request]
         num_freed = self._num_private(blocks) + len(request.fork_blocks)
         self.forget(request)
         self._pool.release(blocks)
@@ -770,18 +540,6 @@ class DecodeScheduler:
         self.num_revoked += 1
         return num_freed
 
-    def _swaps(self, generation: Generation, num_content: int) -> bool:
-        """Whether a sequence is swapped to host memory rather than computed again."""
-        if self._policy.preempt_by == "recompute" or num_content > len(self._host_free) or num_content == 0:
-            return False
-        if self._policy.preempt_by == "swap":
-            return True
-        # Blocks that others hold, too, will still be cached when it comes back.
-        table = generation.sequence.block_table
-        num_shared = len(table) - self._num_private(table)
-        recompute_s = self._costs.recompute_s(generation.sequence.num_tokens - num_shared * self._block_size)
-        return self._costs.swap_s(num_content) <= recompute_s
-
     def _take_blocks(self, generation: Generation) -> None:
         """Take the blocks of a sequence, whatever its state. Its full blocks stay in the prefix cache."""
         sequence = generation.sequence
@@ -789,25 +547,15 @@ class DecodeScheduler:
         if generation in self._batch:
             self._flow(generation, -_OUTPUT_CHARGE)
         self._batch.discard(generation)
-        prompt = self._recomputing.pop(generation, None)
-        if prompt is not None:
-            self._chunks.remove(prompt)
-            self._newest_prompts.discard(prompt)
+        self._prompts.take(generation)
         self._pool.release(sequence.block_table)
         sequence.block_table = array("q")
         generation.num_named = 0
         self._admission.left(generation)
 
-    def _unbook(self, request: DecodeRequest) -> None:
-        """Release the fork blocks and the forecast entries of a request that had room and has no choices yet."""
-        self._pool.release(request.fork_blocks)
-        request.fork_blocks = []
-        for choice in request.work.choices:
-            self._admission.leave((request, choice))
-
     def _name(self, generation: Generation) -> None:
         """Enter the blocks that have become full into the prefix cache."""
-        if generation.host_slots or generation in self._arriving:
+        if self._swap.holds(generation):
             return  # its blocks may not have been swapped in yet
         sequence, chain = generation.sequence, generation.chain
         chain.extend(sequence.token_ids, sequence.num_computed)
@@ -823,14 +571,7 @@ class DecodeScheduler:
         """Change the service that the sequence's tenant receives per step. A tenant pays for places in the batch, also
         for steps that a sequence misses because its mask is late: no other sequence can have the place."""
         work = generation.request.work
-        self._waiting.flow(work.tier, work.tenant, change, self._batch.step)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
-
-def _unread(request: DecodeRequest) -> bool:
-    return request.pull is not None and request.pull.revocable
+        self._entrance.waiting.flow(work.tier, work.tenant, change, self._batch.step)
 
 
 def _seniority(holder: Holder) -> Seniority:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.contract.ids import Handle, Incarnation
@@ -24,12 +24,18 @@ class StepReport:
 
     def add(self, gateway: Incarnation, handle: Handle, position: int, token_id: int) -> None:
         """Add the token at `position` of the sequence that the gateway calls `handle`."""
+        self.add_all(gateway, (handle,), (position,), (token_id,))
+
+    def add_all(
+        self, gateway: Incarnation, handles: Sequence[Handle], positions: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """Add a token of each of some sequences of one gateway, as `add` does."""
         columns = self._by_gateway.get(gateway)
         if columns is None:
             columns = self._by_gateway[gateway] = _Columns()
-        columns.handles.append(handle)
-        columns.positions.append(position)
-        columns.token_ids.append(token_id)
+        columns.handles += handles
+        columns.positions += positions
+        columns.token_ids += token_ids
 
     def send_all(self, send: Callable[[Incarnation, Message], None]) -> None:
         """Send what was added, and begin anew."""

@@ -43,7 +43,7 @@ class Totals:
 
 def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
     """The present load. `blocks_used` is the forecast of the most blocks in use."""
-    scheduler, requests = core.scheduler, core.requests.values()
+    scheduler, requests = core.scheduler, core.book.requests.values()
     return Heartbeat(
         number=number,
         steps=core.engine.num_steps,
@@ -68,7 +68,6 @@ def counts(core: DecodeCore) -> Mapping[str, object]:
     return {
         "blocks_used": pool.num_used,
         "blocks_limbo": pool.num_limbo,
-        "blocks_quarantined": core.pulls.num_quarantined,
         "blocks_total": pool.num_blocks,
         "blocks_cached": pool.num_cached,
         "host_blocks_used": scheduler.num_host_used,
@@ -77,12 +76,9 @@ def counts(core: DecodeCore) -> Mapping[str, object]:
         "computing": scheduler.num_computing,
         "running": scheduler.num_running,
         "preempted": scheduler.num_preempted,
-        "reads": core.pulls.num_reads,
-        "leases": core.lender.num_leases,
-        "readers": core.lender.num_readers,
-        "parked": core.lender.num_parked,
-        "requests": len(core.requests),
-        "unacknowledged": len(core.finished),
+        **core.exchange.counts(),
+        "requests": len(core.book.requests),
+        "unacknowledged": len(core.book.finished),
     }
 
 
@@ -111,13 +107,12 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", totals.prompt)
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", totals.scored)
     yield counter("baton_tokens_recomputed", "Tokens computed again after a preemption.", totals.recomputed)
-    load = sum(len(request.work.choices) for request in core.requests.values()) / scheduler.num_places
+    load = sum(len(request.work.choices) for request in core.book.requests.values()) / scheduler.num_places
     yield gauge("baton_decode_load", "Sequences here, those that wait included, by how many fit.", load)
     yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)
     yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.num_host_used)
-    yield from core.pulls.metrics()
-    yield from core.lender.metrics()
+    yield from core.exchange.metrics()
     yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", core.departures.num_moved)
     tail = core.arrivals.num_tail_blocks
     yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)

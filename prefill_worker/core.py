@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric
 
@@ -35,7 +34,6 @@ from common.contract.messages import (
     AttachPrefix,
     Detach,
     Drain,
-    Finished,
     Heartbeat,
     Message,
     Phase,
@@ -43,25 +41,17 @@ from common.contract.messages import (
     Resume,
     Role,
     Settle,
-    Timings,
-    Welcome,
 )
-from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
-from common.engine.chunked_prefill import Chunk
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
-from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
 from common.runtime.config import PrefillSettings
 from common.worker.agenda import Agenda
 from common.worker.events import (
     Action,
-    AskMask,
-    Compute,
     DrainEnded,
     DrainWanted,
     Event,
-    ForgetMask,
     HelloReceived,
     MaskMade,
     PeerLost,
@@ -70,9 +60,10 @@ from common.worker.events import (
     StepEnded,
     StepWanted,
     Ticked,
-    Work,
 )
+from common.worker.exchange import Exchange
 from common.worker.front import Front
+from common.worker.mask_asks import MaskAsks
 from kv_transfer.events import (
     Consequence,
     LeaseDropped,
@@ -86,35 +77,15 @@ from kv_transfer.events import (
     SourceReceived,
     Unpinned,
 )
-from kv_transfer.lender import Lender
-from kv_transfer.pulls import Pulls
 from kv_transfer.regions import Region
 from kv_transfer.sink import Pull
 from prefill_worker import view
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.steps import PlanWanted, Steps
 
 log = logging.getLogger(__name__)
-
-_RECLAIM_AGE_S = 1.0
-"""Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan(Consequence):
-    """A step is to be planned, now that reclaimed blocks are free."""
-
-    before: Work | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A step that was handed to the shell."""
-
-    number: int
-    """The block pool's number of the step."""
-    chunks: list[Chunk[PrefillRequest]]
 
 
 class PrefillCore:
@@ -127,7 +98,6 @@ class PrefillCore:
         checksums."""
         self.settings = settings
         self.engine = engine
-        self._checksum = region.crc32 if settings.checksums else None
         layout = engine.runner.layout
         self.block_size = layout.block_size
         self.pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
@@ -143,29 +113,29 @@ class PrefillCore:
         )
         self._agenda = Agenda(self._decide)
         self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
-        self.pulls = Pulls(
-            emit=self._agenda.emit,
-            clock=self._agenda.clock,
-            transport=settings.transport,
-            block_bytes=region.block_bytes,
-            quarantine_bound_s=settings.quarantine_bound_s,
-            read_bound_s=settings.read_bound_s,
-        )
-        self.lender = Lender(
-            emit=self._agenda.emit,
-            clock=self._agenda.clock,
-            find_prefix=self._find_prefix,
-            unattached_ttl_s=settings.unattached_ttl_s,
-            checksum=self._checksum,
-        )
+        self.exchange = Exchange(self._agenda, settings, region, self._find_prefix, settings.unattached_ttl_s)
+        self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
         self.prefix_pulls = PrefixPulls(
             me, self.block_size, layout.block_bytes, engine.costs, settings.pull_prefixes, settings.pull_patience_s
         )
         self.requests: dict[RequestId, PrefillRequest] = {}
         """Every request, from its arrival until its lease has ended."""
-        self.masked: dict[GrammarState, PrefillRequest] = {}
-        """Grammar states whose masks are awaited → requests, which wait for blocks once the mask is known."""
+        self.masks: MaskAsks[PrefillRequest] = MaskAsks(self._agenda)
+        """Requests that wait for blocks once the mask of their first tokens is known."""
         self.totals = view.Totals()
+        self.steps = Steps(
+            self._agenda,
+            engine.runner.config,
+            engine.costs,
+            self.block_size,
+            self.pool,
+            self.scheduler,
+            self.exchange,
+            self.prefix_pulls,
+            self.front,
+            self.totals,
+            self._fail,
+        )
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Decide on an event, to the end of all its consequences; returns the actions, in order. `now` is in monotonic
@@ -175,11 +145,11 @@ class PrefillCore:
     def _decide(self, event: Event | Consequence) -> None:
         match event:
             case StepWanted(before):
-                self._on_step_wanted(before)
-            case _Plan(before):
-                self._plan(before)
+                self.steps.wanted(before)
+            case PlanWanted(before):
+                self.steps.plan(before)
             case StepEnded():
-                self._on_step_ended(event)
+                self.steps.ended(event)
             case Received(peer, message):
                 self._on_message(peer, message)
             case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
@@ -213,102 +183,6 @@ class PrefillCore:
                     self._fail(request, Cause.DRAINING, why)
             case _:
                 raise AssertionError(event)
-
-    # --- steps ---------------------------------------------------------------------------------------------------
-
-    def _on_step_wanted(self, before: Work | None) -> None:
-        """Plan the next step. If the next waiting prompt lacks blocks, offers that nobody has attached to give theirs
-        first."""
-        if before is not None and self.scheduler.trials:
-            return  # suspects share no step with others
-        now = self._agenda.now
-        missing = self.scheduler.blocks_missing(now)
-        if missing:
-            self.lender.reclaim(missing, now - _RECLAIM_AGE_S)
-        self._agenda.emit(_Plan(before))
-
-    def _plan(self, before: Work | None) -> None:
-        now = self._agenda.now
-        self.scheduler.seconds_per_token = self.engine.costs.prefill_s_per_token
-        for request in self.scheduler.admit(now):
-            prefix = self.prefix_pulls.consider(request, now)
-            if prefix is None:
-                self._offer(request)
-            else:
-                self.scheduler.hold(request)
-                self.pulls.begin(prefix.pull)
-        chunks = self.scheduler.schedule(now)
-        if not chunks:
-            if before is None:
-                self.front.tell_turn()
-            return
-        work = Work(
-            step=_Planned(self.pool.step_started(), chunks),
-            slices=[
-                prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
-            ],
-            completed=[self._completed(chunk) for chunk in chunks] if self._checksum is not None else (),
-            scored=True,
-            noticed=self.front.tell_turn(),
-        )
-        self._agenda.emit(Compute(work))
-
-    def _completed(self, chunk: Chunk[PrefillRequest]) -> Sequence[int]:
-        """The prompt's blocks that `chunk` completes."""
-        return tuple(chunk.prompt.block_table[chunk.start // self.block_size : self._num_ready(chunk)])
-
-    def _num_ready(self, chunk: Chunk[PrefillRequest]) -> int:
-        """Number of the prompt's blocks that no longer change after `chunk`. The last, partly filled block counts after
-        the last chunk only."""
-        return self.scheduler.blocks_for(chunk.prompt) if chunk.last else chunk.end // self.block_size
-
-    def _offer(self, request: PrefillRequest) -> None:
-        """Open the request's lease, and announce the blocks that are complete already."""
-        self.pool.share(request.block_table)
-        self.lender.open(request.key, request.block_table, request.deadline)
-        num_ready = request.num_computed // self.block_size
-        if num_ready:
-            checksums = () if self._checksum is None else self._checksum(request.block_table[:num_ready])
-            self.lender.blocks_ready(request.key.request, num_ready, checksums)
-
-    def _on_step_ended(self, ended: StepEnded) -> None:
-        """Process a step's outcomes."""
-        planned: _Planned = ended.work.step
-        self.pool.step_finished(planned.number)
-        chunks = planned.chunks
-        self.engine.costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)
-        checksums = ended.checksums or [()] * len(chunks)
-        live = {id(chunk) for chunk in self.scheduler.step_done(chunks)}
-        for chunk, sampled, sums, scored in zip(chunks, ended.outcomes, checksums, ended.scores, strict=True):
-            if id(chunk) not in live:
-                continue
-            self.totals.prompt += chunk.end - chunk.start
-            self.lender.blocks_ready(chunk.prompt.key.request, self._num_ready(chunk), sums)
-            try:
-                for message in prompt_logprobs(chunk.prompt.work, chunk.start, scored):
-                    self._agenda.send(chunk.prompt.gateway, message)
-                    self.totals.scored += len(message.scores)
-                if chunk.last:
-                    self._finish(chunk.prompt, sampled)
-            except InvalidLogitsError as error:
-                self._fail(chunk.prompt, error.cause, str(error))
-        self.front.tell_cache()
-
-    def _finish(self, request: PrefillRequest, sampled: Sequence[Sampled]) -> None:
-        """Send a prompt's first tokens, to its gateway and with the lease to the sink. Raises `InvalidLogitsError`."""
-        config = self.engine.runner.config
-        tokens = first_tokens(request.work, sampled, config.eos_token_ids, config.max_sequence_tokens)
-        request_id, attempt = request.key
-        times = request.times(self._agenda.now)
-        self.lender.complete(request_id, tokens, times)
-        self._agenda.send(
-            request.gateway, Timings(request=request_id, attempt=attempt, choice=None, prompt=times, decode=None)
-        )
-        for message in tokens:
-            self._agenda.send(request.gateway, message)
-        self.front.count("finished")
-        if all(message.finish_reason is not None for message in tokens):
-            self._agenda.send(request.gateway, Finished(request=request_id, attempt=attempt))
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -345,7 +219,7 @@ class PrefillCore:
             self.front.refuse(gateway, work.key, Cause.TOO_LARGE, message)
         elif self.front.draining:
             self.front.refuse(gateway, work.key, Cause.DRAINING, "this prefill worker takes no new work")
-        elif self.scheduler.full(len(self.masked)) and not work.admitted:
+        elif self.scheduler.full(len(self.masks)) and not work.admitted:
             message = f"{self.scheduler.num_waiting} requests waiting already"
             self.front.refuse(gateway, work.key, Cause.CAPACITY, message)
         else:
@@ -356,13 +230,12 @@ class PrefillCore:
             else:
                 request.enter(PromptEvent.MASK)
                 state = request.grammar_state = GrammarState()
-                self.masked[state] = request
-                self._agenda.emit(AskMask(work.sampling.grammar, state, work.token_ids, work.prompt_len))
+                self.masks.ask(request, work.sampling.grammar, state, work.token_ids, work.prompt_len)
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         """The mask of a request's first tokens is known, or its grammar gave up: the request waits for blocks, or
         fails."""
-        request = self.masked.pop(state, None)
+        request = self.masks.made(state)
         if request is not None and gave_up is not None:
             self._fail(request, Cause.INVALID, gave_up.why)
         elif request is not None:
@@ -407,7 +280,7 @@ class PrefillCore:
         prefix = self.prefix_pulls.pulled(pull, self._agenda.now)
         self.scheduler.resume(prefix.request, len(block_ids) * self.block_size)
         self.pool.release(block_ids)
-        self._offer(prefix.request)
+        self.steps.offer(prefix.request)
 
     def _on_pull_failed(self, pull: Pull, message: str) -> None:
         """A prefix could not be pulled: compute it. If a read may still write to its blocks, the prompt waits for
@@ -420,7 +293,7 @@ class PrefillCore:
             self.scheduler.requeue(request)
         else:
             self.scheduler.resume(request, request.num_computed)
-            self._offer(request)
+            self.steps.offer(request)
 
     # --- leases --------------------------------------------------------------------------------------------------
 
@@ -449,11 +322,10 @@ class PrefillCore:
 
     def _on_tick(self) -> None:
         now = self._agenda.now
-        self.lender.expire(now)
-        self.pulls.tick(now)
+        self.exchange.tick(now)
         for prefix in self.prefix_pulls.overdue(now):
             self.pulls.abandon(prefix.pull, Cause.DEADLINE, "pulling the prefix took too long")
-        overdue = [request for request in self.masked.values() if request.deadline <= now]
+        overdue = [request for request in self.masks.subjects() if request.deadline <= now]
         for request in (*overdue, *self.scheduler.expired(now)):
             state = "computing the prompt" if request.block_table else "waiting for the prefill worker"
             self._fail(request, Cause.DEADLINE, f"the request's time ran out while {state}")
@@ -467,9 +339,7 @@ class PrefillCore:
     def _end(self, request: PrefillRequest, cause: Cause, message: str) -> None:
         """Release whatever the request holds here: its place in the queue, its blocks, its pull, its lease."""
         del self.requests[request.key.request]
-        if request.state is PromptState.MASKED and request.grammar_state is not None:
-            del self.masked[request.grammar_state]
-            self._agenda.emit(ForgetMask(request.grammar_state))
+        self.masks.forget(request.grammar_state)
         prefix = self.prefix_pulls.of(request)
         self.scheduler.remove(request)
         request.enter(PromptEvent.END)
@@ -500,14 +370,12 @@ class PrefillCore:
     @property
     def idle(self) -> bool:
         """Whether nothing is here that a tick could end."""
-        lender = self.lender
-        return not (self.requests or self.pulls.num_reads or lender.num_leases or lender.num_parked)
+        return not self.requests and self.exchange.idle
 
     @property
     def phase(self) -> Phase:
         """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
-        held = self.requests or self.pulls.num_pulls or self.pulls.num_quarantined
-        return self.front.phase(holds_anything=bool(held or self.lender.num_leases or self.lender.num_readers))
+        return self.front.phase(holds_anything=bool(self.requests) or not self.exchange.empty)
 
     def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
         """The requests of a gateway that are open here."""
@@ -516,19 +384,6 @@ class PrefillCore:
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from an address that are not over."""
         return self.pulls.open_pulls(address)
-
-    def welcome(self, metadata: bytes) -> Welcome:
-        """This worker's message in a handshake, with its transport's metadata."""
-        config = self.engine.runner.config
-        return Welcome(
-            role=Role.PREFILL,
-            fingerprint=self.engine.fingerprint,
-            max_sequence_tokens=min(config.max_sequence_tokens, self.pool.num_blocks * self.block_size),
-            transport=self.settings.transport,
-            transport_metadata=metadata,
-            open_requests=(),
-            phase=self.phase,
-        )
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
@@ -546,11 +401,10 @@ class PrefillCore:
         """Assert what must hold between any two events."""
         self.pool.check_invariants()
         self.scheduler.check_invariants()
-        self.pulls.check_invariants()
-        self.lender.check_invariants()
+        self.exchange.check_invariants()
         scheduled = {PromptState.WAITING, PromptState.RUNNING, PromptState.ON_HOLD}
         assert {r for r in self.requests.values() if r.state in scheduled} == set(self.scheduler.requests())
-        assert {r for r in self.requests.values() if r.state is PromptState.MASKED} == set(self.masked.values())
+        assert {r for r in self.requests.values() if r.state is PromptState.MASKED} == set(self.masks.subjects())
         for request in self.requests.values():
             assert request.state not in (PromptState.ARRIVED, PromptState.ENDED), request.story
             offered = request.state in (PromptState.RUNNING, PromptState.COMPUTED)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages import MAX_PREFIX_BLOCKS
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
 from kv_transfer.sink import Pull
 from prefill_worker.request import PrefillRequest
 

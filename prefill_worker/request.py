@@ -10,9 +10,9 @@ from common.contract.block_hashes import BlockHash
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import Prefill, PromptTimes
 from common.contract.tiers import Tier
-from common.engine.chunked_prefill import Urgency
 from common.engine.grammar import GrammarState
 from common.runtime.state_tables import follow
+from common.scheduling.chunked_prefill import Urgency
 
 
 class PromptState(StrEnum):

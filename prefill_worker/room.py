@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from common.contract.ids import RequestKey
 from common.contract.messages import MAX_TOKENS
 from common.contract.tiers import Tier
-from common.engine.chunked_prefill import Prompt, Urgency
+from common.scheduling.chunked_prefill import Prompt, Urgency
 
 MOST_OF_POOL = {Tier.STANDARD: 7 / 8, Tier.BATCH: 3 / 4}
 """Largest share of the pool that a tier, together with those below it, may hold, in prompts that are computed and in

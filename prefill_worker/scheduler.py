@@ -19,10 +19,10 @@ from common.contract.block_hashes import BlockChain
 from common.contract.ids import RequestId, RequestKey
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from common.engine.chunked_prefill import Chunk, ChunkQueue, Urgency
-from common.engine.fair_queue import FairQueue
-from common.engine.lazy_heap import LazyHeap
-from common.engine.trials import Trials
+from common.scheduling.chunked_prefill import Chunk, ChunkQueue, Urgency
+from common.scheduling.fair_queue import FairQueue
+from common.scheduling.lazy_heap import LazyHeap
+from common.scheduling.trials import Trials
 from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
 from prefill_worker.room import Backlog, Horizon, TierHoldings
 

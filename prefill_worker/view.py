@@ -33,7 +33,7 @@ def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
         number=number,
         steps=core.engine.num_steps,
         running=scheduler.num_running,
-        waiting=scheduler.num_waiting + scheduler.num_on_hold + len(core.masked),
+        waiting=scheduler.num_waiting + scheduler.num_on_hold + len(core.masks),
         blocks_used=core.pool.num_used,
         blocks_total=core.pool.num_blocks,
         phase=core.phase,
@@ -54,13 +54,9 @@ def counts(core: PrefillCore) -> Mapping[str, object]:
         "waiting": scheduler.num_waiting,
         "on_hold": scheduler.num_on_hold,
         "running": scheduler.num_running,
-        "blocks_quarantined": core.pulls.num_quarantined,
         "blocks_cached": pool.num_cached,
         "pulling": core.pulls.num_pulls,
-        "reads": core.pulls.num_reads,
-        "leases": core.lender.num_leases,
-        "parked": core.lender.num_parked,
-        "readers": core.lender.num_readers,
+        **core.exchange.counts(),
         "requests": len(core.requests),
     }
 
@@ -83,8 +79,7 @@ def metrics(core: PrefillCore) -> Iterable[Metric]:
     yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)
     queued_s = queued * core.engine.costs.prefill_s_per_token
     yield gauge("baton_prefill_queued_seconds", "What computing them is expected to take.", queued_s)
-    yield from core.lender.metrics()
-    yield from core.pulls.metrics()
+    yield from core.exchange.metrics()
     queried, hit = {name: scheduler.num_prefix_queried}, {name: scheduler.num_prefix_hit}
     yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")
     yield counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.", hit, "model_name")

@@ -19,8 +19,8 @@ from common.contract.messages import Heartbeat, Phase, Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier, by_tier
 from common.engine.block_pool import BlockPool
-from common.engine.chunked_prefill import Chunk
-from common.engine.costs import Costs
+from common.scheduling.chunked_prefill import Chunk
+from common.scheduling.costs import Costs
 from gateway.routing.admission import Admission
 from gateway.routing.router import Ask, Expected, Handoff, Router
 from gateway.workers.registry import Registry

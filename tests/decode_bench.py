@@ -13,10 +13,11 @@ from common.contract.messages import Decode, FinishReason, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
+from decode_worker.entrance import Reservation
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation
-from decode_worker.scheduler import DecodeScheduler, Reservation
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from kv_transfer.sink import Pull
 

@@ -6,7 +6,6 @@ import asyncio
 import math
 import threading
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from common.contract.ids import Incarnation, RequestKey, new_incarnation, new_re
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Decode, Role, Source
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Slice
+from common.engine.batch import Decodes, Slice
 from common.engine.engine import Engine
+from common.engine.engine_thread import EngineThread
 from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.runtime.channel import ControlServer
 from common.runtime.checkpoint import config_hash, weights_hash
@@ -58,24 +58,23 @@ class HeldRunner:
             self._num_free_steps = math.inf
             self._changed.notify_all()
 
-    def submit(self, slices: Sequence[Slice]) -> Submitted:
+    def submit(self, slices: Sequence[Slice], decodes: Decodes | None = None) -> Submitted:
         with self._changed:
             if self._num_free_steps < 1:
                 self.in_step.set()
                 assert self._changed.wait_for(lambda: self._num_free_steps >= 1, 30)
                 self.in_step.clear()
             self._num_free_steps -= 1
-        return self._runner.submit(slices)
+        return self._runner.submit(slices, decodes)
 
 
 @asynccontextmanager
 async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tuple[Any, HeldRunner, str, str]]:
     """A worker in this process: (worker, its runner, its address, its incarnation)."""
     me = new_incarnation()
-    executor = ThreadPoolExecutor(max_workers=1)
     held = HeldRunner(load_runner(folder, kv_cache_bytes=8 * 2**20, block_size=16))
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=held.layout)
-    engine = Engine(executor, held, fingerprint)  # type: ignore[arg-type]
+    engine = Engine(EngineThread("engine"), held, fingerprint)  # type: ignore[arg-type]
     cache = held.cache
     region = Region(address=cache.address, num_blocks=cache.num_blocks, block_bytes=cache.layout.block_bytes)
     maker = transport_maker("zmq", region, me, "127.0.0.1")

@@ -15,6 +15,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from played_source import FINGERPRINT
+from slow_slices import slices_of
 from step_tokens import Reader, handles
 
 from common.contract.codec import decode, encode
@@ -40,9 +41,9 @@ from common.contract.messages import (
     Tokens,
 )
 from common.contract.sampling import SamplingParams
-from common.engine.batch import SampledToken, Slice
-from common.engine.costs import Costs
+from common.engine.batch import Chosen, Decodes, SampledToken, Slice
 from common.runtime.config import DecodeSettings
+from common.scheduling.costs import Costs
 from common.worker.events import Ticked
 from common.worker.shell import WorkerShell
 from decode_worker.core import DecodeCore
@@ -137,17 +138,23 @@ class Engine:
         self.host: dict[int, dict[int, int]] = {}
         self.computed: Counter[int] = Counter()
         """How often each KV was computed here."""
-        self.chosen: list[int] = []
-        """By the samples of the last step."""
+        self.last_tokens: list[int] = []
+        """Chosen by the samples of the last step."""
+        self.decoded = Chosen([], {})
+        """What its decodes have chosen."""
 
-    def submit(self, slices: Sequence[Slice], *moves: Sequence[tuple[int, int]]) -> Pause:
-        """Begin a step."""
+    def submit(self, *step: Any) -> Pause:
+        """Begin a step: what `execute` takes."""
         self.num_steps += 1
-        return Pause((slices, *moves))
+        return Pause(step)
 
     async def outcomes(self, step: Pause) -> list[tuple[SampledToken, ...]]:
         """Wait for it."""
         return cast("list[tuple[SampledToken, ...]]", await step)
+
+    def chosen(self, step: Pause) -> Chosen:
+        """What the step's decodes have chosen, once its outcomes are known."""
+        return self.decoded
 
     def close(self) -> None:
         """Nothing to do."""
@@ -158,16 +165,20 @@ class Engine:
         copies: Sequence[tuple[int, int]],
         swap_outs: Sequence[tuple[int, int]],
         swap_ins: Sequence[tuple[int, int]],
+        decodes: Decodes | None,
     ) -> list[tuple[SampledToken, ...]]:
-        """What the step does, and answers."""
+        """What the step does, and answers of its slices."""
         for block, copy in copies:
             self.memory[copy] = dict(self.memory.get(block, {}))
         for block, slot in swap_outs:
             self.host[slot] = dict(self.memory.get(block, {}))
         for slot, block in swap_ins:
             self.memory[block] = dict(self.host[slot])
+        decoded = [outcome for each in slices_of(decodes) for outcome in self._compute(each)]
         outcomes = [self._compute(each) for each in slices]
-        self.chosen = [outcome.token_id for each in outcomes for outcome in each]
+        self.last_tokens = [outcome.token_id for each in (decoded, *outcomes) for outcome in each]
+        told = {row: outcome for row, outcome in enumerate(decoded) if outcome.logprobs is not None}
+        self.decoded = Chosen([outcome.token_id for outcome in decoded], {**told})
         return outcomes
 
     def at(self, table: Sequence[int], position: int) -> int | None:
@@ -175,7 +186,7 @@ class Engine:
         return self.memory.get(table[position // BLOCK_SIZE], {}).get(position % BLOCK_SIZE)
 
     def _compute(self, work: Slice) -> tuple[SampledToken, ...]:
-        token_ids = work.token_ids if work.follows is None else [self.chosen[work.follows]]
+        token_ids = work.token_ids if work.follows is None else [self.last_tokens[work.follows]]
         for position, token in enumerate(token_ids, work.start):
             before = 1 if position == 0 else self.at(work.block_table, position - 1)
             assert before is not None, "computes a token after one that has no KV"
@@ -252,7 +263,7 @@ class Reads:
         """The next block arrives: what the source's memory holds now."""
         core, block = self.site.core, read.sink_blocks[read.copied]
         assert core.pool.ref_count(block) > 0, "a read writes to a free block"
-        tables = [g.sequence.block_table for r in core.requests.values() for g in r.generations]
+        tables = [g.sequence.block_table for r in core.book.requests.values() for g in r.generations]
         assert not any(block in table for table in tables), "a read writes to a sequence's block"
         assert sum(block in other.sink_blocks for other in self.open) == 1, "two reads, one block"
         theirs = self.site.world.sites[read.source].engine.memory
@@ -463,7 +474,7 @@ class Site:
 
     def generation(self, key: RequestKey, choice: int = 0) -> Generation:
         """A choice that it generates."""
-        generations = self.core.requests[key.request].generations
+        generations = self.core.book.requests[key.request].generations
         return next(each for each in generations if each.sequence.choice == choice)
 
     def check(self) -> None:
@@ -477,8 +488,8 @@ class Site:
         counts = {
             "used": self.pool.num_used,
             "limbo": self.pool.num_limbo,
-            "requests": sorted(core.requests),
-            "unacknowledged": sorted(core.finished),
+            "requests": sorted(core.book.requests),
+            "unacknowledged": sorted(core.book.finished),
             "pulls": core.pulls.num_pulls,
             "reads": core.pulls.num_reads + len(self.reads.open),
             "quarantined": core.pulls.num_quarantined,

@@ -9,14 +9,13 @@ rows of logits, P of them that are sampled at random. `kv_layer` is one layer of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch.nn.functional import embedding, silu
 from torch.nn.functional import rms_norm as normalize
 
-from common.engine.batch import Sample
+from common.engine.batch import Samples
 from common.engine.draw import draw
 from common.engine.linear import Linear
 from common.engine.ragged import RaggedBatch
@@ -85,7 +84,7 @@ class Backend(Protocol):
         """The largest logit of each row, float32, NaN if the row has one, and its token. Of equal logits, the first one
         counts."""
 
-    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Samples) -> torch.Tensor:
         """Draw a token for each row, whose largest logit is `best_P`; see `common.engine.draw`."""
 
 
@@ -182,7 +181,7 @@ class TorchBackend(PlainProducts, ABC):
         values_R, tokens_R = logits_RV.max(dim=-1)
         return values_R, tokens_R
 
-    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Samples) -> torch.Tensor:
         """See `Backend.draw`."""
         return draw(logits_PV, best_P, samples)
 

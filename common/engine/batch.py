@@ -1,18 +1,37 @@
 """What one engine step is asked to do, and its results, in plain data: schedulers know no torch.
 
-Nobody changes these objects once they are made. They are not frozen, because that would more than double the time to
-make them, and a step makes some for each sequence.
+A step computes slices, each an object, and decodes: the last token of each of many sequences, as columns of arrays. So
+a token of a decode costs an entry of each array, and no object. Nobody changes these objects once they are made.
+
+Shapes: N samples, D decodes, M blocks of the longest sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from common.contract.errors import BatonError, Cause
 from common.contract.messages import TokenLogprobs, TokenScores
 from common.contract.sampling import SamplingParams
+from common.engine.sequence import Sequence as TokenSequence
 from common.engine.token_counts import TokenCounts
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+MIN_TEMPERATURE = 1e-30
+"""Least temperature that is used. A smaller one would leave the range of float32. Far above this value, tokens other
+than the most likely one already have no chance."""
+NO_SAMPLE = -1
+"""In `Decodes.follows_D`: the token is known."""
+
+PARAMETERS = np.dtype(
+    [("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "u8"), ("choice", "i8")]
+)
+"""The parameters by which a token is drawn. The temperature is 0 for the most likely token, and otherwise at least
+`MIN_TEMPERATURE`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +74,92 @@ class Slice:
     planned while that one runs does not know the token, so its value in `token_ids` is ignored."""
 
 
+def parameters(params: SamplingParams, choice: int) -> tuple[float, int, float, float, int, int]:
+    """An entry of `PARAMETERS`."""
+    temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+    return temperature, params.top_k, params.top_p, params.min_p, params.seed, choice
+
+
+def special(params: SamplingParams) -> bool:
+    """Whether `PARAMETERS` do not say everything that concerns the choice of a token."""
+    return (
+        params.penalised
+        or params.logprobs is not None
+        or params.grammar is not None
+        or params.min_tokens > 0
+        or bool(params.logit_bias)
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Samples:
+    """N tokens to be sampled, as columns."""
+
+    parameters_N: np.ndarray[Any, np.dtype[np.void]]
+    """Entries of `PARAMETERS`."""
+    positions_N: Ints
+    """See `Sample.position`."""
+    special: dict[int, Sample]
+    """Index → sample, in ascending order, for those whose parameters are `special`."""
+
+    def __len__(self) -> int:
+        return len(self.positions_N)
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Samples:
+        """The same samples as columns."""
+        return cls(
+            parameters_N=np.array([parameters(each.params, each.choice) for each in samples], PARAMETERS),
+            positions_N=np.array([each.position for each in samples], np.int64),
+            special={row: each for row, each in enumerate(samples) if special(each.params)},
+        )
+
+    def followed_by(self, others: Samples) -> Samples:
+        """These samples, then `others`."""
+        return Samples(
+            parameters_N=np.concatenate((self.parameters_N, others.parameters_N)),
+            positions_N=np.concatenate((self.positions_N, others.positions_N)),
+            special=self.special | {len(self) + row: each for row, each in others.special.items()},
+        )
+
+    def take(self, rows: Ints) -> Samples:
+        """The samples at `rows`, which are in ascending order."""
+        return Samples(
+            parameters_N=self.parameters_N[rows],
+            positions_N=self.positions_N[rows],
+            special={new: self.special[row] for new, row in enumerate(rows.tolist()) if row in self.special},
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Decodes:
+    """The last token of each of D sequences, to be computed in a step, and the tokens to be sampled after them.
+
+    They come before the slices of the step, and each has one sample.
+    """
+
+    sequences: Sequence[TokenSequence]
+    """The sequences, which may go on growing: the columns are what counts."""
+    token_ids_D: Ints
+    positions_D: Ints
+    """Positions of these tokens."""
+    num_blocks_D: Ints
+    tables_DM: Ints
+    """Blocks of each sequence, in order, and zeros beyond its `num_blocks_D`."""
+    follows_D: Ints
+    """Index, among the samples of the step before, of the sample that chooses the token, or `NO_SAMPLE`. A step that
+    is planned while that one runs does not know the token, so its value in `token_ids_D` is ignored."""
+    samples: Samples
+
+    def __len__(self) -> int:
+        return len(self.positions_D)
+
+    def slices(self) -> list[Slice]:
+        """The tokens and blocks as slices without samples."""
+        columns = zip(self.token_ids_D.tolist(), self.positions_D.tolist(), self.tables_DM.tolist(), strict=True)
+        return [Slice(token_ids=(token,), start=start, block_table=table) for token, start, table in columns]
+
+
 @dataclass(slots=True)
 class SampledToken:
     """The result of a `Sample`."""
@@ -78,6 +183,24 @@ class InvalidLogitsError(BatonError):
 
 Sampled = SampledToken | InvalidLogitsError
 """The result of one sample."""
+
+
+@dataclass(slots=True)
+class Chosen:
+    """The results of N samples, as a column."""
+
+    token_ids: list[int]
+    """Arbitrary where the sample failed."""
+    told: dict[int, Sampled]
+    """Index → result, for the samples of which there is more to tell than the token."""
+
+    def outcome(self, index: int) -> Sampled:
+        """The result of one sample."""
+        return self.told.get(index) or SampledToken(self.token_ids[index])
+
+    def outcomes(self, start: int = 0) -> list[Sampled]:
+        """The results from `start` on."""
+        return [self.outcome(index) for index in range(start, len(self.token_ids))]
 
 
 Scored = TokenScores | InvalidLogitsError

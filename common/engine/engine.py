@@ -7,8 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,12 +16,13 @@ import torch
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
-from common.engine.batch import Sampled, Scored, Slice
-from common.engine.costs import Costs
+from common.engine.batch import Chosen, Decodes, Sampled, Scored, Slice
+from common.engine.engine_thread import EngineThread
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
 from common.runtime.config import DeviceType, WorkerSettings
 from common.runtime.daemon_threads import DaemonThreads
+from common.scheduling.costs import Costs
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +51,13 @@ class Engine:
 
     def __init__(
         self,
-        executor: ThreadPoolExecutor,
+        thread: EngineThread,
         runner: ModelRunner,
         fingerprint: Fingerprint,
         costs: Costs | None = None,
     ) -> None:
-        self._executor = executor
-        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="waiter")
+        self._thread = thread
+        self._waiter = EngineThread("waiter")
         """Waits for a GPU while the engine's thread submits the next step. Without a GPU this starts no thread."""
         self.runner = runner
         self.fingerprint = fingerprint
@@ -88,15 +89,15 @@ class Engine:
         tokens. `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs`
         decode tokens become CUDA graphs; 0 makes none. Raises `OperatorError`.
         """
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        return await asyncio.get_running_loop().run_in_executor(
-            executor, cls._load, executor, settings, folder, progress, step_tokens, swap_bytes, graph_seqs
+        thread = EngineThread("engine")
+        return await thread.run(
+            partial(cls._load, thread, settings, folder, progress, step_tokens, swap_bytes, graph_seqs)
         )
 
     @classmethod
     def _load(
         cls,
-        executor: ThreadPoolExecutor,
+        thread: EngineThread,
         settings: WorkerSettings,
         folder: Path,
         progress: Callable[[int, int], None],
@@ -135,7 +136,7 @@ class Engine:
         )
         if runner.num_host_blocks:
             log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
-        return cls(executor, runner, fingerprint, costs)
+        return cls(thread, runner, fingerprint, costs)
 
     @staticmethod
     def _load_runner(
@@ -169,8 +170,9 @@ class Engine:
         copies: Sequence[tuple[int, int]] = (),
         swap_outs: Sequence[tuple[int, int]] = (),
         swap_ins: Sequence[tuple[int, int]] = (),
+        decodes: Decodes | None = None,
     ) -> asyncio.Future[Started]:
-        """Submit one step: copy, swap out, swap in, and compute `slices` (possibly none), in this order.
+        """Submit one step: copy, swap out, swap in, and compute `decodes` and `slices` (possibly none), in this order.
 
         Pairs are (from, to): blocks for `copies`, (block, host slot) for `swap_outs`, (host slot, block) for
         `swap_ins`. So one step can swap KV out and in again, and can swap into a block that it swaps out. Steps run in
@@ -184,10 +186,10 @@ class Engine:
                 self.runner.copy_block(source, destination)
             self.runner.swap_out(swap_outs)
             self.runner.swap_in(swap_ins)
-            submitted = self.runner.submit(slices)
+            submitted = self.runner.submit(slices, decodes)
             return Started(begin, time.perf_counter(), submitted)
 
-        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return self._thread.run(work)
 
     async def outcomes(self, step: asyncio.Future[Started]) -> list[tuple[Sampled, ...]]:
         """Wait for the end of a step and return its outcomes; see `Submitted.outcomes`. Counts the step as finished."""
@@ -196,7 +198,7 @@ class Engine:
         if started.submitted.done:
             outcomes = started.submitted.outcomes()
         else:
-            outcomes = await asyncio.get_running_loop().run_in_executor(self._waiter, started.submitted.outcomes)
+            outcomes = await self._waiter.run(started.submitted.outcomes)
             end = time.perf_counter()
         # A step that was submitted while another one ran on the GPU began when that one ended.
         self.last_step_s = end - max(started.begin, self._last_end)
@@ -204,6 +206,11 @@ class Engine:
         self._last_end = end
         self.num_steps += 1
         return outcomes
+
+    @staticmethod
+    def chosen(step: asyncio.Future[Started]) -> Chosen:
+        """The results of a step's decodes, then of its slices' samples. `outcomes` of the step must have returned."""
+        return step.result().submitted.chosen()
 
     @staticmethod
     def scores(step: asyncio.Future[Started]) -> list[Scored]:
@@ -217,9 +224,9 @@ class Engine:
     def call(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
         """Run `work` on the engine's thread, after everything submitted before and before everything submitted
         later."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return self._thread.run(work)
 
     def close(self) -> None:
         """End the threads once the steps in flight are over."""
-        self._executor.shutdown(wait=True)
-        self._waiter.shutdown(wait=True)
+        self._thread.close()
+        self._waiter.close()

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from common.engine.backend import Backend
+from common.engine.batch import NO_SAMPLE
 from common.engine.host_copy import to_device
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
@@ -28,7 +29,7 @@ Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs to capture)."""
 NOWHERE = -1
 """Block number of a token whose KV is not stored."""
-_NOBODY = -1
+_NOBODY = NO_SAMPLE
 _INPUTS = ("token_ids_T", "positions_T", "slot_blocks_T", "slot_offsets_T", "seq_lens_B", "sources", "begun_blocks")
 """Inputs that are copied for each place. They are arrays of `Rows`, and `sources`: the sample of the step before that
 chose the place's token, or `_NOBODY`. A step of decode tokens begins no more blocks than it has sequences."""
@@ -113,7 +114,7 @@ class DecodeGraphs:
         """
         num = len(rows.query_lens)
         fits = num <= self._sizes[-1] and rows.arrays["block_tables_BM"].shape[1] <= self._max_blocks
-        known = max((each for each in rows.follows if each is not None), default=-1) < len(self._chosen)
+        known = rows.follows_B.max() < len(self._chosen)
         if not (fits and known) or rows.num_tokens != num or rows.arrays["logit_rows_R"].size != num:
             return None
         size = next(size for size in self._sizes if size >= num)
@@ -141,12 +142,12 @@ class DecodeGraphs:
         for values, name in zip(inputs, _INPUTS, strict=True):
             if name in rows.arrays:
                 values[: rows.arrays[name].size] = rows.arrays[name]
-        inputs[_SOURCES, : len(rows.follows)] = [_NOBODY if each is None else each for each in rows.follows]
+        inputs[_SOURCES, : len(rows.follows_B)] = rows.follows_B
         device = self._inputs.device
         self._inputs.copy_(to_device(inputs, torch.int64, device))
         tables_NM = rows.arrays["block_tables_BM"]
         self._block_tables[: tables_NM.shape[0], : tables_NM.shape[1]] = to_device(tables_NM, torch.int64, device)
-        if any(each is not None for each in rows.follows):
+        if (rows.follows_B != _NOBODY).any():
             num = min(len(chosen_N), len(self._chosen))
             self._chosen[:num] = chosen_N[:num]
         if num_begun := rows.arrays["begun_blocks"].size:

@@ -112,10 +112,13 @@ class HostSwap:
         if pairs:
             self._lane.copy([(destination[dst], source[src]) for src, dst in pairs])
 
+    @property
+    def busy(self) -> bool:
+        """Whether swaps are under way."""
+        return bool(self._read or self._written)
+
     def clashes_with(self, slices: Sequence[Slice]) -> bool:
         """Whether a step of `slices` must not run in parallel with the swaps that are under way."""
-        if not self._read and not self._written:
-            return False
         size = self._block_size
         for each in slices:
             end_block = -(-(each.start + len(each.token_ids)) // size)
@@ -127,7 +130,7 @@ class HostSwap:
 
     def join(self) -> None:
         """Let everything queued on the device later wait for the swaps that are under way."""
-        if self._read or self._written:
+        if self.busy:
             self._lane.join()
             self._read.clear()
             self._written.clear()

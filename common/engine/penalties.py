@@ -8,12 +8,12 @@ distinct token).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from common.engine.batch import Sample
+from common.engine.batch import Sample, Samples
 from common.engine.host_copy import to_device
 from common.engine.token_counts import TokenCounts
 
@@ -21,33 +21,32 @@ LastTokens = Callable[[], torch.Tensor]
 """Returns the last token of each row, `[N]` on the device."""
 
 
-def penalised(
-    logits_NV: torch.Tensor, samples: Sequence[Sample], last_tokens: LastTokens | None = None
-) -> torch.Tensor:
+def penalised(logits_NV: torch.Tensor, samples: Samples, last_tokens: LastTokens | None = None) -> torch.Tensor:
     """`logits_NV`, float32, less the penalties of their rows. The given tensor is not changed.
 
     Without `last_tokens`, the last tokens are read from the samples' `token_ids`. Only the distinct tokens of each row
     are sent to the device, and only their logits are changed.
     """
-    rows = [row for row, each in enumerate(samples) if each.params.penalised]
+    rows = [row for row, each in samples.special.items() if each.params.penalised]
     if not rows:
         return logits_NV
-    counts = [_counted(samples[row]) for row in rows]
-    in_output = [samples[row].position > samples[row].prompt_len for row in rows]
+    concerned = [samples.special[row] for row in rows]
+    counts = [_counted(each) for each in concerned]
+    in_output = [each.position > each.prompt_len for each in concerned]
     num_cells = [len(each.tokens) for each in counts]
     device, total = logits_NV.device, sum(num_cells)
     parts = [*(each.tokens for each in counts), *(each.nums for each in counts)]
     parts += [array("i", each) for each in (num_cells, rows, in_output)]
     flat = to_device(np.frombuffer(bytearray().join(parts), np.int32), torch.int32, device).long()
     tokens_C, nums_C, num_cells_W, rows_W, in_output_W = torch.split(flat, [total, total, *[len(rows)] * 3])
-    params = [samples[row].params for row in rows]
+    params = [each.params for each in concerned]
     penalties_W3 = to_device(
         [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in params],
         torch.float32,
         device,
     )
     if last_tokens is None:
-        last_W = to_device([samples[row].token_ids[samples[row].position - 1] for row in rows], torch.int64, device)
+        last_W = to_device([each.token_ids[each.position - 1] for each in concerned], torch.int64, device)
     else:
         last_W = last_tokens()[rows_W]
     of_W = torch.arange(len(rows), device=device)

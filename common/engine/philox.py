@@ -6,9 +6,12 @@ Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as eas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+Numbers = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -28,14 +31,14 @@ def philox4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> 
     return np.stack((c0, c1, c2, c3))
 
 
-def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Numbers, choices: Numbers, positions: Numbers) -> npt.NDArray[np.float64]:
     """One number in the open interval (0, 1) for each (seed, choice, position), on a grid of 2^52.
 
     Seeds have up to 64 bits, choices and positions up to 32.
     """
-    seed = np.array(seeds, dtype=np.uint64)
+    seed = np.asarray(seeds, dtype=np.uint64)
     zero = np.zeros_like(seed)
-    counter = np.stack((np.array(positions, dtype=np.uint64), np.array(choices, dtype=np.uint64), zero, zero))
+    counter = np.stack((np.asarray(positions, np.uint64), np.asarray(choices, np.uint64), zero, zero))
     high, low, _, _ = philox4x32(counter, np.stack((seed & _LOW, seed >> _SHIFT)))
     bits = ((high << _SHIFT) | low) >> np.uint64(12)
     numbers: npt.NDArray[np.float64] = (bits.astype(np.float64) + 0.5) * 2.0**-52

@@ -8,16 +8,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
 
-from common.engine.batch import Slice
+from common.engine.batch import NO_SAMPLE, Decodes, Ints, Slice
 from common.engine.host_copy import to_device
-
-_Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,15 +45,14 @@ class RaggedBatch:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
 
-    def follow(self, follows: Sequence[int | None], chosen_N: torch.Tensor) -> None:
-        """Fill in the tokens of slices that follow a sample of the step before (`Slice.follows`). `chosen_N` are the
+    def follow(self, follows_B: Ints, chosen_N: torch.Tensor) -> None:
+        """Fill in the tokens of slices that follow a sample of the step before (`Rows.follows_B`). `chosen_N` are the
         tokens that the samples of that step have chosen."""
-        sources = [each for each in follows if each is not None]
-        if not sources:
+        rows = np.flatnonzero(follows_B != NO_SAMPLE)
+        if not rows.size:
             return
-        ends = accumulate(self.query_lens)
-        places = [end - 1 for end, each in zip(ends, follows, strict=True) if each is not None]
-        device = chosen_N.device
+        places = np.cumsum(self.query_lens)[rows] - 1
+        sources, device = follows_B[rows], chosen_N.device
         self.token_ids_T[to_device(places, torch.int64, device)] = chosen_N[to_device(sources, torch.int64, device)]
 
     def last_tokens(self) -> torch.Tensor:
@@ -73,35 +69,39 @@ class RaggedBatch:
 class Rows:
     """A `RaggedBatch` that is still on the host: its tensors as int64 arrays, by name."""
 
-    arrays: dict[str, _Ints]
-    sample_rows_N: _Ints
+    arrays: dict[str, Ints]
+    sample_rows_N: Ints
     """Row of logits that each sample uses, in the order of the slices."""
-    follows: tuple[int | None, ...]
-    """See `Slice.follows`."""
+    follows_B: Ints
+    """See `Decodes.follows_D`."""
     block_size: int
     num_tokens: int
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
 
     @classmethod
-    def of(cls, slices: Sequence[Slice], block_size: int) -> Rows:
-        """Lay `slices` (at least one) out."""
-        lens = [len(each.token_ids) for each in slices]
-        query_lens = np.array(lens)
-        starts = np.array([each.start for each in slices])
+    def of(cls, slices: Sequence[Slice], block_size: int, decodes: Decodes | None = None) -> Rows:
+        """Lay `decodes`, then `slices`, out; at least one of both."""
+        columns = _columns(slices) if slices else None
+        if decodes is not None:
+            columns = _decode_columns(decodes) if columns is None else _decode_columns(decodes).followed_by(columns)
+        assert columns is not None, "nothing to compute"
+        starts, query_lens = columns.starts_B, columns.query_lens_B
+        num = len(starts)
         seq_lens = starts + query_lens
         num_blocks = -(-seq_lens // block_size)
-        query_start = np.zeros(len(slices) + 1, dtype=np.int64)
-        np.cumsum(query_lens, out=query_start[1:])
-        num_tokens = int(query_start[-1])
-        token_ids = np.fromiter(chain.from_iterable(each.token_ids for each in slices), np.int64, num_tokens)
-        rows = order = np.arange(len(slices))
+        assert (columns.table_lens_B >= num_blocks).all(), (
+            f"{columns.table_lens_B} blocks for slices that need {num_blocks}"
+        )
+        tables = columns.tables_BM[:, : int(num_blocks.max())]
+        num_tokens = len(columns.token_ids_T)
+        rows = order = np.arange(num)
         positions = starts
-        assert min(lens) >= 1, "a slice without tokens"
-        if num_tokens > len(slices):
+        query_start = np.arange(num + 1)
+        if num_tokens > num:
+            np.cumsum(query_lens, out=query_start[1:])
             rows = np.repeat(order, query_lens)
             positions = np.arange(num_tokens) + (starts - query_start[:-1])[rows]
-        tables = _tables(slices, num_blocks)
         slot_offsets = positions % block_size
         slot_blocks = tables[rows, positions // block_size]
 
@@ -111,10 +111,13 @@ class Rows:
         partial = (seq_lens - last_starts < block_size) & (starts <= last_starts)
         begun_blocks = tables[order[partial], num_blocks[partial] - 1]
 
-        num_samples = np.array([len(each.samples) for each in slices])
-        sampled = num_samples > 0
+        logit_rows, sample_rows = order, order
+        if not (num_tokens == num and columns.one_sample_each):
+            sampled = columns.num_samples_B > 0
+            logit_rows = query_start[1:][sampled] - 1
+            sample_rows = np.repeat(np.arange(len(logit_rows)), columns.num_samples_B[sampled])
         arrays = {
-            "token_ids_T": token_ids,
+            "token_ids_T": columns.token_ids_T,
             "positions_T": positions,
             "slot_blocks_T": slot_blocks,
             "slot_offsets_T": slot_offsets,
@@ -122,15 +125,15 @@ class Rows:
             "query_start_B1": query_start,
             "seq_lens_B": seq_lens,
             "block_tables_BM": tables,
-            "logit_rows_R": query_start[1:][sampled] - 1,
+            "logit_rows_R": logit_rows,
         }
         return cls(
             arrays=arrays,
-            sample_rows_N=np.repeat(np.arange(int(sampled.sum())), num_samples[sampled]),
-            follows=tuple(each.follows for each in slices),
+            sample_rows_N=sample_rows,
+            follows_B=columns.follows_B,
             block_size=block_size,
             num_tokens=num_tokens,
-            query_lens=tuple(lens),
+            query_lens=tuple(query_lens.tolist()),
             seq_lens=tuple(seq_lens.tolist()),
         )
 
@@ -145,15 +148,71 @@ class Rows:
         )
 
 
-def _tables(slices: Sequence[Slice], num_blocks: _Ints) -> _Ints:
-    """The block tables, `[B, M]`, zeros beyond the end of a shorter one. `num_blocks` of each are needed."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """What `Rows.of` has to know of each of B slices."""
+
+    token_ids_T: Ints
+    starts_B: Ints
+    query_lens_B: Ints
+    num_samples_B: Ints
+    follows_B: Ints
+    table_lens_B: Ints
+    """Blocks of each table."""
+    tables_BM: Ints
+    """The block tables, with zeros beyond the end of a shorter one."""
+    one_sample_each: bool
+
+    def followed_by(self, others: _Columns) -> _Columns:
+        """These, then `others`."""
+        num, longest = len(self.starts_B), max(self.tables_BM.shape[1], others.tables_BM.shape[1])
+        tables_BM = np.zeros((num + len(others.starts_B), longest), np.int64)
+        tables_BM[:num, : self.tables_BM.shape[1]] = self.tables_BM
+        tables_BM[num:, : others.tables_BM.shape[1]] = others.tables_BM
+        return _Columns(
+            np.concatenate((self.token_ids_T, others.token_ids_T)),
+            np.concatenate((self.starts_B, others.starts_B)),
+            np.concatenate((self.query_lens_B, others.query_lens_B)),
+            np.concatenate((self.num_samples_B, others.num_samples_B)),
+            np.concatenate((self.follows_B, others.follows_B)),
+            np.concatenate((self.table_lens_B, others.table_lens_B)),
+            tables_BM,
+            self.one_sample_each and others.one_sample_each,
+        )
+
+
+def _decode_columns(decodes: Decodes) -> _Columns:
+    ones = np.ones(len(decodes), np.int64)
+    return _Columns(
+        decodes.token_ids_D,
+        decodes.positions_D,
+        ones,
+        ones,
+        decodes.follows_D,
+        decodes.num_blocks_D,
+        decodes.tables_DM,
+        True,
+    )
+
+
+def _columns(slices: Sequence[Slice]) -> _Columns:
+    lens = [len(each.token_ids) for each in slices]
+    assert min(lens) >= 1, "a slice without tokens"
+    num_samples = [len(each.samples) for each in slices]
     of_tables = [_block_bytes(each.block_table) for each in slices]  # once, because they may grow
-    lens = [len(each) for each in of_tables]
-    table_lens = np.array(lens) // 8
-    assert (table_lens >= num_blocks).all(), f"{table_lens} blocks for slices that need {num_blocks}"
-    longest = max(lens)
-    rows = bytearray().join([each.ljust(longest, b"\0") for each in of_tables])
-    return np.frombuffer(rows, np.int64).reshape(len(slices), longest // 8)[:, : int(num_blocks.max())]
+    table_bytes = [len(each) for each in of_tables]
+    longest = max(table_bytes)
+    tables = bytearray().join([each.ljust(longest, b"\0") for each in of_tables])
+    return _Columns(
+        np.fromiter(chain.from_iterable(each.token_ids for each in slices), np.int64, sum(lens)),
+        np.array([each.start for each in slices], np.int64),
+        np.array(lens, np.int64),
+        np.array(num_samples, np.int64),
+        np.array([NO_SAMPLE if each.follows is None else each.follows for each in slices], np.int64),
+        np.array(table_bytes, np.int64) // 8,
+        np.frombuffer(tables, np.int64).reshape(len(slices), longest // 8),
+        num_samples.count(1) == len(slices),
+    )
 
 
 def _block_bytes(table: Sequence[int]) -> bytes:
@@ -161,7 +220,7 @@ def _block_bytes(table: Sequence[int]) -> bytes:
     return (table if isinstance(table, array) else array("q", table)).tobytes()
 
 
-def _together(arrays: Sequence[_Ints], device: torch.device) -> list[torch.Tensor]:
+def _together(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
     """The arrays on the device, by one copy. Each begins at a multiple of 16 bytes, which suits the kernels. On a CPU
     the arrays themselves, where they are contiguous."""
     if device.type == "cpu":

@@ -20,8 +20,7 @@ from common.contract.messages import TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.backend import Backend
-from common.engine.batch import Sample, Sampled, Scored, Slice
-from common.engine.costs import MIN_OBSERVED_TOKENS, Costs
+from common.engine.batch import Chosen, Decodes, Sample, Sampled, Samples, Scored, Slice
 from common.engine.cpu_attention import CpuAttention
 from common.engine.grammar import Grammars
 from common.engine.graphs import DecodeGraphs
@@ -37,6 +36,7 @@ from common.engine.ragged import Rows
 from common.engine.sampler import Choice, choose
 from common.engine.warm_up import decode_batches, few_rows
 from common.engine.weights import Progress, load_weights, resolve_dtype
+from common.scheduling.costs import MIN_OBSERVED_TOKENS, Costs
 
 _log = logging.getLogger(__name__)
 
@@ -54,11 +54,17 @@ class Submitted:
     """A step that the device computes, or has computed."""
 
     def __init__(
-        self, slices: Sequence[Slice], choice: Choice | None, cache: KVCache, scores: Scores | None = None
+        self,
+        slices: Sequence[Slice],
+        choice: Choice | None,
+        cache: KVCache,
+        scores: Scores | None = None,
+        num_decodes: int = 0,
     ) -> None:
         self._num_samples = [len(one.samples) for one in slices]
-        self._one_each = self._num_samples.count(1) == len(slices)
+        self._num_decodes = num_decodes
         self._choice = choice
+        self._chosen: Chosen | None = None
         self._scores = scores
         self._cache = cache
         self._end = HostCopy(device=cache.device) if choice is None else None
@@ -68,19 +74,23 @@ class Submitted:
         """Whether `outcomes` returns without waiting."""
         return self._cache.device.type == "cpu"
 
-    def outcomes(self) -> list[tuple[Sampled, ...]]:
-        """One tuple for each slice, with one outcome for each of its samples. Waits for the device.
+    def chosen(self) -> Chosen:
+        """The results of the decodes, then of the slices' samples. Waits for the device.
 
-        From then on the KV of the slices, and every block copied or swapped before, is in the cache.
+        From then on the KV of the step, and every block copied or swapped before, is in the cache.
         """
-        if self._choice is None:
-            assert self._end is not None
-            self._end.wait()
-            return [() for _ in self._num_samples]
-        outcomes = self._choice.outcomes()
-        if self._one_each:
-            return list(zip(outcomes))
-        each = iter(outcomes)
+        if self._chosen is None:
+            if self._choice is None:
+                assert self._end is not None
+                self._end.wait()
+                self._chosen = Chosen([], {})
+            else:
+                self._chosen = self._choice.chosen()
+        return self._chosen
+
+    def outcomes(self) -> list[tuple[Sampled, ...]]:
+        """One tuple for each slice, with one outcome for each of its samples. Waits as `chosen` does."""
+        each = iter(self.chosen().outcomes(self._num_decodes))
         return [tuple(islice(each, num)) for num in self._num_samples]
 
     def scores(self) -> list[Scored]:
@@ -191,18 +201,20 @@ class ModelRunner:
         return self.submit(slices).outcomes()
 
     @torch.inference_mode()
-    def submit(self, slices: Sequence[Slice]) -> Submitted:
-        """Compute `slices`, any mix of prompt chunks and decode tokens, or none. Sample and score what they ask for.
+    def submit(self, slices: Sequence[Slice], decodes: Decodes | None = None) -> Submitted:
+        """Compute `decodes` and `slices`, any mix of prompt chunks and decode tokens, or nothing. Sample and score what
+        they ask for.
 
-        Does not wait for a GPU. The slices may follow samples of the step that was submitted before.
+        Does not wait for a GPU. What is computed may follow samples of the step that was submitted before.
         """
-        if not slices:
+        if not slices and decodes is None:
             self._swap.join()
             return Submitted(slices, None, self._cache)
-        if self._swap.clashes_with(slices):
+        if self._swap.busy and self._swap.clashes_with([*(decodes.slices() if decodes is not None else ()), *slices]):
             self._swap.join()
-        rows = Rows.of(slices, self.layout.block_size)
-        samples: list[Sample] = [each for one in slices for each in one.samples]
+        rows = Rows.of(slices, self.layout.block_size, decodes)
+        samples = _samples(slices, decodes)
+        num_decodes = 0 if decodes is None else len(decodes)
         scores = None
         likeliest = None
         replayed = None if self._graphs is None else self._graphs.compute(rows, self._chosen_N)
@@ -211,13 +223,13 @@ class ModelRunner:
             last_tokens_R = self._graphs.last_tokens
         else:
             batch = rows.on(self._cache.device)
-            batch.follow(rows.follows, self._chosen_N)
+            batch.follow(rows.follows_B, self._chosen_N)
             last_tokens_R = batch.last_tokens
             hidden = self._decoder.hidden(batch, self._cache, self._backend)
             logits_RV = self._decoder.logits(hidden, batch.logit_rows_R, self._backend)
-            scores = self._score(slices, hidden)
+            scores = self._score(slices, hidden, num_decodes)
         self._swap.join()  # before the outcomes are copied: once they are known, the swaps are over
-        if not samples:
+        if samples is None:
             return Submitted(slices, None, self._cache, scores)
         rows_N: slice | torch.Tensor = slice(None)
         if len(samples) != logits_RV.shape[0]:  # several choices are sampled from one row
@@ -231,16 +243,16 @@ class ModelRunner:
             likeliest,
         )
         self._chosen_N = choice.tokens_N
-        return Submitted(slices, choice, self._cache, scores)
+        return Submitted(slices, choice, self._cache, scores, num_decodes)
 
-    def _score(self, slices: Sequence[Slice], hidden: Hidden) -> Scores | None:
+    def _score(self, slices: Sequence[Slice], hidden: Hidden, num_decodes: int) -> Scores | None:
         """Score what the slices ask for. A batch computed by graphs has nothing to score, because the token after a
         sequence's last one is not known."""
         if not any(each.scored for each in slices):
             return None
 
         def logits(rows_W: torch.Tensor) -> torch.Tensor:
-            return self._decoder.logits(hidden, rows_W, self._backend)
+            return self._decoder.logits(hidden, rows_W + num_decodes, self._backend)
 
         return Scores(slices, logits, self.config.vocab_size, self._cache.device)
 
@@ -256,6 +268,14 @@ class ModelRunner:
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV from host memory to blocks: pairs (host slot, block)."""
         self._swap.swap_in(self._cache, pairs)
+
+
+def _samples(slices: Sequence[Slice], decodes: Decodes | None) -> Samples | None:
+    """What a step samples, the decodes' tokens first; None if it samples nothing."""
+    of_slices = [each for one in slices for each in one.samples]
+    if decodes is None:
+        return Samples.of(of_slices) if of_slices else None
+    return decodes.samples.followed_by(Samples.of(of_slices)) if of_slices else decodes.samples
 
 
 def load_runner(

@@ -6,9 +6,8 @@ one argmax. Shapes: N rows (one for each sample), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from math import isfinite
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ import torch
 from common.contract.errors import Cause
 from common.contract.messages import TokenLogprobs
 from common.engine.backend import Backend
-from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
+from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Samples
 from common.engine.host_copy import HostCopy, to_device
 from common.engine.logprobs import log_softmax_of
 from common.engine.penalties import LastTokens, penalised
@@ -76,7 +75,7 @@ class Choice:
 
     def __init__(
         self,
-        samples: Sequence[Sample],
+        samples: Samples,
         tokens_N: torch.Tensor,
         best_N: torch.Tensor,
         reported: _Reported | None,
@@ -92,14 +91,15 @@ class Choice:
         more = () if reported is None else (reported.taken_W, reported.top_values, reported.top_tokens)
         self._copy = HostCopy(*chosen, *more, device=tokens_N.device)
 
-    def outcomes(self) -> list[Sampled]:
-        """One for each sample; waits for the device."""
+    def chosen(self) -> Chosen:
+        """The result of each sample; waits for the device."""
         if self._likeliest is None:
             tokens_N, best_N, *more = self._copy.wait()
         else:
             buffer, *more = self._copy.wait()
             tokens_N, best_N = self._likeliest.read(buffer)
-        reported: dict[int, TokenLogprobs] = {}
+        token_ids = tokens_N.tolist()
+        told: dict[int, Sampled] = {}
         if self._reported is not None:
             taken, values, tokens = (each.tolist() for each in more)
             of_rows = zip(self._reported.rows, self._reported.nums, taken, values, tokens, strict=True)
@@ -108,19 +108,18 @@ class Choice:
                 best = tuple(
                     pair for pair in zip(row_tokens[:num], row_values[:num], strict=True) if pair[1] != _HIDDEN
                 )
-                reported[row] = TokenLogprobs(logprob=logprob, top=best)
+                told[row] = SampledToken(token_ids[row], TokenLogprobs(logprob=logprob, top=best))
         # The maximum of a row is NaN if one of its logits is, and infinite if no token is left or a logit overflowed.
-        return [
-            SampledToken(token_id, reported.get(row)) if isfinite(best) else _invalid(best, sample)
-            for row, (token_id, best, sample) in enumerate(
-                zip(tokens_N.tolist(), best_N.tolist(), self._samples, strict=True)
-            )
-        ]
+        finite_N = np.isfinite(best_N.numpy())
+        if not finite_N.all():
+            for row in np.flatnonzero(~finite_N).tolist():
+                told[row] = _invalid(float(best_N[row]), self._samples, row)
+        return Chosen(token_ids, told)
 
 
 def choose(
     logits_NV: torch.Tensor,
-    samples: Sequence[Sample],
+    samples: Samples,
     eos_token_ids: Collection[int],
     backend: Backend,
     last_tokens: LastTokens | None = None,
@@ -135,31 +134,33 @@ def choose(
     `logits_NV`; it counts if no row changes its logits.
     """
     given_NV = logits_NV.float().contiguous()
-    logits_NV = penalised(given_NV, samples, last_tokens)
-    logits_NV = _biased(logits_NV, samples)
-    logits_NV = _within_grammars(logits_NV, samples)
-    logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
-    random = [row for row, each in enumerate(samples) if not each.params.greedy]
+    logits_NV = given_NV
+    if samples.special:
+        logits_NV = penalised(logits_NV, samples, last_tokens)
+        logits_NV = _biased(logits_NV, samples)
+        logits_NV = _within_grammars(logits_NV, samples)
+        logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
+    random = np.flatnonzero(samples.parameters_N["temperature"])
     if logits_NV is not given_NV:
         likeliest = None
     if likeliest is None:
         best_N, tokens_N = backend.best(logits_NV)
     else:
         best_N, tokens_N = likeliest.best_N, likeliest.tokens_N
-    if random and len(random) == len(samples):
+    if random.size and random.size == len(samples):
         tokens_N = backend.draw(logits_NV, best_N, samples)
         likeliest = None
-    elif random:
+    elif random.size:
         rows = to_device(random, torch.int64, logits_NV.device)
-        tokens_N[rows] = backend.draw(logits_NV[rows], best_N[rows], [samples[row] for row in random])
+        tokens_N[rows] = backend.draw(logits_NV[rows], best_N[rows], samples.take(random))
     return Choice(samples, tokens_N, best_N, _report(logits_NV, tokens_N, samples), likeliest)
 
 
-def _biased(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+def _biased(logits_NV: torch.Tensor, samples: Samples) -> torch.Tensor:
     """Logits plus the biases of their rows. Biases of tokens beyond the vocabulary are ignored."""
     cells = [
         (row, token, bias)
-        for row, each in enumerate(samples)
+        for row, each in samples.special.items()
         for token, bias in each.params.logit_bias
         if token < logits_NV.shape[1]
     ]
@@ -171,14 +172,14 @@ def _biased(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     return logits_NV.index_put(index, logits_NV[index] + to_device(biases, torch.float32, device))
 
 
-def _within_grammars(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+def _within_grammars(logits_NV: torch.Tensor, samples: Samples) -> torch.Tensor:
     """Hide the tokens that the grammars of W of the rows do not allow."""
-    rows = [row for row, each in enumerate(samples) if each.params.grammar is not None]
+    rows = [row for row, each in samples.special.items() if each.params.grammar is not None]
     if not rows:
         return logits_NV
     bits = []
     for row in rows:
-        allowed = samples[row].allowed
+        allowed = samples.special[row].allowed
         assert allowed is not None, "it is in no step before that is known"
         bits.append(allowed)
     device = logits_NV.device
@@ -189,14 +190,12 @@ def _within_grammars(logits_NV: torch.Tensor, samples: Sequence[Sample]) -> torc
     return logits_NV.index_copy(0, index_W, within_WV)
 
 
-def _without_endings(
-    logits_NV: torch.Tensor, samples: Sequence[Sample], eos_token_ids: Collection[int]
-) -> torch.Tensor:
+def _without_endings(logits_NV: torch.Tensor, samples: Samples, eos_token_ids: Collection[int]) -> torch.Tensor:
     """Hide end-of-sequence and stop tokens in rows that have fewer than `min_tokens` output tokens."""
     rows: list[int] = []
     columns: list[int] = []
     vocab_size = logits_NV.shape[1]
-    for row, each in enumerate(samples):
+    for row, each in samples.special.items():
         if each.position - each.prompt_len < each.params.min_tokens:
             endings = [token for token in {*eos_token_ids, *each.params.stop_token_ids} if token < vocab_size]
             rows += [row] * len(endings)
@@ -208,9 +207,9 @@ def _without_endings(
     return logits_NV.index_put(index, logits_NV.new_full((), _HIDDEN))
 
 
-def _report(logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Sequence[Sample]) -> _Reported | None:
+def _report(logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Samples) -> _Reported | None:
     """Log probabilities of the rows that ask for them; None if no row does."""
-    wanted = {row: each.params.logprobs for row, each in enumerate(samples) if each.params.logprobs is not None}
+    wanted = {row: each.params.logprobs for row, each in samples.special.items() if each.params.logprobs is not None}
     if not wanted:
         return None
     rows = to_device(list(wanted), torch.int64, logits_NV.device)
@@ -218,8 +217,8 @@ def _report(logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Sequence[S
     return _Reported(list(wanted), list(wanted.values()), taken_W, values, tokens)
 
 
-def _invalid(best: float, each: Sample) -> InvalidLogitsError:
-    if each.params.grammar is not None and best == _HIDDEN:
-        message = f"no token goes on within the grammar at position {each.position}"
-        return InvalidLogitsError(message, Cause.INVALID)
-    return InvalidLogitsError(f"the largest logit for position {each.position} is {best}: nothing can be sampled")
+def _invalid(best: float, samples: Samples, row: int) -> InvalidLogitsError:
+    position = int(samples.positions_N[row])
+    if row in samples.special and samples.special[row].params.grammar is not None and best == _HIDDEN:
+        return InvalidLogitsError(f"no token goes on within the grammar at position {position}", Cause.INVALID)
+    return InvalidLogitsError(f"the largest logit for position {position} is {best}: nothing can be sampled")

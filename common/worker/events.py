@@ -11,7 +11,7 @@ from typing import Any
 
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import Message, Role
-from common.engine.batch import Sampled, Scored, Slice
+from common.engine.batch import Chosen, Decodes, Sampled, Scored, Slice
 from common.engine.grammar import GaveUp, GrammarState
 from kv_transfer.events import TransferAction, TransferEvent
 
@@ -70,6 +70,8 @@ class StepEnded:
     """A step has ended."""
 
     work: Work
+    chosen: Chosen | None
+    """The tokens of `work.decodes`; None if there are none."""
     outcomes: Sequence[tuple[Sampled, ...]]
     """One for each slice."""
     scores: Sequence[Scored]
@@ -120,6 +122,8 @@ class Work:
     step: Any
     """The core's own record of the step."""
     slices: Sequence[Slice]
+    decodes: Decodes | None = None
+    """Sequences that decode; None if there are none."""
     copies: Sequence[tuple[int, int]] = ()
     swap_outs: Sequence[tuple[int, int]] = ()
     swap_ins: Sequence[tuple[int, int]] = ()

@@ -13,10 +13,10 @@ from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import Cancelled, Failed, Phase, Role
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
-from common.engine.trials import TrialFeed, Trials
 from common.runtime.fence import AttemptFence
 from common.runtime.logs import about
 from common.runtime.probes import counter
+from common.scheduling.trials import TrialFeed, Trials
 from common.worker.agenda import Agenda
 
 log = logging.getLogger(__name__)

@@ -21,12 +21,12 @@ from common.contract.messages import Heartbeat, Hello, Message, Phase, Role, Wel
 from common.engine.engine import Engine, Started
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.masks import Masks
-from common.engine.trials import NOTICE_S
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import WorkerSettings
 from common.runtime.counting import step_tokens
 from common.runtime.probes import counter
+from common.scheduling.trials import NOTICE_S
 from common.worker.agenda import Inbox
 from common.worker.events import (
     Action,
@@ -79,9 +79,6 @@ class Core(Protocol):
 
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from an address that are not over."""
-
-    def welcome(self, metadata: bytes) -> Welcome:
-        """This worker's message in a handshake, with its transport's metadata."""
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
@@ -224,7 +221,7 @@ class WorkerShell:
     async def _submit(self, work: Work) -> _InFlight:
         if work.noticed:
             await asyncio.sleep(NOTICE_S)
-        submitted = self._engine.submit(work.slices, work.copies, work.swap_outs, work.swap_ins)
+        submitted = self._engine.submit(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
         checksums = None
         if work.completed:  # computed before another step begins
             checksums = self._engine.call(lambda: [self._region.crc32(blocks) for blocks in work.completed])
@@ -235,9 +232,11 @@ class WorkerShell:
         work = step.work
         outcomes = await self._engine.outcomes(step.submitted)
         checksums = () if step.checksums is None else await step.checksums
+        chosen = None if work.decodes is None else self._engine.chosen(step.submitted)
         scores = self._engine.scores(step.submitted) if work.scored else ()
-        self._step_tokens.observe(sum(len(each.token_ids) for each in work.slices))
-        self._inbox.put(StepEnded(work, outcomes, scores, checksums, self._engine.last_step_s))
+        num_decodes = 0 if work.decodes is None else len(work.decodes)
+        self._step_tokens.observe(num_decodes + sum(len(each.token_ids) for each in work.slices))
+        self._inbox.put(StepEnded(work, chosen, outcomes, scores, checksums, self._engine.last_step_s))
 
     async def _tick_loop(self) -> None:
         while True:
@@ -285,7 +284,18 @@ class WorkerShell:
 
     def welcome(self) -> Welcome:
         """This worker's message in a handshake."""
-        return self.core.welcome(self._transfers.metadata)
+        runner = self._engine.runner
+        return Welcome(
+            role=self.core.role,
+            fingerprint=self._engine.fingerprint,
+            max_sequence_tokens=min(
+                runner.config.max_sequence_tokens, runner.cache.num_blocks * runner.layout.block_size
+            ),
+            transport=self._settings.transport,
+            transport_metadata=self._transfers.metadata,
+            open_requests=(),
+            phase=self.core.phase,
+        )
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""

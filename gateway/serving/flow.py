@@ -15,8 +15,9 @@ Life cycle of a request in the gateway:
 A full, draining or too small worker is not a failure: other workers are asked. An admitted request waits for them.
 
 A choice that was on a worker when it crashed is a suspect until it has passed the position where it was. The next
-worker computes its first steps together with those of other suspects, or alone (`common.engine.trials`), and reports
-that (`Trial`). If that worker crashes too, the suspicion grows or the choice is refused (`gateway.serving.suspicion`).
+worker computes its first steps together with those of other suspects, or alone (`common.scheduling.trials`), and
+reports that (`Trial`). If that worker crashes too, the suspicion grows or the choice is refused
+(`gateway.serving.suspicion`).
 
 Pure state: events in, actions out.
 """

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Sample
-from common.engine.draw import draw, random_numbers, temperatures
+from common.engine.batch import MIN_TEMPERATURE, Sample, Samples
+from common.engine.draw import column, draw, random_numbers
 from common.engine.kernels import sampler
 
 SIZES = st.one_of(st.integers(2, 60), st.sampled_from([1023, 1024, 1025, 8191, 8192, 8193, 9000]))
@@ -32,11 +32,11 @@ def drawn(logits: torch.Tensor, best: torch.Tensor, samples: list[Sample]) -> to
     return sampler.draw(
         logits,
         best,
-        torch.tensor(temperatures(samples), device=device),
+        column(Samples.of(samples), "temperature").to(device),
         torch.tensor([each.top_k for each in params], dtype=torch.int32, device=device),
         torch.tensor([each.top_p for each in params], device=device),
         torch.tensor([each.min_p for each in params], device=device),
-        torch.from_numpy(random_numbers(samples)).to(device),
+        torch.from_numpy(random_numbers(Samples.of(samples))).to(device),
         hiding=any(each.top_k or each.top_p < 1 or each.min_p for each in params),
     )
 
@@ -44,7 +44,7 @@ def drawn(logits: torch.Tensor, best: torch.Tensor, samples: list[Sample]) -> to
 def kept_by(logits: torch.Tensor, sample: Sample) -> tuple[torch.Tensor, bool]:
     """Which tokens top-k, top-p and min-p keep, in float64; whether float32 could see a threshold otherwise."""
     params = sample.params
-    x = (logits.double() - logits.double().max()) / temperatures([sample])[0]
+    x = (logits.double() - logits.double().max()) / max(params.temperature, MIN_TEMPERATURE)
     order = x.sort(descending=True).values
     kept, doubtful = torch.ones_like(x, dtype=torch.bool), False
     if params.top_k:
@@ -62,12 +62,12 @@ def kept_by(logits: torch.Tensor, sample: Sample) -> tuple[torch.Tensor, bool]:
 def near_tie(logits: torch.Tensor, sample: Sample, one: int, other: int) -> bool:
     """Whether the number is within rounding of the border between two tokens that are kept."""
     kept, _ = kept_by(logits, sample)
-    x = (logits.double() - logits.double().max()) / temperatures([sample])[0]
+    x = (logits.double() - logits.double().max()) / max(sample.params.temperature, MIN_TEMPERATURE)
     cumulative = (x.exp() * kept).cumsum(-1)
     cumulative /= cumulative[-1].clone()
     first = min(one, other)
     between = not bool(kept[first + 1 : max(one, other)].any())
-    return between and abs(float(cumulative[first]) - float(random_numbers([sample])[0])) < 1e-5
+    return between and abs(float(cumulative[first]) - float(random_numbers(Samples.of([sample]))[0])) < 1e-5
 
 
 @settings(max_examples=40, deadline=None)
@@ -141,7 +141,7 @@ def test_draw_as_the_sampler_in_torch_does(
     plain = sample_of(seed + 1, temperature=rows[0]["temperature"])
     samples = [*(sample_of(seed + row, **parameters) for row, parameters in enumerate(rows)), plain]
     best = logits.max(-1).values
-    ours, theirs = drawn(logits, best, samples).tolist(), draw(logits, best, samples).tolist()
+    ours, theirs = drawn(logits, best, samples).tolist(), draw(logits, best, Samples.of(samples)).tolist()
     for row, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         kept, doubtful = kept_by(logits[row], samples[row])
         if not doubtful:

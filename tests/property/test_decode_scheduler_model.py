@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from slow_slices import decode_slices, slices_of
 from step_tokens import handles
 
 from common.contract.block_hashes import BlockChain
@@ -24,8 +25,10 @@ from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages import BlocksReady, Decode, FinishReason, Source, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
+from common.engine.batch import Slice
 from common.engine.block_pool import BlockPool
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
+from decode_worker.columns import DecodeColumns
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, Stage
 from decode_worker.scheduler import DecodeScheduler
@@ -100,6 +103,7 @@ class Traffic:
 
     def __init__(self, choose: Choose) -> None:
         self.pick = choose
+        self.columns = DecodeColumns(MAX_SEQUENCE_TOKENS, ())
         self.policy = Policy(
             block_size=BLOCK_SIZE,
             max_num_seqs=self.pick([1, 2, 4]),
@@ -221,10 +225,10 @@ class Traffic:
 
     def sort_out_local(self) -> None:
         """Prompts computed here come and (when they are preempted) go by themselves."""
-        for request in [r for r in self.waiting if r in self.scheduler._prompts]:
+        for request in [r for r in self.waiting if r in self.scheduler._prompts.of_requests]:
             self.waiting.remove(request)
             self.computing.append(request)
-        for request in [r for r in self.computing if r not in self.scheduler._prompts]:
+        for request in [r for r in self.computing if r not in self.scheduler._prompts.of_requests]:
             self.computing.remove(request)
             self.waiting.append(request)
 
@@ -309,7 +313,7 @@ class Traffic:
             return
         self.num_in_vain = 0
         self.num_ahead += len(self.in_flight)
-        slices = step.slices(before)
+        slices = self.decode_slices(step, before)
         writes = []
         for g, each in zip(step.decodes, slices, strict=False):
             tokens = list(g.sequence.token_ids)
@@ -331,6 +335,24 @@ class Traffic:
         for write in writes:
             assert self.pool.ref_count(write.block) == 1, "a step writes to a block that others read"
         self.in_flight.append(InFlight(number, step, writes))
+
+    def decode_slices(self, step: Step, before: Step | None) -> list[Slice]:
+        """The decodes as the engine gets them."""
+        if not step.decodes:
+            return []
+        decodes = [] if before is None else before.decodes
+        slices = slices_of(self.columns.decoding(step.decodes, decodes).decodes)
+        self.columns.check_invariants()
+        for each, expected in zip(slices, decode_slices(step.decodes, decodes), strict=True):
+            assert list(each.block_table[: len(expected.block_table)]) == list(expected.block_table)
+            assert not any(each.block_table[len(expected.block_table) :])
+            assert (each.start, each.follows, each.samples[0].position) == (
+                expected.start,
+                expected.follows,
+                expected.samples[0].position,
+            )
+            assert each.follows is not None or list(each.token_ids) == list(expected.token_ids)
+        return slices
 
     def run_step(self) -> None:
         """The device does the copies, the swaps, then computes each token from those before it."""
@@ -471,7 +493,7 @@ class Traffic:
         references.update(block for blocks in self.lent for block in blocks)
         references.update(block for generation in alive for block in generation.sequence.block_table)
         references.update(block for request in (*self.pulling, *self.computing) for block in request.fork_blocks)
-        references.update(block for p in self.scheduler._prompts.values() for block in p.block_table)
+        references.update(block for p in self.scheduler._prompts.of_requests.values() for block in p.block_table)
         references.update(block for copy in self.scheduler._copies for block in copy)
         counted = {block: self.pool.ref_count(block) for block in range(self.pool.num_blocks)}
         assert counted == {block: references[block] for block in range(self.pool.num_blocks)}, (

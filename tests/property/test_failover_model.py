@@ -46,9 +46,9 @@ from common.contract.messages import (
     Trial,
 )
 from common.contract.sampling import SamplingParams
-from common.engine.trials import TRIAL_TOKENS, TrialFeed, Trials
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Pulse
+from common.scheduling.trials import TRIAL_TOKENS, TrialFeed, Trials
 from gateway.routing.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation, GenerationFailed
 from gateway.workers.registry import Registry

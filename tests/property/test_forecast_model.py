@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.contract.tiers import Tier
-from common.engine.lazy_heap import LazyHeap
+from common.scheduling.lazy_heap import LazyHeap
 from decode_worker.forecast import Forecast
 from decode_worker.output_profile import OutputProfile
 

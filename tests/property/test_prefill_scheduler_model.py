@@ -19,7 +19,7 @@ from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from common.engine.chunked_prefill import Chunk
+from common.scheduling.chunked_prefill import Chunk
 from prefill_worker.request import PrefillRequest
 from prefill_worker.room import MOST_OF_POOL
 from prefill_worker.scheduler import MAX_PASSED, SHARED_STEP_S, PrefillScheduler

@@ -104,7 +104,7 @@ def test_a_message_that_an_action_brings_about_waits_until_the_other_actions_are
         if isinstance(message, Tokens) and not leg.aborted:
             leg.aborted = leg.ask.ended = True
             site.worker.on_message(GATEWAY, Abort(request=leg.key.request, attempt=leg.key.attempt))
-            assert leg.key.request in site.core.requests, "the core was called in the middle of its actions"
+            assert leg.key.request in site.core.book.requests, "the core was called in the middle of its actions"
 
     site.send = answering  # type: ignore[method-assign]
     world.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.baselines import BatchAtATime
 from benchmarks.driver import Arrival, Driver, Modelled, Story, Timing
 from common.engine.block_pool import BlockPool
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.contract.tiers import Tier
-from common.engine.chunked_prefill import Chunk, ChunkQueue, Urgency
+from common.scheduling.chunked_prefill import Chunk, ChunkQueue, Urgency
 
 INTERACTIVE, STANDARD, BATCH = Tier
 _NUMBERS = iter(range(10**9))

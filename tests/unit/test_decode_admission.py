@@ -7,8 +7,8 @@ from decode_bench import EAGER, Bench, request, tokens
 
 from common.contract.tiers import Tier
 from decode_worker.admission import rank_of
+from decode_worker.entrance import _LOOK_AHEAD
 from decode_worker.request import Generation
-from decode_worker.scheduler import _LOOK_AHEAD
 
 INTERACTIVE, STANDARD, BATCH = Tier
 
@@ -304,7 +304,7 @@ def test_a_tenant_is_charged_two_for_each_step_of_each_sequence_and_one_for_each
     charged = [0.0]
 
     def more() -> float:
-        charged.append(bench.scheduler._waiting.counter(STANDARD, "a"))
+        charged.append(bench.scheduler._entrance.waiting.counter(STANDARD, "a"))
         return charged[-1] - charged[-2]
 
     a, b = [bench.enter(request(name, 4, tenant="a"))[0] for name in "ab"]

@@ -8,7 +8,7 @@ from decode_bench import EAGER, Bench, request, tokens
 from common.contract.ids import LeaseId
 from common.contract.messages import BlocksReady
 from common.contract.tiers import Tier
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
 from decode_worker.request import DecodeRequest, Generation, Stage
 
 INTERACTIVE, STANDARD, BATCH = Tier

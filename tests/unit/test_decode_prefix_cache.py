@@ -8,7 +8,7 @@ import pytest
 from decode_bench import EAGER, Bench, request, tokens
 
 from common.contract.tiers import Tier
-from common.engine.costs import Costs
+from common.scheduling.costs import Costs
 from decode_worker.request import DecodeRequest
 from decode_worker.step import Step
 
@@ -69,8 +69,8 @@ def test_a_prompt_whose_tokens_are_scored_is_computed_whatever_is_cached() -> No
     step = bench.begin_step()
     assert chunks(step) == [("second", 0, 10)]
     assert not set(step.chunks[0].prompt.block_table) & set(table)
-    (decode, chunk) = step.slices()
-    assert (decode.scored, chunk.scored, chunk.num_alternatives) == ((), tuple(tokens("first", 10)[1:]), 1)
+    (chunk,) = step.slices()
+    assert (chunk.scored, chunk.num_alternatives) == (tuple(tokens("first", 10)[1:]), 1)
     bench.end_step(step)
 
 

@@ -301,9 +301,11 @@ def test_a_request_that_is_given_up_keeps_nothing(stage: str, preempt_by: str) -
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pulling) == (0, 0, 0)
     assert (scheduler.num_computing, scheduler.num_preempted) == (0, 0)
     assert (bench.pool.num_free, scheduler.num_host_used, scheduler.num_expected) == (8, 0, 0)
-    served = [scheduler._waiting.counter(tier, "") for tier in Tier]
+    served = [scheduler._entrance.waiting.counter(tier, "") for tier in Tier]
     bench.steps(3)
-    assert [scheduler._waiting.counter(tier, "") for tier in Tier] == served, "its tenant goes on being charged"
+    assert [scheduler._entrance.waiting.counter(tier, "") for tier in Tier] == served, (
+        "its tenant goes on being charged"
+    )
     assert bench.reserve(request("next", 32)) == ["next"], "who comes next has the whole cache"
 
 

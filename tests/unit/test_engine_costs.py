@@ -10,8 +10,8 @@ import torch
 from checkpoints import make_checkpoint
 
 from common.engine.batch import Sampled, Slice
-from common.engine.costs import Costs
 from common.engine.runner import ModelRunner, load_runner, measure_costs
+from common.scheduling.costs import Costs
 
 torch.set_num_threads(1)
 

@@ -19,7 +19,7 @@ from needs import require
 from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.attention import ReferenceAttention
-from common.engine.batch import Sample, Slice
+from common.engine.batch import Sample, Samples, Slice
 from common.engine.draw import draw, random_numbers
 from common.engine.native import Kernels, pack
 from common.engine.native.backend import NativeBackend
@@ -429,17 +429,20 @@ def test_what_is_drawn_is_where_the_distribution_reaches_the_number(kernels: Ker
         {"temperature": 2.0, "top_k": 1},
     ]
     samples = [ask(seed=row, **options[row % len(options)]) for row in range(len(logits))]
+    columns = Samples.of(samples)
     best = logits.max(dim=1).values
-    tokens = NativeBackend(kernels).draw(logits, best, samples).tolist()
-    same = sum(a == b for a, b in zip(tokens, draw(logits, best, samples).tolist(), strict=True))
+    tokens = NativeBackend(kernels).draw(logits, best, columns).tolist()
+    same = sum(a == b for a, b in zip(tokens, draw(logits, best, columns).tolist(), strict=True))
     assert same >= len(tokens) - 1, "torch, which rounds elsewhere, draws another token now and then"
-    for row, (token, wanted) in enumerate(zip(tokens, random_numbers(samples), strict=True)):
+    for row, (token, wanted) in enumerate(zip(tokens, random_numbers(columns), strict=True)):
         weights, sums = cumulative(logits[row], samples[row])
         assert weights[token] > 0, (row, token)
         before = sums[token] - weights[token]
         assert before - 1e-5 <= wanted <= sums[token] + 1e-5, (row, token)
     for row in range(0, len(logits), 7):
-        alone = NativeBackend(kernels).draw(logits[row : row + 1], best[row : row + 1], samples[row : row + 1])
+        alone = NativeBackend(kernels).draw(
+            logits[row : row + 1], best[row : row + 1], Samples.of(samples[row : row + 1])
+        )
         assert alone.tolist() == tokens[row : row + 1]
 
 

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,15 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
-from common.engine.costs import Costs
 from common.engine.engine import Engine, device_of
+from common.engine.engine_thread import EngineThread
 from common.engine.host_swap import Copy, HostSwap
 from common.engine.native.backend import NativeBackend
 from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
 from common.engine.token_counts import token_counts
 from common.runtime.checkpoint import weights_hash
 from common.runtime.config import DecodeSettings, WorkerSettings
+from common.scheduling.costs import Costs
 
 torch.set_num_threads(1)
 
@@ -98,7 +98,7 @@ def swapping(runner: ModelRunner, request: pytest.FixtureRequest) -> ModelRunner
 @pytest.fixture
 def engine(runner: ModelRunner) -> Iterator[Engine]:
     fingerprint = Fingerprint(config_hash="config", weights_hash="weights", layout=runner.layout)
-    engine = Engine(ThreadPoolExecutor(max_workers=1), runner, fingerprint)
+    engine = Engine(EngineThread("engine"), runner, fingerprint)
     yield engine
     engine.close()
 

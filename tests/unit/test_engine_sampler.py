@@ -26,7 +26,7 @@ from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.attention import ReferenceAttention
 from common.engine.backend import Backend
-from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken
+from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken, Samples
 from common.engine.host_copy import HostCopy
 from common.engine.native.backend import NativeBackend
 from common.engine.philox import uniforms
@@ -65,7 +65,7 @@ def choose_backend(request: pytest.FixtureRequest) -> None:
 
 
 def sample(logits_NV: torch.Tensor, samples: list[Sample], eos_token_ids: frozenset[int]) -> list[Sampled]:
-    return choose(logits_NV, samples, eos_token_ids, backend).outcomes()
+    return choose(logits_NV, Samples.of(samples), eos_token_ids, backend).chosen().outcomes()
 
 
 def tokens_of(logits_NV: torch.Tensor, samples: list[Sample]) -> list[int]:
@@ -308,7 +308,7 @@ def test_a_grammar_leaves_the_tokens_that_it_allows(temperature: float) -> None:
     ]
     for row, allowed in ((0, bits(3, 17, 49)), (2, bits(5)), (3, bits(63))):
         rows[row].allowed = allowed
-    first, plain, only, none = choose(logits, rows, EOS, backend).outcomes()
+    first, plain, only, none = choose(logits, Samples.of(rows), EOS, backend).chosen().outcomes()
     assert isinstance(first, SampledToken)
     assert first.token_id in (3, 17, 49)
     assert first.logprobs is not None
@@ -440,12 +440,12 @@ def test_what_is_known_of_the_logits_changes_no_outcome(way: str, room: int) -> 
     logits[2, 9] = logits[2].max() + 1
     rows = [ask(**each) for each in params]
     counting = Counting()
-    expected = choose(logits, rows, EOS, counting)
+    expected = choose(logits, Samples.of(rows), EOS, counting)
     assert counting.num_searches == 1
-    chosen = choose(logits, rows, EOS, counting, likeliest=known(logits, room))
+    chosen = choose(logits, Samples.of(rows), EOS, counting, likeliest=known(logits, room))
     assert counting.num_searches == (1 if counts else 2)
     assert torch.equal(chosen.tokens_N, expected.tokens_N)
-    assert chosen.outcomes() == expected.outcomes()
+    assert chosen.chosen() == expected.chosen()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -453,7 +453,7 @@ def test_a_row_that_is_known_to_be_invalid_says_so(bad: float) -> None:
     logits = random_logits(2)
     logits[1] = bad
     rows = [ask(temperature=0.0)] * 2
-    good, wrong = choose(logits, rows, EOS, backend, likeliest=known(logits, 4)).outcomes()
+    good, wrong = choose(logits, Samples.of(rows), EOS, backend, likeliest=known(logits, 4)).chosen().outcomes()
     assert [good] == sample(logits[:1], rows[:1], EOS)
     assert isinstance(wrong, InvalidLogitsError)
     assert str(wrong) == str(sample(logits[1:], rows[1:], EOS)[0])
@@ -469,5 +469,5 @@ def test_the_outcome_of_a_greedy_batch_is_one_copy(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("common.engine.sampler.HostCopy", Copy)
     logits = random_logits(3)
-    choose(logits, [ask(temperature=0.0)] * 3, EOS, backend, likeliest=known(logits, 4))
+    choose(logits, Samples.of([ask(temperature=0.0)] * 3), EOS, backend, likeliest=known(logits, 4))
     assert [each.nbytes for each in copied] == [4 * 12]

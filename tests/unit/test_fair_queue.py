@@ -11,7 +11,7 @@ from typing import ParamSpec
 import pytest
 
 from common.contract.tiers import Tier
-from common.engine.fair_queue import AGED_SHARE, FairQueue, VirtualTokenCounters
+from common.scheduling.fair_queue import AGED_SHARE, FairQueue, VirtualTokenCounters
 
 INTERACTIVE, STANDARD, BATCH = Tier
 

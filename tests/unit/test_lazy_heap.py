@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.lazy_heap import LazyHeap
+from common.scheduling.lazy_heap import LazyHeap
 
 
 def heap(**keys: object) -> LazyHeap[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from migration_bench import GATEWAY, Gateway, Leg, Site, World, chain
+from migration_bench import GATEWAY, MAX_TOKENS, Gateway, Leg, Site, World, chain
 from step_tokens import handles
 
 from common.contract.errors import Cause
@@ -36,6 +36,7 @@ from common.contract.sampling import SamplingParams
 from decode_worker import answers as answers_module
 from decode_worker import migration as migration_module
 from decode_worker import request as request_module
+from decode_worker.columns import DecodeColumns
 from decode_worker.migration import MAX_PUT_OFF, goes_on
 from decode_worker.step import Step
 from kv_transfer.lender import LENT_TTL_S
@@ -77,7 +78,7 @@ def test_requests_that_have_ended_are_not_left_to_the_garbage_collector(num_choi
         for _ in range(300):
             world.gateway.ask(site, PROMPT, 3, num_choices)
             world.deliver()
-            names += site.core.requests
+            names += site.core.book.requests
             world.run()
         assert len(set(names)) == 300
         requests = [each for each in gc.get_objects() if type(each) is request_module.DecodeRequest]
@@ -282,7 +283,7 @@ def test_log_probabilities_travel() -> None:
     world.deliver()
     end_step(world, d0)
     assert old.moved == {0}
-    [generation] = d1.core.requests[old.key.request].generations
+    [generation] = d1.core.book.requests[old.key.request].generations
     assert len(generation.logprobs) == generation.sequence.num_tokens - generation.first_position
     finish(world)
     choice = old.ask.choices[0]
@@ -301,7 +302,7 @@ def test_one_of_three_choices_moves_and_the_others_end_where_they_are() -> None:
     world.deliver()
     end_step(world, d0)
     assert old.moved == {1}
-    assert d0.core.requests[old.key.request].generations[1].moved
+    assert d0.core.book.requests[old.key.request].generations[1].moved
     finish(world)
     assert (kinds(old), kinds(new)) == ([Finished], [Finished])
     assert no_token_was_computed_twice(world)
@@ -367,10 +368,12 @@ def test_a_choice_that_ends_before_the_cut_is_not_offered() -> None:
     world = World()
     d0 = first(world)
     old = running(world, num_choices=2)
+    generation = d0.generation(old.key, 0)
+    generation.sequence.sampling = SamplingParams(max_tokens=generation.sequence.num_output + 2)
+    d0.core.steps._columns = DecodeColumns(MAX_TOKENS, frozenset())  # the old ones have read the old parameters
+    end_step(world, d0)
     new = world.gateway.move(old, second(world))
     world.deliver()
-    generation = d0.generation(old.key, 0)
-    generation.sequence.sampling = SamplingParams(max_tokens=generation.sequence.num_output + 1)
     end_step(world, d0)
     assert failed(new) is Cause.LEASE_LOST
     assert old.cut == set()
@@ -693,7 +696,7 @@ def test_the_loss_of_the_gateway_after_the_cut_frees_both_sides() -> None:
     old, _ = cut(world)
     old.ask.ended = True
     for site in world.sites.values():
-        site.worker.on_peer_lost(site.core.requests[old.key.request].gateway)
+        site.worker.on_peer_lost(site.core.book.requests[old.key.request].gateway)
     world.deliver()
     assert [site.left() for site in world.sites.values()] == [{}, {}]
 
@@ -967,7 +970,7 @@ def test_when_its_time_is_over_everything_fails_once(stage: str) -> None:
     leaving.worker.drain()
     leaving.worker.give_up("the worker has left")
     leaving.wake()
-    assert not leaving.core.requests
+    assert not leaving.core.book.requests
     world.deliver()
     d0.resume()
     world.now += LENT_TTL_S

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from common.contract.ids import RequestId, RequestKey
 from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Sample, SampledToken, Slice
+from common.engine.batch import Sample, SampledToken, Samples, Slice
 from common.engine.penalties import penalised
 from common.engine.prompt import prompt_slice
 from common.engine.runner import ModelRunner, load_runner
@@ -72,7 +72,7 @@ def test_penalties_are_those_of_the_definition_to_the_last_bit(
         Sample(params=params, choice=0, position=len(tokens), token_ids=tokens, prompt_len=prompt_len)
         for (params, tokens), prompt_len in zip(rows, lens, strict=True)
     ]
-    got = penalised(logits, samples)
+    got = penalised(logits, Samples.of(samples))
     for row, (params, tokens) in enumerate(rows):
         assert got[row].numpy().tolist() == by_definition(before[row].numpy(), tokens, lens[row], params).tolist()
     assert torch.equal(logits, before)
@@ -152,7 +152,7 @@ class Schedule:
         self.hear()  # a step is computed while the tokens of the one before it are told, or after that
         logits = torch.linspace(-3, 3, VOCAB).repeat(len(chosen), 1)
         last = torch.tensor([text[-1] for text in texts], dtype=torch.int64)
-        got = penalised(logits, samples, lambda: last)
+        got = penalised(logits, Samples.of(samples), lambda: last)
         for row, (player, text) in enumerate(zip(chosen, texts, strict=True)):
             sequence = player.sequence
             expected = by_definition(logits[row].numpy(), text, sequence.prompt_len, sequence.sampling)

@@ -10,6 +10,7 @@ from decode_bench import EAGER, Bench, request
 from migration_bench import Pause, World
 
 from common.contract.messages import Cancelled, Suspicion
+from decode_worker.columns import DecodeColumns
 from decode_worker.request import Generation, Stage
 from decode_worker.step import Step
 
@@ -147,9 +148,12 @@ def test_penalties_do_not_need_to_know() -> None:
     first = bench.begin(None)
     assert bench.scheduler.may_run_ahead(first[1])
     second = bench.begin(first[1])
-    [ahead] = second[1].slices(first[1])
-    assert (ahead.follows, ahead.samples[0].position) == (0, generation.sequence.num_tokens + 1)
-    assert ahead.samples[0].counts is generation.sequence.counts is not None
+    decodes = DecodeColumns(1000, ()).decoding(second[1].decodes, first[1].decodes).decodes
+    assert (decodes.follows_D.tolist(), decodes.samples.positions_N.tolist()) == (
+        [0],
+        [generation.sequence.num_tokens + 1],
+    )
+    assert decodes.samples.special[0].counts is generation.sequence.counts is not None
 
 
 def test_an_abort_before_the_engine_has_the_step_that_was_planned_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

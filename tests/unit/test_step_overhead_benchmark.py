@@ -14,7 +14,7 @@ from benchmarks.figures import spread
 from benchmarks.results_page import part
 from benchmarks.step_overhead import Counts, SamplerTimes, TimedBackend, per_step
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Sample
+from common.engine.batch import Sample, Samples
 from common.engine.cpu_attention import CpuAttention
 
 
@@ -42,7 +42,7 @@ def test_the_operations_of_a_backend_are_timed_and_not_changed() -> None:
     timed = TimedBackend(backend, times)
     logits_NV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=1.0, max_tokens=1, seed=3)
-    samples = [Sample(params=params, choice=0, position=5, token_ids=(), prompt_len=5)] * 3
+    samples = Samples.of([Sample(params=params, choice=0, position=5, token_ids=(), prompt_len=5)] * 3)
     best_N, tokens_N = timed.best(logits_NV)
     assert torch.equal(best_N, logits_NV.max(dim=-1).values)
     assert torch.equal(tokens_N, logits_NV.argmax(dim=-1))

@@ -15,7 +15,7 @@ from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Message, Prefill, Suspicion, Trial
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
-from common.engine.trials import NOTICE_S, TRIAL_S, TRIAL_TOKENS, TrialFeed, Trials
+from common.scheduling.trials import NOTICE_S, TRIAL_S, TRIAL_TOKENS, TrialFeed, Trials
 from decode_worker.request import DecodeRequest
 from decode_worker.step import Step
 from prefill_worker.request import PrefillRequest

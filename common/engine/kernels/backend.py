@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn.functional import embedding
 
 from common.engine.backend import Norms, PlainProducts
-from common.engine.batch import Sample
-from common.engine.draw import random_numbers, temperatures
+from common.engine.batch import Samples
+from common.engine.draw import random_numbers
 from common.engine.host_copy import to_device
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
@@ -189,19 +187,20 @@ class TritonBackend(PlainProducts):
             out_THD=out_THD,
         )
 
-    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Samples) -> torch.Tensor:
         """See `Backend.draw`."""
         device = logits_PV.device
-        params = [each.params for each in samples]
+        parameters_P = samples.parameters_N
+        top_k_P, top_p_P, min_p_P = (parameters_P[name] for name in ("top_k", "top_p", "min_p"))
         return sampler.draw(
             logits_PV,
             best_P,
-            to_device(temperatures(samples), torch.float32, device),
-            to_device([each.top_k for each in params], torch.int32, device),
-            to_device([each.top_p for each in params], torch.float32, device),
-            to_device([each.min_p for each in params], torch.float32, device),
+            to_device(parameters_P["temperature"], torch.float32, device),
+            to_device(top_k_P, torch.int32, device),
+            to_device(top_p_P, torch.float32, device),
+            to_device(min_p_P, torch.float32, device),
             to_device(random_numbers(samples), torch.float64, device),
-            hiding=any(each.top_k or each.top_p < 1.0 or each.min_p for each in params),
+            hiding=bool(((top_k_P > 0) | (top_p_P < 1.0) | (min_p_P > 0.0)).any()),
         )
 
     def _cut(

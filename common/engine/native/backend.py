@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn.functional import embedding
 
 from common.engine.backend import Norms, PlainProducts
-from common.engine.batch import Sample
-from common.engine.draw import random_numbers, temperatures
+from common.engine.batch import Samples
+from common.engine.draw import column, random_numbers
 from common.engine.native import Kernels
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
@@ -73,14 +71,14 @@ class NativeBackend(PlainProducts):
             row, token = last, end
         return out_THD
 
-    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Samples) -> torch.Tensor:
         """See `Backend.draw`."""
         return self._kernels.draw(
             logits_PV,
             best_P,
-            torch.tensor(temperatures(samples)),
-            torch.tensor([each.params.top_k for each in samples]),
-            torch.tensor([each.params.top_p for each in samples]),
-            torch.tensor([each.params.min_p for each in samples]).log(),
+            column(samples, "temperature"),
+            column(samples, "top_k"),
+            column(samples, "top_p"),
+            column(samples, "min_p").log(),
             torch.from_numpy(random_numbers(samples)),
         )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from common.contract.tiers import Tier
-from common.engine.lazy_heap import LazyHeap
+from common.scheduling.lazy_heap import LazyHeap
 
 T = TypeVar("T", bound=Hashable)
 

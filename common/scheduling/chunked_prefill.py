@@ -17,8 +17,8 @@ from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
 from common.contract.tiers import Tier
-from common.engine.fair_queue import AGED_SHARE
-from common.engine.lazy_heap import LazyHeap
+from common.scheduling.fair_queue import AGED_SHARE
+from common.scheduling.lazy_heap import LazyHeap
 
 Urgency = tuple[int, float, int]
 """(rank of the tier, deadline, arrival number). The smallest is computed first."""

@@ -1,0 +1,114 @@
+"""The requests of a decode worker: where they are found, and how they end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.worker.front import Front
+from common.worker.mask_asks import MaskAsks
+from decode_worker.answers import Answers
+from decode_worker.migration import Arrivals, Departures
+from decode_worker.request import DecodeRequest, Generation, RequestEvent, RequestState
+from decode_worker.scheduler import DecodeScheduler
+from kv_transfer.pulls import Pulls
+
+MAX_UNACKNOWLEDGED = 4096
+"""Most finished requests whose tokens are kept until the gateway acknowledges them."""
+
+
+class Book:
+    """Every request of one worker, from its arrival until the gateway has acknowledged its end. Pure state."""
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        pulls: Pulls,
+        arrivals: Arrivals,
+        departures: Departures,
+        masks: MaskAsks[DecodeRequest | Generation],
+        front: Front,
+        answers: Answers,
+    ) -> None:
+        self._scheduler = scheduler
+        self._pulls = pulls
+        self._arrivals = arrivals
+        self._departures = departures
+        self._masks = masks
+        self._front = front
+        self._answers = answers
+        self.requests: dict[RequestId, DecodeRequest] = {}
+        self.finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
+        """Requests that have ended, until the gateway acknowledges it."""
+
+    def find(self, request: RequestId) -> DecodeRequest | None:
+        """The request with this id, also if it has ended and is not acknowledged; None if it is not here."""
+        return self.requests.get(request) or self.finished.get(request)
+
+    def gateway_of(self, key: RequestKey) -> Incarnation | None:
+        """The gateway of a request; None if the request has left."""
+        request = self.requests.get(key.request)
+        return request.gateway if request is not None and request.key == key else None
+
+    def owned_by(self, gateway: Incarnation) -> list[DecodeRequest]:
+        """The requests of a gateway, those that are not acknowledged included."""
+        return [r for r in (*self.requests.values(), *self.finished.values()) if r.gateway == gateway]
+
+    # --- ends ----------------------------------------------------------------------------------------------------
+
+    def finish_if_ended(self, request: DecodeRequest) -> None:
+        """If every choice has ended or moved away, the request has ended here."""
+        if not request.finished:
+            return
+        self.drop(request)
+        if all(generation.moved for generation in request.generations):
+            request.enter(RequestEvent.END)
+            self._front.count("moved")
+            return
+        request.enter(RequestEvent.FINISH)
+        self.finished[request.work.request] = request
+        while len(self.finished) > MAX_UNACKNOWLEDGED:
+            self.finished.popitem(last=False)[1].enter(RequestEvent.END)
+        self._front.count("finished")
+        self._answers.finished(request)
+
+    def fail(self, request: DecodeRequest, cause: Cause, message: str) -> None:
+        """Remove the request, and tell its gateway why."""
+        self.forget(request, message)
+        self._front.refuse(request.gateway, request.key, cause, message)
+
+    def forget(self, request: DecodeRequest, why: str, *, wanted: bool = False) -> None:
+        """Remove the request, whatever its state, without a message to the gateway. `wanted`: its client asked for its
+        end."""
+        if request.state is RequestState.FINISHED:
+            del self.finished[request.work.request]
+            request.enter(RequestEvent.END)
+        elif request.state is not RequestState.ENDED:
+            self.drop(request, wanted=wanted)
+            request.enter(RequestEvent.END)
+            if request.pull is not None:
+                self._pulls.abandon(request.pull, None, why)
+
+    def drop(self, request: DecodeRequest, *, wanted: bool = False) -> None:
+        """Remove the request from all tables. The blocks of its pull are released, or kept in quarantine, by the
+        pull."""
+        del self.requests[request.work.request]
+        self._departures.forget(request)
+        self._arrivals.forget(request)
+        for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.generations)):
+            self._masks.forget(state)
+        self._scheduler.forget(request, wanted=wanted)
+
+    # --- masks ---------------------------------------------------------------------------------------------------
+
+    def ask_mask(self, generation: Generation) -> None:
+        """A sequence has got a token: compute the mask of the next one, if it has a grammar."""
+        sequence = generation.sequence
+        if sequence.sampling.grammar is None or generation.finish_reason is not None:
+            return
+        assert sequence.grammar_state is not None
+        self._scheduler.mask_awaited(generation)
+        self._masks.ask(
+            generation, sequence.sampling.grammar, sequence.grammar_state, sequence.token_ids, sequence.prompt_len
+        )

@@ -1,0 +1,262 @@
+"""The sequences that decode, as columns of arrays that stay from step to step.
+
+Between two steps nearly nothing changes: each sequence has one token more, one in `block_size` a block more, and a few
+join or leave. So the columns are kept, and each step brings them up to date. What holds for as long as a sequence
+decodes is read once, when it gets a row. A row belongs to a sequence until a step without it. The sequences' own tokens
+and block tables are what counts; nobody has to tell the columns of a change.
+
+Shapes: D decodes of a step, S rows, M blocks of the longest table so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from operator import is_not, itemgetter
+from typing import Any
+
+import numpy as np
+
+from common.contract.ids import Handle, Incarnation
+from common.engine.batch import (
+    NO_SAMPLE,
+    PARAMETERS,
+    Chosen,
+    Decodes,
+    Ints,
+    Sample,
+    Samples,
+    parameters,
+    special,
+)
+from common.engine.sequence import Sequence as TokenSequence
+from decode_worker.request import Generation, Stage
+from decode_worker.step_tokens import StepReport
+
+_FIRST_ROWS, _FIRST_BLOCKS = 8, 8
+_last = itemgetter(-1)
+_Rows = np.ndarray[Any, np.dtype[np.void]]
+
+_ENDS = np.dtype([("num_tokens", "i8"), ("plain", "?"), ("ignores_eos", "?")])
+"""How a sequence ends: with its `num_tokens`-th token, and by the model's ending tokens unless it `ignores_eos`. A
+sequence that is not `plain` needs a closer look at each token."""
+
+
+def next_sample(generation: Generation, position: int) -> Sample:
+    """The sample of a sequence's token at `position`."""
+    sequence = generation.sequence
+    return Sample(
+        params=sequence.sampling,
+        choice=sequence.choice,
+        position=position,
+        token_ids=sequence.token_ids,
+        prompt_len=sequence.prompt_len,
+        allowed=None if sequence.grammar_state is None else sequence.grammar_state.allowed,
+        counts=sequence.counts,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Members:
+    """The sequences of a step, in its order, and what does not change while they are the same."""
+
+    generations: list[Generation]
+    sequences: list[TokenSequence]
+    handles: list[Handle]
+    gateways: list[Incarnation]
+    one_gateway: bool
+    rows_D: Ints
+    parameters_D: _Rows
+    ends_D: _Rows
+    special: list[int]
+    """Indices of sequences whose samples are `special`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoding:
+    """The decodes of a step: what the engine computes, and what becomes of the tokens."""
+
+    decodes: Decodes
+    _members: _Members
+    _eos_token_ids: Collection[int]
+
+    def append(self, chosen: Chosen, report: StepReport) -> tuple[int, list[int]]:
+        """Append to each sequence that runs its token, and report it, if the sequence goes on and nothing else is to be
+        told or done. Returns the number of these sequences, and the indices of the others that run."""
+        members = self._members
+        num = len(members.generations)
+        token_ids = chosen.token_ids if len(chosen.token_ids) == num else chosen.token_ids[:num]
+        going_on = self._going_on(np.array(token_ids, np.int64), chosen).tolist()
+        others = []
+        for index, (generation, token_id, goes_on) in enumerate(
+            zip(members.generations, token_ids, going_on, strict=True)
+        ):
+            if goes_on and generation.num_sent and generation.stage is Stage.RUNNING:
+                sequence = generation.sequence
+                sequence.num_computed = num_computed = len(sequence.token_ids)
+                sequence.token_ids.append(token_id)
+                generation.num_sent = num_computed + 1
+            else:
+                going_on[index] = False
+                if generation.stage is Stage.RUNNING:
+                    others.append(index)
+        self._report(token_ids, going_on, report)
+        return sum(going_on), others
+
+    def _going_on(self, token_ids_D: Ints, chosen: Chosen) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which sequences go on after their token, and have nothing else to tell."""
+        ends_D = self._members.ends_D
+        going_on_D = ends_D["plain"] & (self.decodes.samples.positions_N + 1 < ends_D["num_tokens"])
+        for eos in self._eos_token_ids:
+            going_on_D &= (token_ids_D != eos) | ends_D["ignores_eos"]
+        for index in chosen.told:
+            if index < len(going_on_D):
+                going_on_D[index] = False
+        return going_on_D
+
+    def _report(self, token_ids: Sequence[int], which: Sequence[bool], report: StepReport) -> None:
+        members, positions = self._members, self.decodes.samples.positions_N.tolist()
+        if members.one_gateway and all(which):
+            report.add_all(members.gateways[0], members.handles, positions, token_ids)
+            return
+        for columns in compress(zip(members.gateways, members.handles, positions, token_ids, strict=True), which):
+            report.add(*columns)
+
+
+class DecodeColumns:
+    """Columns over the sequences of the last step. Used on the event loop's thread; what it returns is not changed."""
+
+    def __init__(self, max_sequence_tokens: int, eos_token_ids: Collection[int]) -> None:
+        self._max_sequence_tokens = max_sequence_tokens
+        self._eos_token_ids = eos_token_ids
+        self._rows: dict[Generation, int] = {}
+        self._free = list(range(_FIRST_ROWS))
+        self._parameters_S = np.zeros(_FIRST_ROWS, PARAMETERS)
+        self._ends_S = np.zeros(_FIRST_ROWS, _ENDS)
+        self._tables_SM = np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int64)
+        self._num_blocks_S = np.zeros(_FIRST_ROWS, np.int64)
+        """Blocks of each row of `_tables_SM`."""
+        self._tables_S: list[Sequence[int]] = [()] * _FIRST_ROWS
+        """The table that each row of `_tables_SM` is a copy of. A sequence that loses its blocks gets another table."""
+        self._written: list[Sequence[int]] = []
+        """Those of the members."""
+        self._members = self._seat([])
+
+    def decoding(self, generations: Sequence[Generation], before: Sequence[Generation] = ()) -> Decoding:
+        """The decodes of a step of `generations`, at least one. `before` are the decodes of the step that still
+        runs."""
+        if generations != self._members.generations:
+            self._members = self._seat(list(generations))
+        members = self._members
+        num = len(members.generations)
+        texts = [each.token_ids for each in members.sequences]
+        num_tokens_D = np.fromiter(map(len, texts), np.int64, num)
+        num_blocks_D = self._update_tables()
+        follows_D = np.full(num, NO_SAMPLE)
+        if before:
+            follows_D = _places(members.generations, before)
+            num_tokens_D += follows_D != NO_SAMPLE
+        positions = num_tokens_D.tolist() if members.special else []
+        samples = Samples(
+            parameters_N=members.parameters_D,
+            positions_N=num_tokens_D,
+            special={index: next_sample(members.generations[index], positions[index]) for index in members.special},
+        )
+        decodes = Decodes(
+            sequences=members.sequences,
+            token_ids_D=np.fromiter(map(_last, texts), np.int64, num),
+            positions_D=num_tokens_D - 1,
+            num_blocks_D=num_blocks_D,
+            tables_DM=self._tables_SM[:, : num_blocks_D.max()][members.rows_D],
+            follows_D=follows_D,
+            samples=samples,
+        )
+        return Decoding(decodes, members, self._eos_token_ids)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two steps."""
+        assert list(self._rows) == list(dict.fromkeys(self._rows)), "a sequence has two rows"
+        assert set(self._rows) == set(self._members.generations)
+        assert sorted([*self._rows.values(), *self._free]) == list(range(len(self._tables_SM))), "a row is lost"
+
+    def _seat(self, generations: list[Generation]) -> _Members:
+        """Give rows to the sequences that have none, and take those of the sequences that are gone."""
+        rows = self._rows
+        for gone in rows.keys() - generations:
+            self._free.append(rows.pop(gone))
+        for generation in generations:
+            if generation not in rows:
+                rows[generation] = self._fill(generation)
+        rows_D = np.fromiter((rows[each] for each in generations), np.int64, len(generations))
+        gateways = [each.request.gateway for each in generations]
+        self._written = [self._tables_S[row] for row in rows_D.tolist()]
+        return _Members(
+            generations,
+            [each.sequence for each in generations],
+            [each.handle for each in generations],
+            gateways,
+            len(set(gateways)) == 1,
+            rows_D,
+            self._parameters_S[rows_D],
+            self._ends_S[rows_D],
+            [index for index, each in enumerate(generations) if special(each.sequence.sampling)],
+        )
+
+    def _fill(self, generation: Generation) -> int:
+        """Write what does not change while the sequence decodes to a free row; returns its number."""
+        if not self._free:
+            self._grow_rows()
+        row = self._free.pop()
+        sequence = generation.sequence
+        sampling = sequence.sampling
+        self._parameters_S[row] = parameters(sampling, sequence.choice)
+        most_tokens = min(sequence.prompt_len + sampling.max_tokens, self._max_sequence_tokens)
+        plain = not special(sampling) and not sampling.stop_token_ids
+        self._ends_S[row] = most_tokens, plain, sampling.ignore_eos
+        return row
+
+    def _update_tables(self) -> Ints:
+        """Bring the tables of the members up to date; returns their lengths."""
+        rows_D = self._members.rows_D
+        tables = [each.block_table for each in self._members.sequences]
+        num_blocks_D = np.fromiter(map(len, tables), np.int64, len(tables))
+        changed_D = num_blocks_D != self._num_blocks_S[rows_D]
+        if any(map(is_not, tables, self._written)):
+            changed_D[:] = True
+        if changed_D.any():
+            longest = int(num_blocks_D.max())
+            if longest > self._tables_SM.shape[1]:
+                self._tables_SM = _larger(self._tables_SM, (len(self._tables_SM), 2 * longest))
+            for index in np.flatnonzero(changed_D).tolist():
+                row, table = rows_D[index], tables[index]
+                self._tables_SM[row, : len(table)] = table
+                self._tables_SM[row, len(table) :] = 0
+                self._num_blocks_S[row] = len(table)
+                self._tables_S[row] = table
+            self._written = list(tables)
+        return num_blocks_D
+
+    def _grow_rows(self) -> None:
+        num = len(self._tables_SM)
+        self._free += range(num, 2 * num)
+        self._parameters_S = _larger(self._parameters_S, (2 * num,))
+        self._ends_S = _larger(self._ends_S, (2 * num,))
+        self._num_blocks_S = _larger(self._num_blocks_S, (2 * num,))
+        self._tables_SM = _larger(self._tables_SM, (2 * num, self._tables_SM.shape[1]))
+        self._tables_S += [()] * num
+
+
+def _places(generations: Sequence[Generation], before: Sequence[Generation]) -> Ints:
+    """Index in `before` of each sequence; `NO_SAMPLE` if it is not there."""
+    if generations == before:
+        return np.arange(len(before))
+    places = {each: index for index, each in enumerate(before)}
+    return np.array([places.get(each, NO_SAMPLE) for each in generations], np.int64)
+
+
+def _larger(array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """A copy with more room, which is zero."""
+    copy = np.zeros(shape, array.dtype)
+    copy[tuple(slice(size) for size in array.shape)] = array
+    return copy

@@ -1,0 +1,300 @@
+"""The way into a decode worker's memory: which requests are admitted, and which preempted sequences come back.
+
+A request is admitted by a forecast of the blocks that all sequences will need (`decode_worker.admission`), not by the
+worst case. Preempted sequences come back before any request of their tier or a lower one is admitted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from common.contract.tiers import Tier
+from common.engine.block_pool import BlockPool
+from common.scheduling.costs import Costs
+from common.scheduling.fair_queue import FairQueue
+from common.scheduling.lazy_heap import LazyHeap
+from decode_worker.admission import Admission, Newcomer, rank_of
+from decode_worker.local_prompts import LocalPrompts
+from decode_worker.policy import Policy
+from decode_worker.request import DecodeRequest, Generation, RequestEvent, RequestState, StageEvent
+from decode_worker.running_batch import RunningBatch, seniority
+
+_LOOK_AHEAD = 4
+"""Waiting requests that are tried if the first of them does not fit."""
+_MAX_PASSED = 16
+"""Number of later requests that may be admitted before a waiting request that does not fit. After that, none may. The
+same holds for a preempted sequence that has waited beyond the ageing time, and requests of higher tiers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for a pull: its blocks, of which the first `num_held` already hold the right KV."""
+
+    request: DecodeRequest
+    block_ids: list[int]
+    num_held: int
+
+
+class Entrance:
+    """Requests that wait for room, reservations, and preempted sequences that wait for blocks. Pure state."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        policy: Policy,
+        costs: Costs,
+        admission: Admission,
+        batch: RunningBatch,
+        prompts: LocalPrompts,
+    ) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._costs = costs
+        self._admission = admission
+        self._batch = batch
+        self._prompts = prompts
+        self.waiting: FairQueue[DecodeRequest] = FairQueue(ageing_s=policy.ageing_s)
+        self.reserved: dict[DecodeRequest, list[int]] = {}
+        """Requests whose pull has not settled → blocks of the pull."""
+        self._newest_unread: LazyHeap[DecodeRequest] = LazyHeap()
+        """Requests of `reserved` whose pull may not have read yet, the newest of the lowest tier first."""
+        self.preempted: LazyHeap[Generation] = LazyHeap()
+        self.awaited: set[Generation] = set()
+        """Sequences whose next mask is not known yet. They are in no step, and do not come back."""
+        self._num_orders = 0
+        self._pressure: tuple[int, int] | None = None
+        """(rank, blocks): blocks that a request of this rank lacks, and that lower tiers must give up."""
+        self._look_again = True
+        self._free_when_refused = 0
+        self.num_prefix_queried = 0
+        """Prompt tokens that were looked up in the prefix cache."""
+        self.num_prefix_hit = 0
+        """Prompt tokens that were found in the prefix cache."""
+
+    # --- waiting -------------------------------------------------------------------------------------------------
+
+    def want(self, request: DecodeRequest, now: float) -> None:
+        """The request waits for room: its offer is open, or its prompt is to be computed here."""
+        work = request.work
+        request.enter(RequestEvent.WANT)
+        request.chain.extend(work.token_ids, len(work.token_ids))
+        allowance_s = 0.0 if request.pull is not None else len(work.token_ids) * self._costs.prefill_s_per_token
+        deadline = request.arrived + self._policy.ttft_target_s(work.tier) + allowance_s
+        self.waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
+        self._look_again = True
+
+    def stand_by(self, generation: Generation, now: float) -> None:
+        """A sequence without blocks waits for some."""
+        generation.enter(StageEvent.PREEMPT)
+        generation.preempted_at, generation.num_passed = now, 0
+        generation.paused(now)
+        self.preempted.add(generation, seniority(generation))
+        self._look_again = True
+
+    def look_again(self) -> None:
+        """Something has changed: whoever was refused may fit now."""
+        self._look_again = True
+
+    def forget(self, request: DecodeRequest) -> list[int]:
+        """Remove a request that has not begun. Returns the blocks of its reservation, if it has one."""
+        self.waiting.discard(request)
+        self._newest_unread.discard(request)
+        self._look_again = True
+        return self.reserved.pop(request, [])
+
+    def settled(self, request: DecodeRequest) -> None:
+        """The reserved blocks hold valid KV: they are the request's."""
+        del self.reserved[request]
+        self._newest_unread.discard(request)
+
+    def take_pressure(self) -> tuple[int, int] | None:
+        """(rank, blocks) that lower tiers must give up for a waiting request of this rank; it is returned once."""
+        pressure, self._pressure = self._pressure, None
+        return pressure
+
+    @property
+    def can_relieve(self) -> bool:
+        """Whether reservations of lower tiers can give, without a step, blocks that a waiting request lacks."""
+        if self._pressure is None:
+            return False
+        rank, _ = self._pressure
+        return any(request.work.tier.rank > rank and not request.gave_way for request in self.unread())
+
+    def unread(self) -> list[DecodeRequest]:
+        """Requests whose reservations can be taken back, because nothing was read into them."""
+        return [request for request in self._newest_unread if _unread(request)]
+
+    def newest_unread(self) -> DecodeRequest | None:
+        """The newest of them, of the lowest tier."""
+        while (unread := self._newest_unread.first()) is not None and not _unread(unread):
+            self._newest_unread.discard(unread)
+        return unread
+
+    # --- letting in ----------------------------------------------------------------------------------------------
+
+    def reserve(self, now: float) -> list[Reservation]:
+        """Admit what fits: preempted sequences first, then waiting requests. Returns reservations of requests that may
+        pull."""
+        unchanged = not self._look_again and self._pool.num_free <= self._free_when_refused
+        if unchanged and not self._waited_long(self._next_preempted(), now):
+            self._free_when_refused = self._pool.num_free
+            return []
+        self._pressure = None
+        granted: list[Reservation] = []
+        while self._let_one_in(now, granted):
+            pass
+        self._look_again = False
+        self._free_when_refused = self._pool.num_free
+        return granted
+
+    def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
+        """Admit or resume the next request or sequence that may; returns whether there was one."""
+        back = self._next_preempted()
+        waited_long = self._waited_long(back, now)
+        if back is not None and waited_long and back.num_passed >= _MAX_PASSED:
+            return self._resume(back, now)
+        refused: list[DecodeRequest] = []
+        for request in self._candidates(now, len(Tier) if back is None else back.request.work.tier.rank):
+            if self._admit(request, now, granted):
+                for passed in refused:
+                    passed.num_passed += 1
+                if back is not None and waited_long:
+                    back.num_passed += 1
+                return True
+            refused.append(request)
+            if request.num_passed >= _MAX_PASSED:
+                break
+        # Blocks that a request of a higher tier waits for go to a lower tier only if that has waited long.
+        return back is not None and (waited_long or not refused) and self._resume(back, now)
+
+    def _waited_long(self, preempted: Generation | None, now: float) -> bool:
+        return preempted is not None and now - preempted.preempted_at > self._policy.ageing_s
+
+    def _candidates(self, now: float, least_rank: int) -> Iterator[DecodeRequest]:
+        """Waiting requests of a rank below `least_rank`: the first one, and some more in case it does not fit."""
+        first = self.waiting.first(now)
+        yield from (request for request in first if request.work.tier.rank < least_rank)
+        if len(self.waiting) < 2:
+            return
+        for request in self.waiting.first(now, _LOOK_AHEAD):
+            if request not in first and request.work.tier.rank < least_rank:
+                yield request
+
+    def _admit(self, request: DecodeRequest, now: float, granted: list[Reservation]) -> bool:
+        work = request.work
+        num_tokens, size = len(work.token_ids), self._policy.block_size
+        # A prompt that is computed here always computes its last token, for its logits; and every token if all are to
+        # be scored.
+        usable = (num_tokens if request.pull is not None else num_tokens - 1) // size
+        if work.prompt_logprobs is not None:
+            usable = 0
+        held = self._pool.match(request.chain.hashes[:usable])
+        # If even an empty pool has too few blocks for all forks, those without a block begin preempted.
+        num_spare = self._pool.num_blocks - self._policy.blocks_for(num_tokens)
+        num_forks = min(len(work.choices) - 1, num_spare) if num_tokens % size else 0
+        num_new = self._policy.blocks_for(num_tokens) - len(held) + num_forks
+        order = self._num_orders
+        # The first choice holds what is allocated now; each fork holds one block, if the prompt's last one is not full.
+        private = [num_new - num_forks, *(int(index < num_forks) for index in range(len(work.choices) - 1))]
+        newcomers = [
+            (self._admission.steps_left(work, num_tokens + 1, rank_of(order + index)), num_private)
+            for index, num_private in enumerate(private)
+        ]
+        if not self._has_room(work.tier.rank, num_new, held, newcomers):
+            return False
+        self.waiting.take(request, now)
+        self._num_orders += len(work.choices)
+        request.order = order
+        self._pool.share(held)
+        blocks = held + self._pool.allocate(num_new - num_forks)
+        request.fork_blocks = self._pool.allocate(num_forks)
+        for choice, newcomer in zip(work.choices, newcomers, strict=True):
+            self._admission.enter((request, choice), newcomer)
+        if not request.sent_back:
+            self.num_prefix_queried += num_tokens
+            self.num_prefix_hit += len(held) * size
+        if request.pull is not None:
+            request.enter(RequestEvent.RESERVE)
+            self.reserved[request] = blocks
+            if not work.moving:
+                self._newest_unread.add(request, (-work.tier.rank, -order))
+            granted.append(Reservation(request, blocks, len(held)))
+        else:
+            request.enter(RequestEvent.COMPUTE)
+            request.num_cached = len(held) * size
+            self._prompts.add(request, None, work.token_ids, request.num_cached, blocks, now)
+        return True
+
+    def _next_preempted(self) -> Generation | None:
+        """The preempted sequence that comes back first. Its mask must be known, because the last chunk may sample a
+        token."""
+        first = self.preempted.smallest(1 + len(self.awaited))
+        return next((generation for generation in first if generation not in self.awaited), None)
+
+    def _resume(self, generation: Generation, now: float) -> bool:
+        """Give a preempted sequence blocks again."""
+        sequence, work = generation.sequence, generation.request.work
+        swapped = bool(generation.host_slots)
+        usable = sequence.num_computed if swapped else sequence.num_tokens - 1
+        held = self._pool.match(generation.chain.hashes[: usable // self._policy.block_size])
+        num_new = self._policy.blocks_for(sequence.num_tokens) - len(held)
+        newcomer = self._admission.steps_left(work, sequence.num_tokens, generation.rank), num_new
+        if not self._has_room(work.tier.rank, num_new, held, [newcomer]):
+            return False
+        self.preempted.discard(generation)
+        self._pool.share(held)
+        sequence.block_table = array("q", held + self._pool.allocate(num_new))
+        self._admission.enter(generation.key, newcomer)
+        if swapped:
+            generation.num_kept = len(held)
+            self._batch.add(generation, now)
+        else:
+            sequence.num_computed = len(held) * self._policy.block_size
+            generation.enter(StageEvent.RECOMPUTE)
+            self._prompts.add(
+                generation.request,
+                generation,
+                list(sequence.token_ids),
+                sequence.num_computed,
+                sequence.block_table,
+                generation.request.arrived,
+            )
+        return True
+
+    def _has_room(self, rank: int, num_new: int, held: Seq[int], newcomers: Seq[Newcomer]) -> bool:
+        """Whether `num_new` blocks, beside the cached blocks `held`, can be given away now without any sequence lacking
+        blocks later. If lower tiers hold what is lacking, it is noted that they must give it up."""
+        if not self._admission.has_places(rank, len(newcomers)):
+            return False
+        lacking = self._admission.num_lacking(
+            self._batch.step,
+            num_new=num_new,
+            held=held,
+            headroom=self._batch.num_due_next + self._batch.num_ready,
+            newcomers=newcomers,
+        )
+        if lacking > 0 and self._admission.any_below(rank) and (self._pressure is None or rank < self._pressure[0]):
+            self._pressure = rank, lacking
+        return lacking <= 0
+
+    def unbook(self, request: DecodeRequest) -> None:
+        """Release the fork blocks and the forecast entries of a request that had room and has no choices yet."""
+        self._pool.release(request.fork_blocks)
+        request.fork_blocks = []
+        for choice in request.work.choices:
+            self._admission.leave((request, choice))
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        self.waiting.check_invariants()
+        assert all(request.state is RequestState.WAITING for request in self.waiting)
+        assert all(request.state is RequestState.RESERVED for request in self.reserved)
+        unread = {request for request in self.reserved if _unread(request) and not request.work.moving}
+        assert unread <= set(self._newest_unread) <= self.reserved.keys()
+
+
+def _unread(request: DecodeRequest) -> bool:
+    return request.pull is not None and request.pull.revocable

@@ -1,0 +1,91 @@
+"""Prompts, and tokens of preempted sequences, whose KV a decode worker computes itself, in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+
+from common.scheduling.chunked_prefill import Chunk, ChunkQueue
+from common.scheduling.costs import Costs
+from common.scheduling.lazy_heap import LazyHeap
+from decode_worker.policy import Policy
+from decode_worker.request import DecodeRequest, Generation, LocalPrompt
+
+
+class LocalPrompts:
+    """What is being computed in chunks. Pure state."""
+
+    def __init__(self, policy: Policy, costs: Costs) -> None:
+        self._policy = policy
+        self._costs = costs
+        self.of_requests: dict[DecodeRequest, LocalPrompt] = {}
+        """Requests whose prompt is being computed here."""
+        self.of_sequences: dict[Generation, LocalPrompt] = {}
+        """Preempted sequences that are being computed again."""
+        self._chunks: ChunkQueue[LocalPrompt] = ChunkQueue(ageing_s=policy.ageing_s)
+        self._newest: LazyHeap[LocalPrompt] = LazyHeap()
+        """All of them, the newest of the lowest tier first."""
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[LocalPrompt]:
+        return iter(self._chunks)
+
+    def add(
+        self,
+        request: DecodeRequest,
+        generation: Generation | None,
+        token_ids: list[int] | tuple[int, ...],
+        num_computed: int,
+        block_table: Seq[int],
+        now: float,
+    ) -> None:
+        """Compute the tokens from `num_computed` on: those of a preempted sequence, or (without one) of the request's
+        prompt. It ages from `now` on."""
+        tier = request.work.tier
+        order = request.order if generation is None else generation.order
+        cost_s = (len(token_ids) - num_computed) * self._costs.prefill_s_per_token
+        urgency = (tier.rank, request.arrived + self._policy.ttft_target_s(tier) + cost_s, order)
+        prompt = LocalPrompt(request, generation, token_ids, num_computed, block_table, urgency)
+        if generation is None:
+            self.of_requests[request] = prompt
+        else:
+            self.of_sequences[generation] = prompt
+        self._chunks.add(prompt, now)
+        self._newest.add(prompt, (-tier.rank, -order))
+
+    def plan(
+        self, budget: int, now: float, permitted: Callable[[LocalPrompt], bool] | None
+    ) -> list[Chunk[LocalPrompt]]:
+        """Chunks of the next step, at most `budget` tokens; with `permitted`, only of prompts for which it is true."""
+        chunks = self._chunks.schedule(budget, budget, now, permitted)
+        for chunk in chunks:
+            request = chunk.prompt.request
+            if chunk.prompt.generation is None and request.started_at is None:
+                request.started_at = now
+        return chunks
+
+    def step_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
+        """A step has ended; returns its chunks of prompts that are still here."""
+        return self._chunks.step_done(chunks)
+
+    def take(self, subject: DecodeRequest | Generation) -> LocalPrompt | None:
+        """Remove what is computed for a request or a sequence, whether it is done or not; None if there is nothing."""
+        if isinstance(subject, Generation):
+            prompt = self.of_sequences.pop(subject, None)
+        else:
+            prompt = self.of_requests.pop(subject, None)
+        if prompt is not None:
+            self._chunks.remove(prompt)
+            self._newest.discard(prompt)
+        return prompt
+
+    def newest(self) -> LocalPrompt | None:
+        """The newest one of the lowest tier."""
+        return self._newest.first()
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        self._chunks.check_invariants()
+        assert len(set(self._newest)) == len(self._chunks) == len(self.of_requests) + len(self.of_sequences)

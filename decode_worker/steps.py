@@ -1,0 +1,205 @@
+"""The steps of a decode worker: what the engine is given, and what becomes of its outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.engine.batch import Chosen, InvalidLogitsError, Sampled, Scored
+from common.engine.block_pool import BlockPool
+from common.engine.model_config import ModelConfig
+from common.engine.prompt import first_tokens
+from common.engine.sequence import finish_reason
+from common.scheduling.chunked_prefill import Chunk
+from common.scheduling.costs import Costs
+from common.scheduling.trials import TRIAL_TOKENS
+from common.worker.agenda import Agenda
+from common.worker.events import Compute, StepEnded, Work
+from common.worker.front import Front
+from decode_worker.answers import Answers
+from decode_worker.book import Book
+from decode_worker.columns import DecodeColumns, Decoding
+from decode_worker.migration import Departures
+from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.step import Step
+from decode_worker.times import prompt_times_of
+from decode_worker.view import Totals
+from kv_transfer.pulls import Pulls
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step that was handed to the shell."""
+
+    number: int
+    """The block pool's number of the step."""
+    step: Step
+    decoding: Decoding | None
+    """The step's decodes; None if it has none."""
+
+
+class Steps:
+    """Plans steps, and processes their outcomes. Pure state."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        config: ModelConfig,
+        costs: Costs,
+        pool: BlockPool,
+        scheduler: DecodeScheduler,
+        pulls: Pulls,
+        departures: Departures,
+        front: Front,
+        answers: Answers,
+        book: Book,
+        totals: Totals,
+    ) -> None:
+        self._agenda = agenda
+        self._config = config
+        self._costs = costs
+        self._pool = pool
+        self._scheduler = scheduler
+        self._pulls = pulls
+        self._departures = departures
+        self._front = front
+        self._answers = answers
+        self._book = book
+        self._totals = totals
+        self._columns = DecodeColumns(config.max_sequence_tokens, config.eos_token_ids)
+
+    def plan(self, before: Planned | None) -> bool:
+        """Plan a step; returns whether there is anything to compute."""
+        step_before = None if before is None else before.step
+        number = self._pool.step_started()
+        step = self._scheduler.schedule(self._agenda.now, step_before)
+        for request in step.revoked:
+            assert request.pull is not None, request.work
+            self._pulls.revoke(request.pull)
+        if step.empty:
+            self._pool.step_finished(number)
+            return False
+        decoding = None
+        if step.decodes:
+            decoding = self._columns.decoding(step.decodes, () if step_before is None else step_before.decodes)
+        work = Work(
+            step=Planned(number, step, decoding),
+            slices=step.slices(),
+            decodes=None if decoding is None else decoding.decodes,
+            copies=step.copies,
+            swap_outs=step.swap_outs,
+            swap_ins=step.swap_ins,
+            scored=any(chunk.prompt.request.work.prompt_logprobs is not None for chunk in step.chunks),
+            noticed=self._front.tell_turn(),
+        )
+        self._agenda.emit(Compute(work))
+        return True
+
+    def ended(self, ended: StepEnded) -> None:
+        """Process a step's outcomes."""
+        planned: Planned = ended.work.step
+        self._totals.block_steps += self._pool.num_used
+        self._pool.step_finished(planned.number)
+        step = planned.step
+        if planned.decoding is not None and ended.chosen is not None:
+            self._decoded(step, planned.decoding, ended.chosen)
+        sampled = dict(zip(map(id, step.chunks), ended.outcomes, strict=True))
+        scored = dict(zip(map(id, step.chunks), ended.scores, strict=False))
+        for chunk in self._scheduler.chunks_done(step.chunks):
+            if self._chunk_done(chunk, scored.get(id(chunk))) and chunk.last:
+                self._computed(chunk.prompt, sampled[id(chunk)])
+        self._answers.step_ended()
+        if step.chunks and not step.decodes:
+            num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
+            self._costs.observe_prefill(num_tokens, ended.duration_s)
+        if not self._pool.num_in_flight:
+            self._departures.cut()
+        self._front.tell_cache()
+
+    def _decoded(self, step: Step, decoding: Decoding, chosen: Chosen) -> None:
+        """Process the tokens of a step's decodes."""
+        num_appended, others = decoding.append(chosen, self._answers.step)
+        self._totals.generated += num_appended
+        for index in others:
+            generation = step.decodes[index]
+            if self._scheduler.is_running(generation):
+                self._advance(generation, chosen.outcome(index))
+        if self._scheduler.trials:
+            for generation in step.decodes:
+                self._end_trial(generation.request)
+
+    def _end_trial(self, request: DecodeRequest) -> None:
+        """End the trial of a request that has shown, by enough tokens, that it does no harm."""
+        trials = self._scheduler.trials
+        if trials and request.key in trials and request.num_new >= TRIAL_TOKENS:
+            trials.discard(request.key)
+
+    def _chunk_done(self, chunk: Chunk[LocalPrompt], scored: Scored | None) -> bool:
+        """Account for a chunk, and send the prompt's log probabilities if the request asked for them. Returns whether
+        the request goes on."""
+        num_tokens = chunk.end - chunk.start
+        if chunk.prompt.generation is None:
+            self._totals.prompt += num_tokens
+        else:
+            self._totals.recomputed += num_tokens
+        if scored is None:
+            return True
+        request = chunk.prompt.request
+        try:
+            self._totals.scored += self._answers.prompt_scores(request, chunk.start, scored)
+        except InvalidLogitsError as error:
+            self._book.fail(request, error.cause, str(error))
+            return False
+        return True
+
+    def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
+        """Every token of a local prompt has its KV; `outcomes` has what was sampled after the last one."""
+        request, generation = prompt.request, prompt.generation
+        if generation is not None:
+            if generation.stage is not Stage.RECOMPUTING:
+                return  # the request has just failed by another choice
+            self._scheduler.recomputed(generation, self._agenda.now)
+            self._advance(generation, outcomes[0])
+            return
+        try:
+            tokens = first_tokens(request.work, outcomes, self._config.eos_token_ids, self._config.max_sequence_tokens)
+        except InvalidLogitsError as error:
+            self._book.fail(request, error.cause, str(error))
+            return
+        now = self._agenda.now
+        request.prompt_times = prompt_times_of(request, now)
+        self._scheduler.computed(request, tokens, now)
+        for generation in request.generations:
+            self._totals.generated += 1
+            self._answers.tokens(generation)
+            self._book.ask_mask(generation)
+        self._book.finish_if_ended(request)
+
+    def _advance(self, generation: Generation, outcome: Sampled) -> None:
+        """Append the sampled token to a sequence whose tokens all have their KV."""
+        if isinstance(outcome, InvalidLogitsError):
+            self._book.fail(generation.request, outcome.cause, str(outcome))
+            return
+        sequence = generation.sequence
+        sequence.num_computed = len(sequence.token_ids)
+        num_tokens = sequence.num_computed + 1
+        reason = finish_reason(
+            outcome.token_id,
+            num_tokens - sequence.prompt_len,
+            sequence.sampling,
+            self._config.eos_token_ids,
+            num_tokens,
+            self._config.max_sequence_tokens,
+        )
+        generation.append(outcome.token_id, outcome.logprobs, reason)
+        self._totals.generated += 1
+        self._answers.tokens(generation)
+        request = generation.request
+        self._end_trial(request)
+        if reason is not None:
+            self._totals.sequence_ended(self._agenda.now - generation.began)
+            self._scheduler.remove(generation)
+            self._book.finish_if_ended(request)
+        if sequence.grammar_state is not None:
+            self._book.ask_mask(generation)

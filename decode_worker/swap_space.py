@@ -1,0 +1,69 @@
+"""The host memory to which preempted sequences are swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from common.scheduling.costs import Costs
+from decode_worker.policy import Policy
+from decode_worker.request import Generation
+
+
+class SwapSpace:
+    """Slots of host memory, each for the contents of one block. Pure state."""
+
+    def __init__(self, policy: Policy, costs: Costs) -> None:
+        self._policy = policy
+        self._costs = costs
+        self._free = list(range(policy.num_host_blocks))
+        self._arriving: set[Generation] = set()
+        """Sequences whose blocks are being swapped in by the last step that was planned."""
+        self.num_swapped = 0
+        """Preemptions by swap."""
+
+    @property
+    def num_used(self) -> int:
+        """Slots in use."""
+        return self._policy.num_host_blocks - len(self._free)
+
+    def holds(self, generation: Generation) -> bool:
+        """Whether contents of the sequence's blocks are, or may still be, in host memory alone."""
+        return bool(generation.host_slots) or generation in self._arriving
+
+    def takes(self, num_content: int, num_lost: int) -> bool:
+        """Whether a sequence is swapped to host memory rather than computed again. `num_content` of its blocks have
+        contents; computing again would take `num_lost` tokens."""
+        if self._policy.preempt_by == "recompute" or num_content > len(self._free) or num_content == 0:
+            return False
+        if self._policy.preempt_by == "swap":
+            return True
+        return self._costs.swap_s(num_content) <= self._costs.recompute_s(num_lost)
+
+    def swap_out(self, generation: Generation, blocks: Seq[int]) -> list[tuple[int, int]]:
+        """Reserve slots for the contents of `blocks`; returns (block, slot) pairs."""
+        generation.host_slots = [self._free.pop() for _ in blocks]
+        self.num_swapped += 1
+        return list(zip(blocks, generation.host_slots, strict=True))
+
+    def swap_in(self, generation: Generation) -> list[tuple[int, int]]:
+        """Give the sequence's contents back to its blocks; returns (slot, block) pairs."""
+        kept, slots = generation.num_kept, generation.host_slots
+        pairs = list(zip(slots[kept:], generation.sequence.block_table[kept : len(slots)], strict=True))
+        self.give_back(generation)
+        self._arriving.add(generation)
+        return pairs
+
+    def give_back(self, generation: Generation) -> None:
+        """Free the sequence's slots."""
+        self._free += generation.host_slots
+        generation.host_slots = []
+
+    def next_step(self) -> None:
+        """A step is planned: what the step before swapped in has arrived by then."""
+        self._arriving.clear()
+
+    def check_invariants(self, sequences: Iterable[Generation]) -> None:
+        """Assert that each slot is free or belongs to one of `sequences`, which are all that live."""
+        owned = [slot for generation in sequences for slot in generation.host_slots]
+        assert sorted([*owned, *self._free]) == list(range(self._policy.num_host_blocks)), "a host slot is lost"

@@ -1,0 +1,169 @@
+"""The steps of a prefill worker: who is admitted, what the engine is given, and what becomes of its outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.contract.errors import Cause
+from common.contract.messages import Finished, Timings
+from common.engine.batch import InvalidLogitsError, Sampled
+from common.engine.block_pool import BlockPool
+from common.engine.model_config import ModelConfig
+from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
+from common.scheduling.chunked_prefill import Chunk
+from common.scheduling.costs import Costs
+from common.worker.agenda import Agenda
+from common.worker.events import Compute, StepEnded, Work
+from common.worker.exchange import Exchange
+from common.worker.front import Front
+from kv_transfer.events import Consequence
+from prefill_worker.prefix_pulls import PrefixPulls
+from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.view import Totals
+
+_RECLAIM_AGE_S = 1.0
+"""Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanWanted(Consequence):
+    """A step is to be planned, now that reclaimed blocks are free."""
+
+    before: Work | None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step that was handed to the shell."""
+
+    number: int
+    """The block pool's number of the step."""
+    chunks: list[Chunk[PrefillRequest]]
+
+
+class Steps:
+    """Plans steps, offers prompts, and processes outcomes. Pure state."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        config: ModelConfig,
+        costs: Costs,
+        block_size: int,
+        pool: BlockPool,
+        scheduler: PrefillScheduler,
+        exchange: Exchange,
+        prefix_pulls: PrefixPulls,
+        front: Front,
+        totals: Totals,
+        fail: Callable[[PrefillRequest, Cause, str], None],
+    ) -> None:
+        """`fail` ends a request, and tells its gateway why."""
+        self._agenda = agenda
+        self._config = config
+        self._costs = costs
+        self._block_size = block_size
+        self._pool = pool
+        self._scheduler = scheduler
+        self._pulls, self._lender, self._checksum = exchange.pulls, exchange.lender, exchange.checksum
+        self._prefix_pulls = prefix_pulls
+        self._front = front
+        self._totals = totals
+        self._fail = fail
+
+    def wanted(self, before: Work | None) -> None:
+        """Plan the next step. If the next waiting prompt lacks blocks, offers that nobody has attached to give theirs
+        first."""
+        if before is not None and self._scheduler.trials:
+            return  # suspects share no step with others
+        now = self._agenda.now
+        missing = self._scheduler.blocks_missing(now)
+        if missing:
+            self._lender.reclaim(missing, now - _RECLAIM_AGE_S)
+        self._agenda.emit(PlanWanted(before))
+
+    def plan(self, before: Work | None) -> None:
+        """Admit prompts that fit and plan the next step, now that the blocks of `wanted` are free."""
+        now = self._agenda.now
+        self._scheduler.seconds_per_token = self._costs.prefill_s_per_token
+        for request in self._scheduler.admit(now):
+            prefix = self._prefix_pulls.consider(request, now)
+            if prefix is None:
+                self.offer(request)
+            else:
+                self._scheduler.hold(request)
+                self._pulls.begin(prefix.pull)
+        chunks = self._scheduler.schedule(now)
+        if not chunks:
+            if before is None:
+                self._front.tell_turn()
+            return
+        work = Work(
+            step=Planned(self._pool.step_started(), chunks),
+            slices=[
+                prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
+            ],
+            completed=[self._completed(chunk) for chunk in chunks] if self._checksum is not None else (),
+            scored=True,
+            noticed=self._front.tell_turn(),
+        )
+        self._agenda.emit(Compute(work))
+
+    def _completed(self, chunk: Chunk[PrefillRequest]) -> Sequence[int]:
+        """The prompt's blocks that `chunk` completes."""
+        return tuple(chunk.prompt.block_table[chunk.start // self._block_size : self._num_ready(chunk)])
+
+    def _num_ready(self, chunk: Chunk[PrefillRequest]) -> int:
+        """Number of the prompt's blocks that no longer change after `chunk`. The last, partly filled block counts after
+        the last chunk only."""
+        return self._scheduler.blocks_for(chunk.prompt) if chunk.last else chunk.end // self._block_size
+
+    def offer(self, request: PrefillRequest) -> None:
+        """Open the request's lease, and announce the blocks that are complete already."""
+        self._pool.share(request.block_table)
+        self._lender.open(request.key, request.block_table, request.deadline)
+        num_ready = request.num_computed // self._block_size
+        if num_ready:
+            checksums = () if self._checksum is None else self._checksum(request.block_table[:num_ready])
+            self._lender.blocks_ready(request.key.request, num_ready, checksums)
+
+    def ended(self, ended: StepEnded) -> None:
+        """Process a step's outcomes."""
+        planned: Planned = ended.work.step
+        self._pool.step_finished(planned.number)
+        chunks = planned.chunks
+        self._costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)
+        checksums = ended.checksums or [()] * len(chunks)
+        live = {id(chunk) for chunk in self._scheduler.step_done(chunks)}
+        for chunk, sampled, sums, scored in zip(chunks, ended.outcomes, checksums, ended.scores, strict=True):
+            if id(chunk) not in live:
+                continue
+            self._totals.prompt += chunk.end - chunk.start
+            self._lender.blocks_ready(chunk.prompt.key.request, self._num_ready(chunk), sums)
+            try:
+                for message in prompt_logprobs(chunk.prompt.work, chunk.start, scored):
+                    self._agenda.send(chunk.prompt.gateway, message)
+                    self._totals.scored += len(message.scores)
+                if chunk.last:
+                    self._finish(chunk.prompt, sampled)
+            except InvalidLogitsError as error:
+                self._fail(chunk.prompt, error.cause, str(error))
+        self._front.tell_cache()
+
+    def _finish(self, request: PrefillRequest, sampled: Sequence[Sampled]) -> None:
+        """Send a prompt's first tokens, to its gateway and with the lease to the sink. Raises `InvalidLogitsError`."""
+        config = self._config
+        tokens = first_tokens(request.work, sampled, config.eos_token_ids, config.max_sequence_tokens)
+        request_id, attempt = request.key
+        times = request.times(self._agenda.now)
+        self._lender.complete(request_id, tokens, times)
+        self._agenda.send(
+            request.gateway, Timings(request=request_id, attempt=attempt, choice=None, prompt=times, decode=None)
+        )
+        for message in tokens:
+            self._agenda.send(request.gateway, message)
+        self._front.count("finished")
+        if all(message.finish_reason is not None for message in tokens):
+            self._agenda.send(request.gateway, Finished(request=request_id, attempt=attempt))

@@ -1,0 +1,204 @@
+"""The columns of the sequences that decode against slices made one by one, over random changes between steps."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from decode_bench import BLOCK_SIZE, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_slices import decode_slices
+
+from common.contract.ids import Handle, Incarnation
+from common.contract.messages import Message, StepTokens
+from common.contract.sampling import SamplingParams
+from common.engine.batch import Chosen, InvalidLogitsError, SampledToken, Samples
+from common.engine.ragged import Rows
+from common.engine.sequence import Sequence, finish_reason
+from decode_worker.columns import DecodeColumns, Decoding
+from decode_worker.request import Generation, Stage
+from decode_worker.step_tokens import StepReport
+
+EOS = frozenset({3})
+MOST_TOKENS = 40
+"""Most tokens of one sequence."""
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 1e-40, "top_k": 3},
+    {"top_p": 0.9, "min_p": 0.1, "seed": 2**63 - 1},
+    {"stop_token_ids": (5,)},
+    {"ignore_eos": True},
+    {"logprobs": 2},
+    {"min_tokens": 3},
+    {"logit_bias": ((1, 2.0),)},
+    {"presence_penalty": 0.5},
+]
+
+
+class Game:
+    """Sequences that come, go, lose their blocks and get others, and the steps that compute them."""
+
+    def __init__(self, choose: Callable[[list[Any]], Any]) -> None:
+        self.choose = choose
+        self.columns = DecodeColumns(MOST_TOKENS, EOS)
+        self.running: list[Generation] = []
+        self.paused: list[Generation] = []
+        self.before: list[Generation] = []
+        self.num_blocks = 0
+        self.num_requests = 0
+
+    def join(self) -> None:
+        """A sequence joins, a new one or one that has waited."""
+        if self.paused and self.choose([True, False]):
+            self.running.append(self.paused.pop())
+            self.running[-1].stage = Stage.RUNNING
+            return
+        num = self.num_requests = self.num_requests + 1
+        sampling = SamplingParams(max_tokens=self.choose([2, 9, 90]), **self.choose(KINDS))
+        subject = request(f"r{num}", self.choose([1, 3, 4, 5, 30]))
+        subject.gateway = Incarnation(self.choose(["g", "g", "h"]))
+        token_ids = [*subject.work.token_ids, 7]
+        sequence = Sequence(subject.key, num % 3, token_ids, len(token_ids) - 1, sampling, len(token_ids) - 1)
+        generation = Generation(subject, sequence, subject.chain, num, 0.5, Handle(num), stage=Stage.RUNNING)
+        generation.num_sent = self.choose([0, len(token_ids), len(token_ids)])
+        self.running.append(generation)
+
+    def leave(self) -> None:
+        """A sequence ends, or loses its place and perhaps its blocks."""
+        if not self.running:
+            return
+        generation = self.choose(self.running)
+        self.running.remove(generation)
+        kind = self.choose(["end", "pause", "preempt"])
+        generation.stage = Stage.ENDED if kind == "end" else Stage.PREEMPTED
+        if kind != "end":
+            self.paused.append(generation)
+        if kind == "preempt":
+            generation.sequence.block_table = array("q")
+
+    def feed(self, generation: Generation, ahead: bool) -> None:
+        """It has the blocks that it needs, and perhaps more."""
+        table = generation.sequence.block_table
+        needed = -(-(generation.sequence.num_tokens + ahead) // BLOCK_SIZE) + self.choose([0, 0, 1])
+        while len(table) < needed:
+            self.num_blocks += 1
+            table.append(self.num_blocks)
+
+    def step(self) -> None:
+        """A step begins, and ends at once or after the next one has begun."""
+        members = [each for each in self.running if self.choose([True, True, True, False])]
+        if not members:
+            self.before = []
+            return
+        for each in members:
+            self.feed(each, each in self.before)
+        decoding = self.columns.decoding(members, self.before)
+        self.columns.check_invariants()
+        self.check_input(decoding, members)
+        if self.before:
+            self.before = []  # the tokens of the step before are dropped, and those of this one
+        elif self.choose([True, True, False]):
+            self.check_tokens(decoding, members)
+        else:
+            self.before = members
+
+    def check_input(self, decoding: Decoding, members: list[Generation]) -> None:
+        """The engine gets what slices would have told it."""
+        slices = decode_slices(members, self.before)
+        ours, theirs = Rows.of([], BLOCK_SIZE, decoding.decodes), Rows.of(slices, BLOCK_SIZE)
+        for name, expected in theirs.arrays.items():
+            assert np.array_equal(ours.arrays[name], expected), name
+        assert np.array_equal(ours.follows_B, theirs.follows_B)
+        assert np.array_equal(ours.sample_rows_N, theirs.sample_rows_N)
+        assert (ours.query_lens, ours.seq_lens, ours.num_tokens) == (
+            theirs.query_lens,
+            theirs.seq_lens,
+            theirs.num_tokens,
+        )
+        both, twice = Rows.of(slices, BLOCK_SIZE, decoding.decodes), Rows.of([*slices, *slices], BLOCK_SIZE)
+        for name, expected in twice.arrays.items():
+            assert np.array_equal(both.arrays[name], expected), name
+        assert all(torch.equal(one, other) for one, other in zip(*map(tensors, (both, twice)), strict=True))
+        samples = Samples.of([each for one in slices for each in one.samples])
+        assert np.array_equal(decoding.decodes.samples.parameters_N, samples.parameters_N)
+        assert np.array_equal(decoding.decodes.samples.positions_N, samples.positions_N)
+        assert decoding.decodes.samples.special == samples.special
+
+    def check_tokens(self, decoding: Decoding, members: list[Generation]) -> None:
+        """What goes on is told, and the rest is left as it was."""
+        tokens = [self.choose([3, 5, 8]) for _ in members]
+        told: dict[int, Any] = {
+            row: SampledToken(tokens[row]) for row, each in enumerate(members) if each.sequence.sampling.logprobs
+        }
+        if self.choose([False, False, True]):
+            told[0] = InvalidLogitsError("NaN")
+        if self.choose([False, False, True]) and members[-1] in self.running:
+            members[-1].stage = Stage.ENDED  # aborted meanwhile
+            self.running.remove(members[-1])
+        lens = [each.sequence.num_tokens for each in members]
+        expected = [self.goes_on(each, tokens[row], row in told) for row, each in enumerate(members)]
+        running = [each.stage is Stage.RUNNING for each in members]
+        report = StepReport()
+        num, others = decoding.append(Chosen([*tokens, 99], told), report)
+        assert num == sum(expected)
+        assert others == [row for row in range(len(members)) if running[row] and not expected[row]]
+        said: list[tuple[Incarnation, int, int, int]] = []
+
+        def send(gateway: Incarnation, message: Message) -> None:
+            assert isinstance(message, StepTokens)
+            said.extend(
+                (gateway, *columns)
+                for columns in zip(message.handles, message.positions, message.token_ids, strict=True)
+            )
+
+        report.send_all(send)
+        rows = [row for row, goes_on in enumerate(expected) if goes_on]
+        assert sorted(said) == sorted(
+            (members[row].request.gateway, members[row].handle, lens[row], tokens[row]) for row in rows
+        )
+        for row, each in enumerate(members):
+            sequence = each.sequence
+            assert sequence.num_tokens == lens[row] + expected[row]
+            if expected[row]:
+                assert (sequence.token_ids[-1], sequence.num_computed) == (tokens[row], lens[row])
+                assert each.num_sent == sequence.num_tokens
+        for row in others:
+            self.end(members[row])
+
+    def goes_on(self, generation: Generation, token: int, told: bool) -> bool:
+        """Whether there is nothing to do after this token."""
+        sequence, sampling = generation.sequence, generation.sequence.sampling
+        num_tokens = sequence.num_tokens + 1
+        reason = finish_reason(token, num_tokens - sequence.prompt_len, sampling, EOS, num_tokens, MOST_TOKENS)
+        special = sampling.min_tokens or sampling.logprobs or sampling.logit_bias or sampling.penalised
+        plain = not (special or sampling.stop_token_ids or told) and generation.num_sent > 0
+        return plain and reason is None and generation.stage is Stage.RUNNING
+
+    def end(self, generation: Generation) -> None:
+        """The worker looks closer: here, it ends it or sends what it has not been sent."""
+        if self.choose([True, False]) and generation.sequence.num_tokens < MOST_TOKENS - 1:
+            generation.sequence.token_ids.append(8)
+            generation.num_sent = generation.sequence.num_tokens
+        elif generation in self.running:
+            self.running.remove(generation)
+            generation.stage = Stage.ENDED
+
+
+def tensors(rows: Rows) -> list[torch.Tensor]:
+    """A batch on the device."""
+    batch = rows.on(torch.device("cpu"))
+    return [batch.token_ids_T, batch.slot_blocks_T, batch.begun_blocks, batch.block_tables_BM, batch.logit_rows_R]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_columns_say_what_slices_would(data: st.DataObject) -> None:
+    game = Game(lambda options: data.draw(st.sampled_from(options)))
+    for _ in range(data.draw(st.integers(5, 30))):
+        event = data.draw(st.sampled_from(["join", "join", "leave", "step", "step", "step"]))
+        getattr(game, event)()

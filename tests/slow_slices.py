@@ -1,0 +1,48 @@
+"""Decodes as slices, one object for each: by definition, without the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.engine.batch import NO_SAMPLE, Decodes, Sample, Slice
+from decode_worker.columns import next_sample
+from decode_worker.request import Generation
+
+
+def decode_slices(generations: Sequence[Generation], before: Sequence[Generation] = ()) -> list[Slice]:
+    """The last token of each sequence. `before` are the decodes of the step that still runs."""
+    slices = []
+    for generation in generations:
+        sequence = generation.sequence
+        follows = before.index(generation) if generation in before else None
+        num_tokens = sequence.num_tokens + (follows is not None)
+        slices.append(
+            Slice(
+                token_ids=sequence.token_ids[-1:],
+                start=num_tokens - 1,
+                block_table=sequence.block_table,
+                samples=(next_sample(generation, num_tokens),),
+                follows=follows,
+            )
+        )
+    return slices
+
+
+def slices_of(decodes: Decodes | None) -> list[Slice]:
+    """The slices that the columns stand for, each with its sample."""
+    if decodes is None:
+        return []
+    slices = decodes.slices()
+    samples = zip(decodes.sequences, decodes.samples.positions_N.tolist(), strict=True)
+    for each, follows, (sequence, position) in zip(slices, decodes.follows_D.tolist(), samples, strict=True):
+        each.follows = None if follows == NO_SAMPLE else follows
+        each.samples = (
+            Sample(
+                params=sequence.sampling,
+                choice=sequence.choice,
+                position=position,
+                token_ids=sequence.token_ids,
+                prompt_len=sequence.prompt_len,
+            ),
+        )
+    return slices
