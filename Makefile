@@ -45,10 +45,9 @@ clients: $(STAMP) $(CLIENTS) $(NODE_CLIENTS)
 gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/kernels
 
-# The protocol, exhaustively, with more going wrong at once than in `make test`; and, where it is installed, SPIN.
+# The protocol, exhaustively, with more going wrong at once than in `make test`.
 model: $(STAMP)
 	$(BIN)/python tests/model/handoff_scenarios.py
-	$(BIN)/python tests/model/run_spin.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .

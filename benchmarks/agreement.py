@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -21,6 +20,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.figures import compared
 from benchmarks.load.prompts import WORDS
+from benchmarks.load_run import run_load
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
 from benchmarks.peers.install_vllm import ENVIRONMENT, installed
@@ -67,12 +67,9 @@ def summary(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 
 def ours(url: str, options: argparse.Namespace, seed: int, folder: Path) -> Figures:
     """The figures of one run of `baton bench`."""
-    output = folder / "ours.json"
-    command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--text", "--input-tokens", str(options.words)]
-    command += ["--output-tokens", str(options.output_tokens), "--requests", str(options.requests)]
-    command += ["--concurrency", str(options.concurrency), "--seed", str(seed), "--output", str(output)]
-    subprocess.run(command, check=True, capture_output=True)
-    summary = json.loads(output.read_text())["run"]["summary"]
+    load = ["--text", "--input-tokens", str(options.words), "--output-tokens", str(options.output_tokens)]
+    load += ["--requests", str(options.requests), "--concurrency", str(options.concurrency), "--seed", str(seed)]
+    summary = run_load(url, folder / "ours.json", *load)["summary"]
     assert summary["succeeded"] == options.requests, summary["outcomes"]
     return {
         "ttft_mean_ms": 1e3 * summary["ttft_s"]["mean"],

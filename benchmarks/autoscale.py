@@ -27,6 +27,7 @@ import yaml
 
 from benchmarks.figures import quantile
 from benchmarks.horizontal import Autoscaler
+from benchmarks.load.lengths import WORKLOADS, clipped
 from benchmarks.record import record
 from common.contract.ids import Incarnation, RequestId
 from common.contract.messages import Prefill
@@ -53,8 +54,7 @@ TOKEN_S: Final = 0.0002
 STEP_S: Final = 0.005
 """A step takes `STEP_S`, and `TOKEN_S` more for each of its tokens."""
 BLOCK_SIZE: Final = 256
-MEAN_TOKENS, DEVIATION_TOKENS = 1155.0, 1109.0
-"""Mean and standard deviation of the prompts' tokens, log-normal: Azure's conversations of 2023."""
+PROMPTS: Final = clipped(WORKLOADS["azure-conv"][0], 16384)
 WANTED: Final = "baton:prefill_workers:wanted"
 
 
@@ -248,10 +248,7 @@ class Pool:
         self.workers = [worker for worker in self.workers if not (worker.draining and worker.idle)]
 
     def _arrive(self, now: float) -> None:
-        sigma2 = math.log(1 + (DEVIATION_TOKENS / MEAN_TOKENS) ** 2)
-        num_tokens = max(
-            1, min(16384, round(self._draw.lognormvariate(math.log(MEAN_TOKENS) - sigma2 / 2, math.sqrt(sigma2))))
-        )
+        num_tokens = PROMPTS.draw(self._draw)
         usable = [worker for worker in self.workers if worker.ready_at <= now and not worker.draining]
         chosen = min(usable, key=lambda worker: worker.queued_s)
         expected = Expected(queue_s=chosen.queued_s, prompt_s=num_tokens * TOKEN_S, room_s=0.0)

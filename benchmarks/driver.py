@@ -7,7 +7,6 @@ on one trace.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import deque
@@ -154,12 +153,6 @@ class Driver:
         self.scheduler = scheduler
         self.now = 0.0
         self.num_steps = 0
-        self.block_steps = 0
-        """Blocks in use, summed over the steps."""
-        self.slot_steps = 0
-        """Tokens generated in steps, summed over the steps."""
-        self.scheduler_s: list[float] = []
-        """Real seconds of each step's scheduling."""
         self._execution = execution
         self._block_size = block_size
         self._max_sequence_tokens = max_sequence_tokens
@@ -222,7 +215,6 @@ class Driver:
 
     def _step(self) -> bool:
         """Run one step; return whether there was anything to do."""
-        began = time.perf_counter()
         for reservation in self.scheduler.reserve(self.now):
             request = reservation.request
             tokens = self._first_tokens(request, [SampledToken(7)] * len(request.work.choices))
@@ -230,7 +222,6 @@ class Driver:
             self._take_firsts(request)
         number = self.pool.step_started()
         step = self.scheduler.schedule(self.now)
-        scheduling_s = time.perf_counter() - began
         if step.empty:
             self.pool.step_finished(number)
             return self.scheduler.has_work or self.scheduler.num_running > 0
@@ -238,9 +229,6 @@ class Driver:
         self.now += self._execution.seconds(step)
         self._time()
         self.num_steps += 1
-        self.block_steps += self.pool.num_used
-        self.slot_steps += len(step.decodes)
-        began = time.perf_counter()
         self.pool.step_finished(number)
         for generation, (outcome,) in zip(step.decodes, outcomes, strict=False):
             self._advance(generation, outcome)
@@ -248,7 +236,6 @@ class Driver:
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last:
                 self._computed(chunk.prompt, by_chunk[id(chunk)])
-        self.scheduler_s.append(scheduling_s + time.perf_counter() - began)
         if self._after_step is not None:
             self._after_step(self, step)
         return True
@@ -309,11 +296,6 @@ class Driver:
     def _close(self, request: DecodeRequest) -> None:
         self.scheduler.forget(request)
         del self._open[request.work.request]
-
-
-def gaps_s(stories: Iterable[Story]) -> list[float]:
-    """Seconds between consecutive tokens of each request (ITL), over all requests."""
-    return [later - earlier for story in stories for earlier, later in itertools.pairwise(story.times_s)]
 
 
 def _token(outcome: Sampled) -> int:

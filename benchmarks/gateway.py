@@ -38,7 +38,6 @@ from benchmarks.event_client import EventClient, post
 from benchmarks.figures import cpu_seconds, quantile, spread
 from benchmarks.load.prompts import WORDS
 from benchmarks.pinned_processes import (
-    PinnedProcess,
     Pool,
     Through,
     model_folder,
@@ -46,6 +45,7 @@ from benchmarks.pinned_processes import (
     through_gateway,
     tokens_with_text,
 )
+from benchmarks.process import Process
 from benchmarks.record import record
 from benchmarks.result_tables import FORWARDER
 from benchmarks.scripted_batch import Batch, Script, Sequence
@@ -100,11 +100,11 @@ def stream_figures(moderate: Figures, journeys: list[float], paces: list[Figures
 class Streams:
     """Open streams through one process, and their measurements."""
 
-    def __init__(self, pool: Pool, process: PinnedProcess, clients: list[EventClient]) -> None:
+    def __init__(self, pool: Pool, process: Process, clients: list[EventClient]) -> None:
         self.pool, self.process, self.clients = pool, process, clients
 
     @classmethod
-    async def open(cls, pool: Pool, process: PinnedProcess, port: int, number: int, seed: int) -> Streams:
+    async def open(cls, pool: Pool, process: Process, port: int, number: int, seed: int) -> Streams:
         """Open `number` streams; return when each has its first token."""
         draw = random.Random(seed)
         loop = asyncio.get_running_loop()

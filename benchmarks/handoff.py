@@ -23,20 +23,17 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from benchmarks.dispatched import connected, greedy
 from benchmarks.figures import spread
 from benchmarks.local import Local, local_stack
 from benchmarks.models import llama_15m
 from benchmarks.record import record
-from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.runner import ModelRunner, load_runner
-from common.runtime.checkpoint import DEMO_FOLDER, config_hash
-from common.runtime.clock import Pulse, monotonic
+from common.runtime.checkpoint import DEMO_FOLDER
 from common.runtime.config import DEFAULTS_BY_DEVICE
 from gateway.routing.dispatcher import Dispatcher
-from gateway.serving.generation import Generation
-from gateway.workers.registry import Registry
 
 DECODE_TOKENS = 24
 WARM_UP = 5
@@ -86,9 +83,7 @@ def over_http(connection: http.client.HTTPConnection, prompt: list[int]) -> floa
 
 async def gaps_of(dispatcher: Dispatcher, prompt: list[int]) -> list[float]:
     """Seconds between a request's tokens, as a gateway receives them."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=DECODE_TOKENS, ignore_eos=True)
-    work = Generation(token_ids=tuple(prompt), num_choices=1, sampling=sampling, budget_s=60)
-    arrivals = [time.perf_counter() async for _ in dispatcher.generate(work)]
+    arrivals = [time.perf_counter() async for _ in dispatcher.generate(greedy(prompt, DECODE_TOKENS))]
     return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
 
 
@@ -97,27 +92,19 @@ async def measure(args: argparse.Namespace, local: Local, folder: Path) -> dict[
     draw = random.Random(args.seed)
     engine = Isolated(folder)
     connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
-    connection.request("GET", "/ready")
-    workers = json.loads(connection.getresponse().read())["details"]["workers"]
-    at = {role: tuple(w["id"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
-    registry = Registry(at["prefill"], at["decode"], config_hash(folder))
-    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse())
-    running = asyncio.create_task(dispatcher.run())
-    await dispatcher.wait_usable()
     taken: dict[str, list[float]] = {name: [] for name in ("isolated_ttft", "ttft", "step", "first_gap", "gap")}
-    for index in range(args.requests + WARM_UP):
-        prompt = [draw.randrange(10, 200) for _ in range(args.prompt)]
-        isolated_ttft, steps = engine.run(prompt)
-        ttft = over_http(connection, prompt)
-        first_gap, *gaps = await gaps_of(dispatcher, prompt)
-        if index >= WARM_UP:
-            taken["isolated_ttft"].append(isolated_ttft)
-            taken["ttft"].append(ttft)
-            taken["step"] += steps
-            taken["first_gap"].append(first_gap)
-            taken["gap"] += gaps
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    async with connected(local.url, folder) as dispatcher:
+        for index in range(args.requests + WARM_UP):
+            prompt = [draw.randrange(10, 200) for _ in range(args.prompt)]
+            isolated_ttft, steps = engine.run(prompt)
+            ttft = over_http(connection, prompt)
+            first_gap, *gaps = await gaps_of(dispatcher, prompt)
+            if index >= WARM_UP:
+                taken["isolated_ttft"].append(isolated_ttft)
+                taken["ttft"].append(ttft)
+                taken["step"] += steps
+                taken["first_gap"].append(first_gap)
+                taken["gap"] += gaps
     return taken
 
 

@@ -22,31 +22,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from llguidance import grammar_from
 
+from benchmarks.dispatched import greedy, on_stack, stream
 from benchmarks.figures import quantile
-from benchmarks.local import Local, local_stack
 from benchmarks.models import llama_15m, llama_long
 from benchmarks.record import record
-from common.contract.ids import new_incarnation
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from common.runtime.checkpoint import DEMO_FOLDER, config_hash
-from common.runtime.clock import Pulse, monotonic
+from common.runtime.checkpoint import DEMO_FOLDER
 from gateway.routing.dispatcher import Dispatcher
-from gateway.routing.router import Routing
-from gateway.serving.generation import Delta, Generation, GenerationFailed
-from gateway.workers.registry import Registry
+from gateway.serving.generation import Generation, GenerationFailed
 
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
 BEFORE_S = 2.0
@@ -63,40 +57,17 @@ def summary_ms(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-@asynccontextmanager
-async def connected(local: Local, folder: Path, routing: Routing = "expected") -> AsyncIterator[Dispatcher]:
-    """A context with a dispatcher in this process, connected to the workers of a local stack."""
-    connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
-    connection.request("GET", "/ready")
-    workers = json.loads(connection.getresponse().read())["details"]["workers"]
-    at = {role: tuple(w["id"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
-    registry = Registry(at["prefill"], at["decode"], config_hash(folder))
-    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=60), routing=routing)
-    running = asyncio.create_task(dispatcher.run())
-    await dispatcher.wait_usable()
-    try:
-        yield dispatcher
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-def work(prompt: Sequence[int], max_tokens: int, tier: Tier = Tier.INTERACTIVE) -> Generation:
-    """A greedy generation of exactly `max_tokens` tokens."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return Generation(token_ids=tuple(prompt), num_choices=1, sampling=sampling, budget_s=3600, tier=tier)
-
-
 def tokens(draw: random.Random, num: int) -> list[int]:
     """A random prompt, so that no cache holds it."""
     return [draw.randrange(10, 200) for _ in range(num)]
 
 
-async def stream(dispatcher: Dispatcher, generation: Generation, times: list[float]) -> None:
-    """Run the generation, and append the arrival time of each token to `times`."""
-    async for delta in dispatcher.generate(generation):
-        assert isinstance(delta, Delta)
-        times += [time.perf_counter()] * len(delta.token_ids)
+def start(
+    dispatcher: Dispatcher, prompts: Sequence[Sequence[int]], most: int, streams: Sequence[list[float]]
+) -> list[asyncio.Task[list[int]]]:
+    """Start an interactive stream of each prompt."""
+    works = [greedy(prompt, most, Tier.INTERACTIVE) for prompt in prompts]
+    return [asyncio.create_task(stream(dispatcher, work, times)) for work, times in zip(works, streams, strict=True)]
 
 
 # --- a very long prompt --------------------------------------------------------------------------------------------
@@ -107,11 +78,11 @@ async def long_prompt(dispatcher: Dispatcher, args: argparse.Namespace) -> dict[
     draw = random.Random(args.seed)
     streams: list[list[float]] = [[] for _ in range(args.streams)]
     most = 8000
-    running = [asyncio.create_task(stream(dispatcher, work(tokens(draw, 128), most), times)) for times in streams]
+    running = start(dispatcher, [tokens(draw, 128) for _ in streams], most, streams)
     await asyncio.sleep(3)
     injected = time.perf_counter()
     first: list[float] = []
-    await stream(dispatcher, work(tokens(draw, args.prompt), 1, Tier.STANDARD), first)
+    await stream(dispatcher, greedy(tokens(draw, args.prompt), 1), first)
     ended = time.perf_counter()
     for task in running:
         task.cancel()
@@ -139,14 +110,8 @@ def measure_long_prompt(args: argparse.Namespace, folder: Path, chunk: int, *, c
         "BATON_KV_CACHE_BYTES": str(256 * 2**20),
         "BATON_LOCAL_PREFILL_TOKENS": "0",
     }
-    options = ["--model", str(folder), "--prefill", "0" if colocated else "1"]
-    with local_stack(options, environment) as local:
-
-        async def body() -> dict[str, object]:
-            async with connected(local, folder) as dispatcher:
-                return await long_prompt(dispatcher, args)
-
-        return asyncio.run(body())
+    prefill = "0" if colocated else "1"
+    return on_stack(["--prefill", prefill], environment, folder, lambda dispatcher: long_prompt(dispatcher, args))
 
 
 # --- a flood -------------------------------------------------------------------------------------------------------
@@ -155,20 +120,20 @@ def measure_long_prompt(args: argparse.Namespace, folder: Path, chunk: int, *, c
 async def flood(dispatcher: Dispatcher, args: argparse.Namespace, tier: Tier | None) -> dict[str, object]:
     """TTFT and ITL of interactive requests that come one by one, beside a flood of `tier` (None: alone)."""
     draw = random.Random(args.seed)
-    flooding: list[asyncio.Task[None]] = []
+    flooding: list[asyncio.Task[list[int]]] = []
     finished: list[list[float]] = []
     if tier is not None:
         for _ in range(args.flood):
             times: list[float] = []
             finished.append(times)
-            generation = work(tokens(draw, 256), 128, tier)
+            generation = greedy(tokens(draw, 256), 128, tier)
             flooding.append(asyncio.create_task(stream(dispatcher, generation, times)))
         await asyncio.sleep(1)
     ttfts, gaps = [], []
     for _ in range(args.requests):
         times = []
         began = time.perf_counter()
-        await stream(dispatcher, work(tokens(draw, 64), 32), times)
+        await stream(dispatcher, greedy(tokens(draw, 64), 32, Tier.INTERACTIVE), times)
         ttfts.append(times[0] - began)
         gaps += [b - a for a, b in itertools.pairwise(times)]
     still_going = sum(not task.done() for task in flooding)
@@ -191,13 +156,7 @@ def measure_flood(args: argparse.Namespace, folder: Path, tier: Tier | None) -> 
         "BATON_LOCAL_PREFILL_TOKENS": "0",
         "BATON_MAX_NUM_SEQS": "16",
     }
-    with local_stack(["--model", str(folder)], environment) as local:
-
-        async def body() -> dict[str, object]:
-            async with connected(local, folder) as dispatcher:
-                return await flood(dispatcher, args, tier)
-
-        return asyncio.run(body())
+    return on_stack([], environment, folder, lambda dispatcher: flood(dispatcher, args, tier))
 
 
 # --- grammars ------------------------------------------------------------------------------------------------------
@@ -224,7 +183,7 @@ async def beside_grammar(dispatcher: Dispatcher, args: argparse.Namespace, seed:
     draw = random.Random(seed)
     streams: list[list[float]] = [[] for _ in range(args.streams)]
     most = 1900
-    running = [asyncio.create_task(stream(dispatcher, work(tokens(draw, 64), most), times)) for times in streams]
+    running = start(dispatcher, [tokens(draw, 64) for _ in streams], most, streams)
     while not all(streams):
         await asyncio.sleep(0.01)
     await asyncio.sleep(ALONE_S)
@@ -259,19 +218,16 @@ async def beside_grammar(dispatcher: Dispatcher, args: argparse.Namespace, seed:
 
 def measure_grammars(args: argparse.Namespace) -> dict[str, object]:
     """Start one stack and measure every grammar on it, in turns."""
-    environment = {"BATON_LOCAL_PREFILL_TOKENS": "0"}
     rounds: dict[str, list[object]] = {what: [] for what in GRAMMARS}
-    with local_stack(["--model", str(DEMO_FOLDER)], environment) as local:
 
-        async def body() -> None:
-            async with connected(local, DEMO_FOLDER) as dispatcher:
-                for number in range(args.rounds):
-                    for what in GRAMMARS:
-                        found = await beside_grammar(dispatcher, args, args.seed + number, what)
-                        rounds[what].append(found)
-                        print(f"{what:<26}: {found}", flush=True)
+    async def body(dispatcher: Dispatcher) -> None:
+        for number in range(args.rounds):
+            for what in GRAMMARS:
+                found = await beside_grammar(dispatcher, args, args.seed + number, what)
+                rounds[what].append(found)
+                print(f"{what:<26}: {found}", flush=True)
 
-        asyncio.run(body())
+    on_stack([], {"BATON_LOCAL_PREFILL_TOKENS": "0"}, DEMO_FOLDER, body)
     return dict(rounds)
 
 

@@ -20,15 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.interference import connected
-from benchmarks.local import Local
+from benchmarks.dispatched import connected, stream
 from benchmarks.models import llama_long
 from benchmarks.record import record
 from common.contract.sampling import SamplingParams
 from common.runtime.config import DecodeSettings, ServeSettings
 from common.runtime.local_stack import LocalStack
-from gateway.routing.dispatcher import Dispatcher
-from gateway.serving.generation import Delta, Generation
+from gateway.serving.generation import Generation
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4  # layers, keys and values, heads, head size, float32
@@ -66,12 +64,6 @@ def counts(address: str) -> dict[str, float]:
     return found
 
 
-async def output(dispatcher: Dispatcher, generation: Generation) -> list[int]:
-    """The tokens of one request."""
-    deltas = [delta async for delta in dispatcher.generate(generation)]
-    return [token for delta in deltas if isinstance(delta, Delta) for token in delta.token_ids]
-
-
 async def run(
     folder: Path, generations: Sequence[Generation], *, num_blocks: int, in_flight: int, environment: dict[str, str]
 ) -> tuple[list[list[int]], list[dict[str, float]]]:
@@ -91,7 +83,7 @@ async def run(
         async def one(generation: Generation) -> list[int]:
             nonlocal num_done
             async with places:
-                tokens = await output(dispatcher, generation)
+                tokens = await stream(dispatcher, generation, [])
                 num_done += 1
                 return tokens
 
@@ -100,7 +92,7 @@ async def run(
                 samples.append(await asyncio.to_thread(counts, decode) | {"done": num_done})
                 await asyncio.sleep(0.25)
 
-        async with connected(Local(url, {}), folder) as dispatcher:
+        async with connected(url, folder) as dispatcher:
             watching = asyncio.create_task(watch())
             outputs = await asyncio.gather(*(one(generation) for generation in generations))
             watching.cancel()

@@ -27,25 +27,24 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.baselines import BatchAtATime
+from benchmarks.dispatched import greedy, on_stack, stream
 from benchmarks.driver import Arrival, Driver, Real
 from benchmarks.figures import quantile
-from benchmarks.interference import connected
-from benchmarks.local import local_stack
+from benchmarks.load.lengths import Clipped, LogNormal
 from benchmarks.models import llama_15m
 from benchmarks.record import record
-from benchmarks.reserve import lognormal
-from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
 from common.runtime.config import DEFAULTS_BY_DEVICE
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
-from gateway.serving.generation import Delta, Generation
+from gateway.routing.dispatcher import Dispatcher
 
 BATCH = 16
 WINDOW_S = 0.5
 BLOCK_SIZE = 16
 KV_BYTES = 256 * 2**20
+PROMPTS, OUTPUTS = Clipped(LogNormal(300, 400), 1500), Clipped(LogNormal(80, 80), 400)
 
 Outcome = tuple[list[int], list[float]]
 """(tokens of a request, seconds from its arrival to each token)."""
@@ -57,7 +56,7 @@ def trace(num: int, rate: float, seed: int) -> list[Arrival]:
     moment, arrivals = 0.0, []
     for _ in range(num):
         moment += draw.expovariate(rate)
-        num_prompt, num_output = lognormal(draw, 300, 400, 1500), lognormal(draw, 80, 80, 400)
+        num_prompt, num_output = PROMPTS.draw(draw), OUTPUTS.draw(draw)
         prompt = tuple(draw.randrange(10, 30000) for _ in range(num_prompt))
         arrivals.append(Arrival(time_s=moment, prompt=prompt, num_output=num_output, max_tokens=num_output))
     return arrivals
@@ -94,27 +93,19 @@ def over_the_wire(folder: Path, arrivals: list[Arrival], mode: str) -> list[Outc
         "BATON_LOCAL_PREFILL_TOKENS": "0",
     }
     prefill = "1" if mode == "disaggregated" else "0"
-    with local_stack(["--model", str(folder), "--prefill", prefill], environment) as local:
 
-        async def body() -> list[Outcome]:
-            async with connected(local, folder) as dispatcher:
-                began = time.perf_counter()
+    async def body(dispatcher: Dispatcher) -> list[Outcome]:
+        began = time.perf_counter()
 
-                async def one(arrival: Arrival) -> Outcome:
-                    await asyncio.sleep(max(0.0, began + arrival.time_s - time.perf_counter()))
-                    sampling = SamplingParams(temperature=0.0, max_tokens=arrival.max_tokens, ignore_eos=True)
-                    work = Generation(token_ids=arrival.prompt, num_choices=1, sampling=sampling, budget_s=3600)
-                    tokens: list[int] = []
-                    times: list[float] = []
-                    async for delta in dispatcher.generate(work):
-                        assert isinstance(delta, Delta)
-                        tokens += delta.token_ids
-                        times += [time.perf_counter() - began - arrival.time_s] * len(delta.token_ids)
-                    return tokens, times
+        async def one(arrival: Arrival) -> Outcome:
+            await asyncio.sleep(max(0.0, began + arrival.time_s - time.perf_counter()))
+            times: list[float] = []
+            tokens = await stream(dispatcher, greedy(arrival.prompt, arrival.max_tokens), times)
+            return tokens, [each - began - arrival.time_s for each in times]
 
-                return list(await asyncio.gather(*(one(arrival) for arrival in arrivals)))
+        return list(await asyncio.gather(*(one(arrival) for arrival in arrivals)))
 
-        return asyncio.run(body())
+    return on_stack(["--prefill", prefill], environment, folder, body)
 
 
 MODES: dict[str, Callable[[Path, list[Arrival], str], list[Outcome]]] = {

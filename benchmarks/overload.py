@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +23,7 @@ from typing import Any
 from benchmarks.figures import spread
 from benchmarks.load.record import Outcome, Record
 from benchmarks.load.summary import Targets, ttft_s
+from benchmarks.load_run import run_load
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
 from benchmarks.record import record
@@ -36,20 +35,9 @@ SHARES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 
 def load(url: str, output: Path, options: Sequence[str]) -> list[Record]:
     """Run the load generator once; return the record of each request."""
-    command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--workload", "fixed", *options]
-    command += [
-        "--input-tokens",
-        str(INPUT_TOKENS),
-        "--output-tokens",
-        str(OUTPUT_TOKENS),
-        "--output",
-        str(output),
-        "--timeline",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not output.exists():
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    return [Record.from_json(each) for each in json.loads(output.read_text())["run"]["timeline"]["records"]]
+    lengths = ["--input-tokens", str(INPUT_TOKENS), "--output-tokens", str(OUTPUT_TOKENS)]
+    run = run_load(url, output, "--workload", "fixed", *lengths, "--timeline", *options)
+    return [Record.from_json(each) for each in run["timeline"]["records"]]
 
 
 def capacity(url: str, scratch: Path) -> tuple[float, float]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from benchmarks.process import Process
 from benchmarks.scripted_batch import Script
 from benchmarks.scripted_upstream import ScriptedUpstream, encoded_events
 from benchmarks.scripted_workers import ScriptedPool
@@ -28,47 +26,7 @@ PULSE = Pulse(timeout_s=60.0)
 Pool = ScriptedPool | ScriptedUpstream
 
 
-class PinnedProcess:
-    """A Python module that serves HTTP, in a process that is pinned to a core if one is given."""
-
-    def __init__(self, log: Path, core: int | None, module: str, arguments: list[str]) -> None:
-        self._log = log
-        reader, writer = os.pipe()
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--announce-fd", str(writer)],
-                pass_fds=(writer,),
-                stderr=file,
-                preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
-            )
-        os.close(writer)
-        self._announcements = os.fdopen(reader)
-
-    def wait_ready(self) -> int:
-        """Wait until it serves; return its port."""
-        for line in self._announcements:
-            said = json.loads(line)
-            if said.get("ready"):
-                return int(said["url"].rpartition(":")[2])
-        raise SystemExit("the process has not started")
-
-    def log_tail(self) -> str:
-        """The end of its log."""
-        return self._log.read_text()[-2000:]
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    def close(self) -> None:
-        """Stop it."""
-        self._process.kill()
-        self._process.wait()
-        self._announcements.close()
-
-
-Serving = AbstractAsyncContextManager[tuple[Pool, PinnedProcess, int]]
+Serving = AbstractAsyncContextManager[tuple[Pool, Process, int]]
 Through = Callable[[Path, int, Script, argparse.Namespace], Serving]
 """Model folder, number of batches, their script, options → a context with the pool, the process before it, and the
 process's port."""
@@ -77,7 +35,7 @@ process's port."""
 @asynccontextmanager
 async def through_gateway(
     folder: Path, num_batches: int, script: Script, options: argparse.Namespace
-) -> AsyncIterator[tuple[Pool, PinnedProcess, int]]:
+) -> AsyncIterator[tuple[Pool, Process, int]]:
     """A context with a pool of workers and a gateway; see `Through`."""
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash="", layout=layout)
@@ -85,29 +43,30 @@ async def through_gateway(
     arguments = ["--model", str(folder), "--port", "0", "--prefill-workers", pool.prefill.bind()]
     arguments += ["--decode-workers", ",".join(worker.bind() for worker in pool.decode)]
     arguments += ["--heartbeat-timeout-s", str(PULSE.timeout_s), *options.gateway_options.split()]
-    async with _serving(pool, PinnedProcess(folder / "gateway.log", options.core, "gateway", arguments)) as served:
+    async with _serving(pool, Process("gateway", arguments, core=options.core, log=folder / "gateway.log")) as served:
         yield served
 
 
 @asynccontextmanager
 async def through_forwarder(
     folder: Path, num_batches: int, script: Script, options: argparse.Namespace
-) -> AsyncIterator[tuple[Pool, PinnedProcess, int]]:
+) -> AsyncIterator[tuple[Pool, Process, int]]:
     """A context with a server of scripted streams and a forwarder; see `Through`."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     events = encoded_events([tokenizer.decode([token]) for token in script.token_ids], str(folder))
     upstream = ScriptedUpstream(events, num_batches, script)
     arguments = ["--upstream", await upstream.bind()]
-    process = PinnedProcess(folder / "forwarder.log", options.core, "benchmarks.forwarder", arguments)
+    process = Process("benchmarks.forwarder", arguments, core=options.core, log=folder / "forwarder.log")
     async with _serving(upstream, process) as served:
         yield served
 
 
 @asynccontextmanager
-async def _serving(pool: Pool, process: PinnedProcess) -> AsyncIterator[tuple[Pool, PinnedProcess, int]]:
+async def _serving(pool: Pool, process: Process) -> AsyncIterator[tuple[Pool, Process, int]]:
     running = asyncio.create_task(pool.run())
     try:
-        yield pool, process, await asyncio.to_thread(process.wait_ready)
+        await asyncio.to_thread(process.start)
+        yield pool, process, int(process.http.rpartition(":")[2])
     except BaseException:
         print(process.log_tail())
         raise

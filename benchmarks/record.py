@@ -122,15 +122,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "absent"
     return found
-
-
-def load_figures(output: Path) -> dict[str, float]:
-    """The figures of a run of `benchmarks.load` that comparisons use, from the file that it wrote."""
-    summary = json.loads(output.read_text())["run"]["summary"]
-    return {
-        "failed": summary["requests"] - summary["succeeded"],
-        "output_tokens_per_s": summary["throughput"]["output_tokens_per_s"],
-        "ttft_p50_s": summary["ttft_s"]["p50"],
-        "itl_p99_s": summary["itl_s"]["p99"],
-        "tpot_p50_s": summary["tpot_s"]["p50"],
-    }

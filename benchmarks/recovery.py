@@ -13,28 +13,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import aiohttp
 
+from benchmarks.dispatched import greedy, stream
 from benchmarks.figures import quantile, spread
 from benchmarks.models import llama_long
+from benchmarks.process import Process
 from benchmarks.record import record
 from common.contract.ids import new_incarnation
-from common.contract.sampling import SamplingParams
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
 from common.runtime.config import DEFAULTS_BY_DEVICE
 from gateway.routing.dispatcher import Dispatcher
-from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 
 BEFORE = 20
@@ -45,46 +41,17 @@ HELD = ("blocks_used", "waiting", "pulling", "computing", "running", "leases", "
 """Counts in a worker's `/ready` that are zero at rest."""
 
 
-class Worker:
-    """A worker or gateway process, which can be started again at the same address after it was killed."""
-
-    def __init__(self, module: str, options: list[str]) -> None:
-        self._module, self._options = module, options
-        self.address = self.http = ""
-        self.start()
-
-    def start(self) -> None:
-        """Start the process, and wait until it is ready."""
-        reader, writer = os.pipe()
-        port = ["--control-port", self.address.rpartition(":")[2]] if self.address else []
-        command = [sys.executable, "-m", self._module, *self._options, *port, "--announce-fd", str(writer)]
-        environment = os.environ | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, pass_fds=(writer,), env=environment)
-        os.close(writer)
-        with os.fdopen(reader) as lines:
-            for line in lines:
-                said = json.loads(line)
-                self.address = said.get("control", self.address)
-                self.http = said.get("http", said.get("url", self.http))
-                if said.get("ready"):
-                    return
-        raise SystemExit(f"{self._module} did not start")
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process."""
-        self.process.send_signal(number)
-
-    async def holds(self, session: aiohttp.ClientSession) -> int:
-        """The sum of its `HELD` counts."""
-        async with session.get(f"http://{self.http}/ready") as response:
-            state = await response.json()
-        return sum(state.get(name, 0) for name in HELD)
+async def held(session: aiohttp.ClientSession, worker: Process) -> int:
+    """The sum of a worker's `HELD` counts."""
+    async with session.get(f"http://{worker.http}/ready") as response:
+        state = await response.json()
+    return sum(state.get(name, 0) for name in HELD)
 
 
 class Bench:
     """A gateway's dispatcher in this process, and its workers."""
 
-    def __init__(self, folder: Path, prefill: Worker, decode: list[Worker], draw: random.Random) -> None:
+    def __init__(self, folder: Path, prefill: Process, decode: list[Process], draw: random.Random) -> None:
         self.folder = folder
         self.workers = [prefill, *decode]
         self.registry = Registry((prefill.address,), tuple(each.address for each in decode), config_hash(folder))
@@ -97,19 +64,11 @@ class Bench:
         while not all(worker.usable for worker in self.registry.workers.values()):
             await asyncio.sleep(0.05)
 
-    async def stream(self, length: int, num_tokens: int) -> tuple[asyncio.Task[None], list[float], Worker]:
+    async def stream(self, length: int, num_tokens: int) -> tuple[asyncio.Task[list[int]], list[float], Process]:
         """Start a stream and wait for its first tokens: (its task, arrival times of its tokens, its decode worker)."""
         token_ids = tuple(self.draw.randrange(10, 200) for _ in range(length))
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        work = Generation(token_ids=token_ids, num_choices=1, sampling=sampling, budget_s=120)
         arrivals: list[float] = []
-
-        async def run() -> None:
-            async for delta in self.dispatcher.generate(work):
-                assert isinstance(delta, Delta)
-                arrivals.extend(time.perf_counter() for _ in delta.token_ids)
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(stream(self.dispatcher, greedy(token_ids, num_tokens), arrivals))
         while len(arrivals) < BEFORE:
             await asyncio.sleep(0.001)
         [busy] = [worker for address, worker in self.decode.items() if self.registry.workers[address].in_flight]
@@ -126,7 +85,7 @@ class Bench:
         detected = time.perf_counter() - began
         await task
         if number == signal.SIGKILL:
-            await asyncio.to_thread(victim.process.wait)
+            await asyncio.to_thread(victim.close)
             await asyncio.to_thread(victim.start)
         else:
             victim.signal(signal.SIGCONT)
@@ -156,7 +115,8 @@ class Bench:
         """Seconds from the death of a gateway with four streams until its workers hold nothing."""
         places = ["--prefill-workers", self.workers[0].address, "--decode-workers", ",".join(self.decode)]
         options = ["--model", str(self.folder), "--port", "0", "--log-level", "error", *places]
-        gateway = await asyncio.to_thread(Worker, "gateway", options)
+        gateway = Process("gateway", options)
+        await asyncio.to_thread(gateway.start)
         async with aiohttp.ClientSession() as session:
             streams = [asyncio.create_task(self._ask(session, gateway.http)) for _ in range(4)]
             while await self._held(session) < 4 * (
@@ -170,7 +130,7 @@ class Bench:
             taken = time.perf_counter() - began
             ended = await asyncio.gather(*streams)
             assert not any(ended), "a stream had ended before"
-        await asyncio.to_thread(gateway.process.wait)
+        await asyncio.to_thread(gateway.close)
         return taken
 
     async def _ask(self, session: aiohttp.ClientSession, url: str) -> bool:
@@ -185,7 +145,7 @@ class Bench:
             return False
 
     async def _held(self, session: aiohttp.ClientSession) -> int:
-        return sum([await worker.holds(session) for worker in self.workers])
+        return sum([await held(session, worker) for worker in self.workers])
 
 
 def longest_gap(arrivals: list[float]) -> float:
@@ -225,20 +185,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    workers: list[Worker] = []
     with TemporaryDirectory() as scratch:
         folder = llama_long(Path(scratch))
         common = ["--model", str(folder), "--num-threads", "1", "--log-level", "error"]
+        workers = [Process(module, common) for module in ("prefill_worker", "decode_worker", "decode_worker")]
         try:
-            workers.append(Worker("prefill_worker", common))
-            workers += [Worker("decode_worker", common) for _ in range(2)]
+            for worker in workers:
+                worker.start()
             bench = Bench(folder, workers[0], workers[1:], random.Random(args.seed))
             taken = asyncio.run(measure(bench, args.rounds))
         finally:
             for worker in workers:
-                worker.process.kill()
+                worker.close()
     figures = {
-        name: {what: spread(values) | {"p99": sorted(values)[-1 - len(values) // 100]} for what, values in each.items()}
+        name: {what: spread(values) | {"p99": quantile(values, 0.99)} for what, values in each.items()}
         for name, each in taken.items()
     }
     for name, each in figures.items():

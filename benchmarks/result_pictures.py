@@ -60,19 +60,6 @@ def versus_picture(run: Run, axis: Any) -> None:
     axis.set_title(f"{workload['model']}, {workload['dtype']}, {workload['workload']} lengths, 2 cores")
 
 
-def claims_picture(run: Run, axis: Any) -> None:
-    """Ratio of continuous to static throughput, over the variation of the lengths."""
-    for batch in sorted({each["batch"] for each in run["figures"]["batching"]}):
-        points = [each for each in run["figures"]["batching"] if each["batch"] == batch]
-        cv = [each["output_cv"] for each in points]
-        (line,) = axis.plot(cv, [each["ratio"] for each in points], marker="o", label=f"batch {batch}, to static")
-        naive = [each["ratio_to_naive"] for each in points]
-        axis.plot(
-            cv, naive, marker="o", linestyle="--", color=line.get_color(), label=f"batch {batch}, to naive static"
-        )
-    axis.set(xlabel="coefficient of variation of the output length", ylabel="throughput, continuous / static")
-
-
 def steady_picture(run: Run, axis: Any) -> None:
     """Memory of each process over the number of requests."""
     for name, values in run["figures"]["resident_mib"].items():
@@ -93,7 +80,6 @@ def autoscale_picture(run: Run, axis: Any) -> None:
 PICTURE_OF: dict[str, Callable[[Run, Any], None]] = {
     "versus-15m-bfloat16-fixed": versus_picture,
     "versus-0.5b-bfloat16-fixed": versus_picture,
-    "claims": claims_picture,
     "steady": steady_picture,
     "autoscale": autoscale_picture,
 }

@@ -63,30 +63,6 @@ def against(run: Run) -> str:
     return table(["what", "case", "least ms, after / before", "ratio"], rows)
 
 
-def decode_floor(run: Run) -> str:
-    """Decode steps compared with the least time for reading and computing."""
-    rows = [
-        [
-            batch,
-            f"{each['step_ms']['min']:.1f} (median {each['step_ms']['p50']:.1f})",
-            f"{each['floor_ms']:.1f}",
-            f"{each['compute_floor_ms']:.1f}",
-            f"{each['ratio']:.2f}",
-            f"{each['step_ms']['min'] / max(each['floor_ms'], each['compute_floor_ms']):.2f}",
-        ]
-        for batch, each in run["figures"]["batches"].items()
-    ]
-    head = ["batch", "step, ms", "to read, ms", "to compute, ms", "step / to read", "step / the larger"]
-    return table(head, rows)
-
-
-def batch_throughput(run: Run) -> str:
-    """Tokens per second of decode steps, relative to a batch of one."""
-    rates = {batch: int(batch) / each["step_ms"]["p50"] for batch, each in run["figures"]["batches"].items()}
-    rows = [[batch, f"{1e3 * rate:.0f}", f"{rate / rates['1']:.1f}"] for batch, rate in rates.items()]
-    return table(["batch", "tokens/s", "relative"], rows)
-
-
 def step_overhead(run: Run) -> str:
     """The time of a step outside the model, by number of streams, with the parts of it inside the sampler."""
     head = ["streams", "sampling", "µs, median", "least", "µs of processor time"]
@@ -134,56 +110,6 @@ def agreement(run: Run) -> str:
         for name, each in run["figures"]["ratios"].items()
     ]
     return table(["figure", "`baton bench`", "`vllm bench serve`", "difference"], rows)
-
-
-def batching(run: Run) -> str:
-    """Ratio of continuous to static batching."""
-    rows = [
-        [
-            f"{each['batch']}",
-            f"{each['cv']}",
-            f"{each['ratio']:.2f}",
-            f"{each['ratio_to_naive']:.2f}",
-            f"{each['ratio_of_steps']:.2f}",
-            f"{100 * each['static_utilisation']:.0f} %",
-            f"{100 * each['continuous_utilisation']:.0f} %",
-        ]
-        for each in run["figures"]["batching"]
-    ]
-    head = ["batch", "cv of the output length", "to static", "to naive static", "in steps"]
-    return table([*head, "static: places in use", "continuous: places in use"], rows)
-
-
-def memory_limited(run: Run) -> str:
-    """Ratio of continuous to static batching where memory is the limit."""
-    rows = [
-        [
-            f"{each['cv']}",
-            f"{each['mean_decoding']:.1f} / {each['batch']}",
-            f"{each['ratio']:.2f}",
-            f"{each['ratio_to_naive']:.2f}",
-            f"{each['ratio_of_steps']:.2f}",
-        ]
-        for each in run["figures"]["memory_limited"]
-    ]
-    return table(["cv", "sequences at a time", "to static", "to naive static", "in steps"], rows)
-
-
-def empty_slots(run: Run) -> str:
-    """Shares of memory that are reserved and empty."""
-    names = {
-        "max_model_len": "the model's context",
-        "prompt_and_max_tokens": "prompt and `max_tokens`",
-        "paged": "blocks of 16, as they are needed",
-    }
-    rows = [[names[name], f"{100 * share:.1f} %"] for name, share in run["figures"]["empty_slots"].items()]
-    return table(["what a sequence reserves", "reserved, and empty"], rows)
-
-
-def padding(run: Run) -> str:
-    """Shares of computed tokens that are padding."""
-    each = run["figures"]["padding"]
-    return table(["padding of 8 prompts", "of what is computed"], [[f"{each['tokens']:.0f}", f"{each['share']:.0%}"]])
 
 
 def modes(run: Run) -> str:
@@ -443,8 +369,6 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "versus-0.5b-bfloat16-fixed": versus,
     "versus-0.5b-float32-fixed": versus,
     "versus-0.5b-bfloat16-sharegpt": versus,
-    "decode-floor-0.5b-1": decode_floor,
-    "decode-floor-15m-1": decode_floor,
     "against": against,
     "step-overhead": step_overhead,
     "routing-cost": routing_cost,
@@ -456,9 +380,4 @@ TABLES: dict[str, Callable[[Run], str]] = {
 }
 PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "gateway requests": ("gateway", gateway_requests),
-    "batch throughput": ("decode-floor-15m-1", batch_throughput),
-    "batching": ("claims", batching),
-    "memory limited": ("claims", memory_limited),
-    "empty slots": ("claims", empty_slots),
-    "padding": ("claims", padding),
 }

@@ -4,7 +4,8 @@
     python -m benchmarks.results_page --check   # fail if the documents' tables are not those of the records
 
 The text is written by hand. This module writes the parts between `<!-- NAME -->` and `<!-- end -->`: a table, and the
-runs that it comes from. If a run has not been recorded, the page says so. Pictures need matplotlib.
+runs that it comes from. If a run has not been recorded, the page says so. A part `<!-- recorded once NAME -->` stays as
+it is: the program that made it is in the history, at the commit of its record. Pictures need matplotlib.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ PICTURES = PAGE.with_suffix("")
 MARKED = re.compile(r"<!-- (?P<name>[\w .-]+?) -->\n(?P<body>(?:(?!<!-- ).)*?)<!-- end -->\n", re.DOTALL)
 
 
+ONCE = "recorded once "
+"""What precedes the name of the record, in the mark of a part whose program is in the history."""
+
+
 def source(runs: Sequence[Run]) -> str:
     """The line that names the runs of a table: command, commit, product, machine."""
     lines = []
@@ -46,7 +51,6 @@ def instructions(flags: Sequence[str]) -> str:
 CAPTIONS = {
     "versus-15m-bfloat16-fixed": "Output tokens per second over the requests at a time",
     "versus-0.5b-bfloat16-fixed": "Output tokens per second over the requests at a time",
-    "batching": "Ratio of throughput over the variation of lengths",
     "steady": "Memory of each process over the requests",
     "autoscale": "Workers wanted over time",
 }
@@ -76,6 +80,8 @@ def rendered(page: str) -> str:
     """The page with its parts made from the recorded runs."""
 
     def replace(found: re.Match[str]) -> str:
+        if found["name"].startswith(ONCE):
+            return found[0]
         return f"<!-- {found['name']} -->\n{part(found['name'])}<!-- end -->\n"
 
     return MARKED.sub(replace, page)

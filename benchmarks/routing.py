@@ -22,18 +22,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+from benchmarks.dispatched import connected, greedy, stream
 from benchmarks.figures import quantile
-from benchmarks.interference import connected
-from benchmarks.local import Local
 from benchmarks.memory import counts
 from benchmarks.models import llama_15m
 from benchmarks.record import record
-from common.contract.sampling import SamplingParams
 from common.runtime.config import ServeSettings
 from common.runtime.local_stack import LocalStack
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.router import Routing
-from gateway.serving.generation import Delta, Generation
 
 POLICIES: Final[tuple[Routing, ...]] = ("expected", "round_robin")
 COMPUTED = "baton_prompt_tokens_computed_total"
@@ -98,18 +95,12 @@ async def converse(dispatcher: Dispatcher, dialogue: Dialogue, salt: str, began:
     await asyncio.sleep(max(0.0, began + dialogue.start_s - time.perf_counter()))
     history: list[int] = []
     ttfts = []
-    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     for new, think_s in zip(dialogue.turns, dialogue.think_s, strict=True):
         history += new
         asked = time.perf_counter()
-        work = Generation(token_ids=tuple(history), num_choices=1, sampling=sampling, budget_s=3600, cache_salt=salt)
-        first_s: float | None = None
-        async for delta in dispatcher.generate(work):
-            assert isinstance(delta, Delta)
-            first_s = time.perf_counter() - asked if first_s is None else first_s
-            history += delta.token_ids
-        assert first_s is not None
-        ttfts.append(first_s)
+        times: list[float] = []
+        history += await stream(dispatcher, greedy(history, 24, salt=salt), times)
+        ttfts.append(times[0] - asked)
         await asyncio.sleep(think_s)
     return ttfts
 
@@ -126,7 +117,7 @@ async def play(dispatcher: Dispatcher, dialogues: Sequence[Dialogue], salt: str)
     return [each for some in ttfts for each in some]
 
 
-async def measure(stack: LocalStack, local: Local, folder: Path, args: argparse.Namespace) -> list[dict[str, object]]:
+async def measure(stack: LocalStack, url: str, folder: Path, args: argparse.Namespace) -> list[dict[str, object]]:
     """Measure every workload in every round, with both policies in alternation."""
     runs: list[dict[str, object]] = []
     for number in range(-1, args.rounds):  # the first warms up
@@ -134,7 +125,7 @@ async def measure(stack: LocalStack, local: Local, folder: Path, args: argparse.
             for policy in POLICIES if number % 2 else POLICIES[::-1]:
                 dialogues = make(random.Random(args.seed + number), args.scale if number >= 0 else 0.2)
                 before = computed(stack)
-                async with connected(local, folder, policy) as dispatcher:
+                async with connected(url, folder, policy) as dispatcher:
                     ttfts = await play(dispatcher, dialogues, f"{number} {policy}")
                 run = {
                     "workload": name,
@@ -156,7 +147,7 @@ async def run(folder: Path, args: argparse.Namespace) -> list[dict[str, object]]
     settings = ServeSettings(model=str(folder), port=0, prefill=2, decode=2, log_level="warning", restart="never")
     stack = LocalStack(settings)
     try:
-        return await measure(stack, Local(await stack.start(), {}), folder, args)
+        return await measure(stack, await stack.start(), folder, args)
     finally:
         await stack.stop()
 

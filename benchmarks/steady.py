@@ -10,11 +10,10 @@ gateway's index of cached blocks.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.load_run import run_load
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
 from benchmarks.record import record
@@ -42,9 +41,8 @@ def main() -> None:
         with local_stack(sizes, {}) as local:
             for stage in range(options.stages + 1):
                 number = options.requests // options.stages
-                command = [sys.executable, "-m", "benchmarks.load", "--url", local.url, *LENGTHS]
-                command += ["--requests", str(number), "--concurrency", "16", "--seed", str(stage)]
-                subprocess.run(command, check=True, capture_output=True)
+                load = ["--requests", str(number), "--concurrency", "16", "--seed", str(stage)]
+                run_load(local.url, Path(scratch) / "run.json", *LENGTHS, *load)
                 for name, pid in local.pids.items():
                     series.setdefault(name.split()[0], []).append(resident_mib(pid))
                 print(stage, "  ".join(f"{name} {values[-1]:.1f}" for name, values in series.items()), flush=True)

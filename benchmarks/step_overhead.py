@@ -31,8 +31,8 @@ import aiohttp
 from benchmarks.endless_streams import PULSE, endless_streams
 from benchmarks.figures import cpu_seconds, spread
 from benchmarks.models import llama_15m
+from benchmarks.process import Process
 from benchmarks.record import record
-from benchmarks.recovery import Worker
 
 if TYPE_CHECKING:
     import torch
@@ -71,11 +71,12 @@ def main() -> None:
         parser.error(f"at most {MOST_STREAMS} streams")
     with TemporaryDirectory() as scratch:
         folder = llama_15m(Path(scratch))
-        worker = Worker("benchmarks.step_overhead", worker_options(folder, max(options.streams)))
+        worker = Process("benchmarks.step_overhead", worker_options(folder, max(options.streams)))
         try:
+            worker.start()
             taken = asyncio.run(measure(worker, options))
         finally:
-            worker.process.kill()
+            worker.close()
     figures = {
         streams: {kind: {name: spread(values) for name, values in each.items()} for kind, each in kinds.items()}
         for streams, kinds in taken.items()
@@ -225,7 +226,7 @@ Taken = dict[str, dict[str, dict[str, list[float]]]]
 """Number of streams → kind of stream → figure → its value in each round."""
 
 
-async def measure(worker: Worker, options: argparse.Namespace) -> Taken:
+async def measure(worker: Process, options: argparse.Namespace) -> Taken:
     """The figures of each round."""
     taken: Taken = {str(number): {kind: {} for kind in KINDS} for number in options.streams}
     async with aiohttp.ClientSession() as session, endless_streams(worker.address) as streams:
@@ -245,13 +246,13 @@ async def measure(worker: Worker, options: argparse.Namespace) -> Taken:
     return taken
 
 
-async def running(session: aiohttp.ClientSession, worker: Worker) -> int:
+async def running(session: aiohttp.ClientSession, worker: Process) -> int:
     """Sequences in the worker's batch."""
     async with session.get(f"http://{worker.http}/ready") as response:
         return int((await response.json())["running"])
 
 
-async def counts(session: aiohttp.ClientSession, worker: Worker) -> Counts:
+async def counts(session: aiohttp.ClientSession, worker: Process) -> Counts:
     """The present counts of the worker."""
     async with session.get(f"http://{worker.http}/metrics") as response:
         text = await response.text()
@@ -260,7 +261,7 @@ async def counts(session: aiohttp.ClientSession, worker: Worker) -> Counts:
         {part: float(value) for part, value in re.findall(rf'^{name}_total{{part="(\w+)"}} (\S+)', text, re.MULTILINE)}
         for name in ("baton_sampler_seconds", "baton_sampler_calls")
     )
-    return Counts(time.perf_counter(), cpu_seconds(worker.process.pid), float(steps), seconds, calls)
+    return Counts(time.perf_counter(), cpu_seconds(worker.pid), float(steps), seconds, calls)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ results so far are recorded after each turn, so they survive an interruption. Ne
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -23,10 +20,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.figures import compared
+from benchmarks.load_run import load_figures, run_load
 from benchmarks.local import local_stack
 from benchmarks.models import give_every_token_text, llama_15m, qwen2_05b
 from benchmarks.peers import vllm
-from benchmarks.record import load_figures, record
+from benchmarks.record import record
 
 MODELS = {"15m": llama_15m, "0.5b": qwen2_05b}
 PAIRS = (("baton pair", "vllm pair"), ("baton colocated", "vllm single"))
@@ -109,18 +107,12 @@ def turns(urls: dict[str, str], options: argparse.Namespace, scratch: Path) -> I
 
 def run(url: str, options: argparse.Namespace, concurrency: int, *, seed: int, scratch: Path) -> dict[str, float]:
     """Figures of one run of the load."""
-    output = scratch / "run.json"
     lengths = ["--max-input-tokens", "1500", "--max-output-tokens", "300"]
     if options.workload == "fixed":
         lengths = ["--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens)]
     number = max(4, options.requests * concurrency)
-    command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--workload", options.workload, *lengths]
-    command += ["--concurrency", str(concurrency), "--requests", str(number), "--seed", str(seed)]
-    command += ["--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    return load_figures(output)
+    at_once = ["--concurrency", str(concurrency), "--requests", str(number), "--seed", str(seed)]
+    return load_figures(run_load(url, scratch / "run.json", "--workload", options.workload, *lengths, *at_once))
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,10 +146,6 @@ def lines(figures: Sequence[dict[str, Any]]) -> list[str]:
             f" {each['ttft_p50_s']['ratio']:9.2f} {each['itl_p99_s']['ratio']:8.2f}"
         )
     return made
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
 
 
 if __name__ == "__main__":

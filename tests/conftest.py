@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from skips import pytest_make_collect_report, pytest_runtest_makereport
 collect_ignore = ["clients"]
 """They run in an environment of their own: `make clients`."""
 
-__all__ = ["checkpoint", "pytest_make_collect_report", "pytest_runtest_makereport"]
+__all__ = ["checkpoint", "no_settings", "pytest_make_collect_report", "pytest_runtest_makereport"]
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[family]
 
     return make
+
+
+@pytest.fixture
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the environment is one of Baton's settings."""
+    for name in os.environ:
+        if name.upper().startswith("BATON_"):
+            monkeypatch.delenv(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,3 @@ def work(length: int, max_tokens: int) -> dict[str, Any]:
         "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         "budget_s": 60,
     }
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)

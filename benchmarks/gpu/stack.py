@@ -8,7 +8,6 @@ colocated. A system that does not answer in `START_S` is killed, and so is a loa
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,9 +20,9 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.gpu.engine import SHAPES
 from benchmarks.gpu.mps import mps
+from benchmarks.load_run import load_figures, run_load
 from benchmarks.models import give_every_token_text
 from benchmarks.peers.process import free_port, running, wait_until_it_answers
-from benchmarks.record import load_figures
 
 REQUESTS, AT_A_TIME, ROUNDS = 192, 64, 2
 """Requests of a run, requests at a time, and runs of each started system."""
@@ -118,7 +117,5 @@ def started(command: list[str], env: dict[str, str], url: str, log: Path, patien
 
 def load(url: str, *, seed: int, warmup: int, output: Path, timeout_s: float) -> dict[str, float]:
     """The figures of one run of the load. Raises `subprocess.TimeoutExpired` after `timeout_s` seconds."""
-    command = [sys.executable, "-m", "benchmarks.load", "--url", url, *LENGTHS, "--concurrency", str(AT_A_TIME)]
-    command += ["--requests", str(REQUESTS), "--warmup", str(warmup), "--seed", str(seed), "--output", str(output)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=timeout_s)
-    return load_figures(output)
+    options = [*LENGTHS, "--concurrency", str(AT_A_TIME), "--requests", str(REQUESTS), "--warmup", str(warmup)]
+    return load_figures(run_load(url, output, *options, "--seed", str(seed), timeout_s=timeout_s))

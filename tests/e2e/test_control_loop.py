@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from held_worker import decode_from, eventually, work, worker
+from held_worker import decode_from, work, worker
 from stack import gateway_of
 from step_tokens import handles
+from waiting import eventually
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, new_incarnation

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from chromium import visit
 from dashboard_bench import serve_dashboard
 from gateway_fixtures import STORY, ScriptedGenerator, byte_level, encode, keyring_of, settings
 from playwright.async_api import Browser, Page
+from waiting import eventually
 
 from common.contract.errors import Cause
 from gateway.serving.generation import GenerationFailed
@@ -40,12 +40,6 @@ async def end_of_answer(page: Page, number: int = 1) -> Any:
     answer = page.locator(ANSWER).nth(number - 1)
     await page.wait_for_function(f"() => document.querySelectorAll('{ANSWER}:not([data-state])').length === {number}")
     return answer
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def asked(generator: ScriptedGenerator, number: int) -> str:
@@ -176,7 +170,7 @@ async def test_stop_ends_the_generation(browser: Browser) -> None:
         assert "stopped" in await answer.locator(".stats").text_content()
         assert await answer.locator(".failure").count() == 0
         await asyncio.wait_for(generator.closed_early.wait(), 20)
-        await until(lambda: generator.num_open == 0)
+        await eventually(lambda: generator.num_open == 0)
         assert not await stop.is_visible()
         generator.hang = False
         await say(page, "go on")

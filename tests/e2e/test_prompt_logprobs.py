@@ -13,10 +13,11 @@ import aiohttp
 import openai
 import pytest
 import torch
-from held_worker import decode_from, eventually, work, worker
+from held_worker import decode_from, work, worker
 from stack import MODEL, Process, Workers, gateway_of, prompt
 from step_tokens import handles
 from transformers import AutoModelForCausalLM
+from waiting import eventually
 
 from common.contract.errors import Cause
 from common.contract.ids import new_incarnation

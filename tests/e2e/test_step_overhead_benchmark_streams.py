@@ -6,17 +6,17 @@ import argparse
 from pathlib import Path
 
 from benchmarks.models import llama_15m
-from benchmarks.recovery import Worker
+from benchmarks.process import Process
 from benchmarks.step_overhead import KINDS, measure, worker_options
 
 
 async def test_every_part_of_a_step_is_timed(tmp_path: Path) -> None:
-    worker = Worker("benchmarks.step_overhead", worker_options(llama_15m(tmp_path), 3))
+    worker = Process("benchmarks.step_overhead", worker_options(llama_15m(tmp_path), 3))
     try:
+        worker.start()
         taken = await measure(worker, argparse.Namespace(streams=[2, 3], rounds=1, seconds=1.0))
     finally:
-        worker.process.kill()
-        worker.process.wait()
+        worker.close()
     assert taken.keys() == {"2", "3"}
     for kinds in taken.values():
         assert kinds.keys() == KINDS.keys()

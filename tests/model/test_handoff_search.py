@@ -6,22 +6,48 @@ The worlds are in `handoff_world`, the search in `handoff_search`, what is searc
 from __future__ import annotations
 
 import re
+from graphlib import TopologicalSorter
+from typing import Any
 
+import handoff_search
 import pytest
-from handoff_broken import BROKEN, PULL_STEPS, WATCHED
+from handoff_broken import BROKEN, LEASE_STEPS, PULL_STEPS, WATCHED
+from handoff_decode import DecodeShell, Running
 from handoff_scenarios import SMALL, TWO, only
 from handoff_search import Violation, counted_ids, digest, dump, load, search
 from handoff_world import Bounds, Event, World
 
-from kv_transfer import sink
+from kv_transfer import lease, sink
+
+LONGER: dict[str, Any] = TWO | {"output_tokens": 4}
+"""Long enough that a sequence is still running when the worker that is to take it over has asked for it."""
+SEARCHED = SMALL | {"a running sequence moves": only("move", **LONGER)}
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_every_promise_is_kept_in_every_state(name: str) -> None:
-    found = search(SMALL[name], WATCHED)
+@pytest.mark.parametrize("name", SEARCHED)
+def test_every_promise_is_kept_in_every_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no state comes twice in a run, so that each run ends."""
+    last = b""
+    before: dict[bytes, set[bytes]] = {}
+    follow = handoff_search._Search.follow
+
+    def noted_digest(world: World) -> bytes:
+        nonlocal last
+        last = digest(world)
+        return last
+
+    def noted_follow(self: handoff_search._Search, state: bytes, *event: Any) -> None:
+        follow(self, state, *event)
+        before.setdefault(last, set()).add(state)
+
+    monkeypatch.setattr(handoff_search, "digest", noted_digest)
+    monkeypatch.setattr(handoff_search._Search, "follow", noted_follow)
+    found = search(SEARCHED[name], WATCHED)
     print(f"{name}: {found}")
     assert found.complete
     assert found.final > 0
+    assert len(before) == found.states - 1, "every state but the first has one before it"
+    TopologicalSorter(before).prepare()  # raises on a cycle
 
 
 @pytest.mark.parametrize("left_out", BROKEN)
@@ -38,6 +64,38 @@ def test_the_search_goes_through_every_step_of_a_pull() -> None:
     search(only("abort revoke", busy=True), WATCHED)
     table = {(state.value, event.value) for state, events in sink.PULL_TABLE.items() for event in events}
     assert table == PULL_STEPS
+
+
+def test_the_search_goes_through_every_step_of_a_lease() -> None:
+    """The ends are told apart: a settle is valid only once the lease is complete."""
+    search(only("abort", chunks=2), WATCHED)
+    table = {(state.value, after.value) for state, events in lease.LEASE_TABLE.items() for after in events.values()}
+    assert {(a, b) for a, b in table if a != b} | {("complete", "settled")} == LEASE_STEPS
+
+
+def test_the_search_finds_a_worker_that_goes_on_after_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeShell, "leave", lambda self, running: list(running.request.blocks))
+    with pytest.raises(Violation, match="released more often than held"):
+        search(only("move", **LONGER))
+
+
+def test_the_search_finds_a_cut_during_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_again, leave = DecodeShell.look_again, DecodeShell.leave
+
+    def cut_at_once(self: DecodeShell) -> None:
+        look_again(self)
+        self.departures.cut()
+
+    def leave_in_mid_step(self: DecodeShell, running: Running) -> list[int]:
+        step, self.step = self.step, None
+        blocks = leave(self, running)
+        self.step = step
+        return blocks
+
+    monkeypatch.setattr(DecodeShell, "look_again", cut_at_once)
+    monkeypatch.setattr(DecodeShell, "leave", leave_in_mid_step)
+    with pytest.raises(Violation, match="unverified KV"):
+        search(only("move", **LONGER))
 
 
 def play(world: World, events: list[Event]) -> None:

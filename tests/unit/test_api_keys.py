@@ -25,6 +25,7 @@ from gateway_fixtures import (
     settings,
 )
 from multidict import CIMultiDict
+from waiting import StandingClock
 
 from common.contract.errors import OperatorError
 from gateway.access.api_keys import MAX_KEYS, Keyring, draw_key, main, read_keys
@@ -38,14 +39,6 @@ def digest(key: str) -> str:
 
 def entry(name: str, key: str, *more: str) -> str:
     return "\n".join(["[[keys]]", f'name = "{name}"', f'sha256 = "{digest(key)}"', *more, ""])
-
-
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -122,7 +115,7 @@ def test_keys_are_found_by_themselves_alone(file: Path) -> None:
 
 
 def test_a_file_that_changes_is_read_again(file: Path) -> None:
-    time = Time()
+    time = StandingClock()
     reloads: list[bool] = []
     keyring = Keyring(file, clock=time, reloaded=reloads.append)
     file.write_text(entry("bob", "other"))
@@ -136,7 +129,7 @@ def test_a_file_that_changes_is_read_again(file: Path) -> None:
 
 
 def test_at_once_means_before_a_second_is_over(file: Path) -> None:
-    keyring = Keyring(file, clock=Time())
+    keyring = Keyring(file, clock=StandingClock())
     file.write_text(entry("bob", "other"))
     keyring.refresh(at_once=True)
     assert keyring.find("other") is not None
@@ -146,7 +139,7 @@ def test_at_once_means_before_a_second_is_over(file: Path) -> None:
 def test_what_cannot_be_used_changes_nothing_and_is_logged_once(
     file: Path, bad: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    time = Time()
+    time = StandingClock()
     reloads: list[bool] = []
     keyring = Keyring(file, clock=time, reloaded=reloads.append)
     file.write_text(bad)
@@ -174,7 +167,7 @@ def test_a_mounted_secret_changes_by_a_link(tmp_path: Path) -> None:
         os.utime(tmp_path / version / "keys.toml", (0, 0))
     (tmp_path / "data").symlink_to("1")
     (tmp_path / "keys.toml").symlink_to("data/keys.toml")
-    keyring = Keyring(tmp_path / "keys.toml", clock=Time())
+    keyring = Keyring(tmp_path / "keys.toml", clock=StandingClock())
     (tmp_path / "next").symlink_to("2")
     (tmp_path / "next").rename(tmp_path / "data")
     keyring.refresh(at_once=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import random
@@ -13,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
-from safetensors import safe_open
 
-from benchmarks import agreement, decode_floor, modes, versus
+from benchmarks import agreement, modes, versus
 from benchmarks.driver import Arrival
 from benchmarks.figures import compared, cpu_seconds, quantile, spread
 from benchmarks.interference import gaps_around, summary_ms
-from benchmarks.record import load_figures
+from benchmarks.load_run import load_figures
 from benchmarks.steady import resident_mib
-from common.engine.runner import load_runner
 
 # --- quantiles -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +156,7 @@ def test_clients_are_compared_round_by_round() -> None:
     assert found == {"ttft": {"ours": 30.0, "theirs": 20.0, "ratio": 0.9, "ratio_min": 0.5, "ratio_max": 3.0}}
 
 
-def test_of_a_run_of_the_load_comparisons_keep_who_failed(tmp_path: Path) -> None:
+def test_of_a_run_of_the_load_comparisons_keep_who_failed() -> None:
     summary = {
         "requests": 64,
         "succeeded": 62,
@@ -170,57 +165,13 @@ def test_of_a_run_of_the_load_comparisons_keep_who_failed(tmp_path: Path) -> Non
         "itl_s": {"mean": 9.0, "p50": 9.0, "p90": 9.0, "p99": 2.0, "max": 9.0},
         "tpot_s": {"mean": 9.0, "p50": 3.0, "p90": 9.0, "p99": 9.0, "max": 9.0},
     }
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps({"run": {"summary": summary}}))
-    assert load_figures(file) == {
+    assert load_figures({"summary": summary}) == {
         "failed": 2,
         "output_tokens_per_s": 100.0,
         "ttft_p50_s": 1.0,
         "itl_p99_s": 2.0,
         "tpot_p50_s": 3.0,
     }
-
-
-# --- the floors of a decode step -------------------------------------------------------------------------------------
-
-
-class Rates:
-    """A machine of which everything is known."""
-
-    bytes_per_s, flops_per_s = 1e9, 2e9
-
-    def measure(self) -> None:
-        """It is what it is."""
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_step_reads_every_matrix_once_and_of_the_embeddings_nothing(family: str, tied: bool, tmp_path: Path) -> None:
-    make_checkpoint(family, tmp_path, dtype="bfloat16", tie_word_embeddings=tied)
-    with safe_open(tmp_path / "model.safetensors", "pt") as tensors:
-        sizes = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    read = [each.numel() for name, each in sizes.items() if each.ndim == 2 and (tied or "embed" not in name)]
-    runner = load_runner(tmp_path, kv_cache_bytes=2**16, block_size=16, dtype="bfloat16")
-    assert decode_floor.weight_bytes(runner) == 2 * sum(read)
-
-
-def test_floors_are_what_is_read_and_what_is_multiplied(tmp_path: Path) -> None:
-    make_checkpoint("llama", tmp_path, dtype="float32")
-    runner = load_runner(tmp_path, kv_cache_bytes=2**20, block_size=16, dtype="float32")
-    options = argparse.Namespace(batches=[1, 3], context=40, steps=5)
-    found = decode_floor.measure(runner, Rates(), options)  # type: ignore[arg-type]
-    # Two layers: queries, output, keys, values, three of the feed-forward network; then the head.
-    numbers = 2 * 64 * (64 + 64 + 32 + 32 + 3 * 96) + 384 * 64
-    assert (found["weight_bytes"], found["bandwidth_gb_s"], found["gflops"]) == (4 * numbers, 1.0, 2.0)
-    for batch, each in found["batches"].items():
-        kv_bytes = batch * 40 * (2 * 2 * 2 * 16 * 4)  # layers, keys and values, heads, their size, float32
-        assert each["kv_bytes"] == kv_bytes
-        assert each["floor_ms"] == pytest.approx(1e3 * (4 * numbers + kv_bytes) / 1e9)
-        assert each["compute_floor_ms"] == pytest.approx(1e3 * batch * 2 * numbers / 2e9)
-        assert each["step_ms"]["n"] == 5
-        assert each["ratio"] == pytest.approx(each["step_ms"]["min"] / each["floor_ms"])
-        assert each["ratio_p50"] == pytest.approx(each["step_ms"]["p50"] / each["floor_ms"])
-    assert found["batches"].keys() == {1, 3}
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from dashboard_bench import DashboardServer, num_watchers, serve_dashboard
 from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, assert_error, keyring_of, serve, settings
+from waiting import eventually
 
 from common.contract.errors import Cause
 from common.contract.tiers import Tier
@@ -49,12 +50,6 @@ async def watching(session: aiohttp.ClientSession, url: str) -> AsyncIterator[Ca
 async def read_to_its_end(next_event: Callable[[], Any]) -> None:
     for _ in range(1000):
         await next_event()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -186,7 +181,7 @@ async def test_those_who_watch_together_share_what_is_computed(session: aiohttp.
                 await one()
                 await other()
         assert looks == 3, "the first event of each, and one more for both: time stands still"
-        await until(lambda: num_watchers(server.metrics) == 0)
+        await eventually(lambda: num_watchers(server.metrics) == 0)
         before = looks
         await asyncio.sleep(0.1)
         assert looks == before, "nobody watches"
@@ -208,7 +203,7 @@ async def test_watchers_are_bounded_and_one_who_leaves_makes_room(session: aioht
                 assert_error(await response.json(), None, "capacity")
             async with session.get(server.url + "/pools") as response:
                 assert response.status == 200, "a single look is no watching"
-        await until(lambda: num_watchers(server.metrics) < MAX_WATCHERS)
+        await eventually(lambda: num_watchers(server.metrics) < MAX_WATCHERS)
         async with watching(session, server.url) as next_event:
             await next_event()
 
@@ -222,7 +217,7 @@ async def test_one_client_cannot_keep_others_from_watching(session: aiohttp.Clie
         for _ in range(MAX_WATCHERS // 2):
             next_event = await stack.enter_async_context(watching(other, server.url))
             await next_event()
-        await until(lambda: num_watchers(server.metrics) == MAX_WATCHERS)
+        await eventually(lambda: num_watchers(server.metrics) == MAX_WATCHERS)
         for client in (session, other):
             async with client.get(server.url + "/pools/events") as response:
                 assert response.status == 429

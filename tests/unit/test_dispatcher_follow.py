@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 from kubernetes_api import DECODE, NAMESPACE, Pod, running_api
 from prometheus_client import CollectorRegistry
+from waiting import eventually
 
 from benchmarks.scripted_batch import Script
 from benchmarks.scripted_workers import ScriptedPool, ScriptedWorker
@@ -60,12 +61,6 @@ class Cluster:
         return deltas
 
 
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not reached():
-            await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def cluster(num_decode: int, *, prefill: bool = True) -> AsyncIterator[Cluster]:
     pool = ScriptedPool(FINGERPRINT, num_decode, Script((7,), short=True), PULSE)
@@ -92,7 +87,7 @@ async def test_a_worker_serves_once_it_is_found() -> None:
         await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
         assert sum(len(delta.token_ids) for delta in await made.ask()) == 3
         made.follow(made.endpoint(first), made.endpoint(second))
-        await until(lambda: made.usable() == set(made.addresses.values()) - {made.addresses[made.pool.prefill]})
+        await eventually(lambda: made.usable() == set(made.addresses.values()) - {made.addresses[made.pool.prefill]})
         assert not made.registry.colocated
 
 
@@ -100,7 +95,7 @@ async def test_one_that_is_not_serving_gets_nothing_new() -> None:
     async with cluster(2) as made:
         first, second = made.pool.decode
         made.follow(made.endpoint(first), made.endpoint(second))
-        await until(lambda: len(made.usable()) == 2 and len(made.registry.usable(Role.PREFILL)) == 1)
+        await eventually(lambda: len(made.usable()) == 2 and len(made.registry.usable(Role.PREFILL)) == 1)
         made.follow(made.endpoint(first, serving=False), made.endpoint(second))
         assert made.usable() == {made.addresses[second]}
         for _ in range(4):
@@ -114,17 +109,17 @@ async def test_one_that_is_not_listed_any_more_finishes_what_it_has_and_is_forgo
     async with cluster(2) as made:
         first, second = made.pool.decode
         made.follow(made.endpoint(first))
-        await until(lambda: len(made.usable()) == 1)
+        await eventually(lambda: len(made.usable()) == 1)
         made.pool.script.short, made.pool.script.interval_s = False, 0.01
         asked = asyncio.create_task(made.ask())
-        await until(lambda: len(first.batch) == 1)
+        await eventually(lambda: len(first.batch) == 1)
         made.follow(made.endpoint(second))
-        await until(lambda: made.usable() == {made.addresses[second]})
+        await eventually(lambda: made.usable() == {made.addresses[second]})
         made.pool.script.last_step = True
         assert (await asked)[-1].finish_reason == "length"
         assert made.addresses[first] in made.registry.workers, "its session is open"
         await first.server.close()
-        await until(lambda: made.addresses[first] not in made.registry.workers)
+        await eventually(lambda: made.addresses[first] not in made.registry.workers)
         assert [worker["id"] for worker in made.dispatcher.workers()].count(made.addresses[first]) == 0
 
 
@@ -133,12 +128,12 @@ async def test_one_that_is_not_listed_any_more_may_refuse_within_its_session() -
     async with cluster(2) as made:
         first, second = made.pool.decode
         made.follow(made.endpoint(first))
-        await until(lambda: len(made.usable()) == 1)
+        await eventually(lambda: len(made.usable()) == 1)
         made.follow(made.endpoint(second))
-        await until(lambda: made.usable() == {made.addresses[second]})
+        await eventually(lambda: made.usable() == {made.addresses[second]})
         (gateway,) = first.server.peers
         first.server._send_control(gateway, HelloRefused(cause=Cause.CAPACITY, message="full"))
-        await until(lambda: made.addresses[first] not in made.registry.workers)
+        await eventually(lambda: made.addresses[first] not in made.registry.workers)
         await made.ask()
 
 
@@ -151,7 +146,7 @@ async def test_one_that_never_answered_is_forgotten_at_once_and_may_come_again()
             assert ghost.address in made.registry.workers
             made.follow(made.endpoint(worker))
             assert ghost.address not in made.registry.workers
-        await until(lambda: len(made.usable()) == 1)
+        await eventually(lambda: len(made.usable()) == 1)
         await made.ask()
         assert len(made.dispatcher._linking) == 2
 
@@ -161,18 +156,18 @@ async def test_another_pod_at_the_same_address_is_another_worker() -> None:
     async with cluster(2) as made:
         first, second = made.pool.decode
         made.follow(made.endpoint(first, identity="old"))
-        await until(lambda: len(made.usable()) == 1)
+        await eventually(lambda: len(made.usable()) == 1)
         made.pool.script.short, made.pool.script.interval_s = False, 0.01
         asked = asyncio.create_task(made.ask())
-        await until(lambda: len(first.batch) == 1)
+        await eventually(lambda: len(first.batch) == 1)
         made.follow(made.endpoint(first, identity="old"), made.endpoint(second))
-        await until(lambda: len(made.usable()) == 2)
+        await eventually(lambda: len(made.usable()) == 2)
         made.follow(made.endpoint(first, identity="new", serving=False), made.endpoint(second))
-        await until(lambda: len(second.batch) == 1)
+        await eventually(lambda: len(second.batch) == 1)
         made.pool.script.last_step = True
         assert (await asked)[-1].finish_reason == "length"
         made.follow(made.endpoint(first, identity="new"), made.endpoint(second))
-        await until(lambda: len(made.usable()) == 2)
+        await eventually(lambda: len(made.usable()) == 2)
 
 
 async def test_a_worker_of_another_version_is_refused_and_the_gateway_goes_on(
@@ -182,9 +177,9 @@ async def test_a_worker_of_another_version_is_refused_and_the_gateway_goes_on(
         other, fits = made.pool.decode
         other.fingerprint = replace(FINGERPRINT, config_hash="other")
         made.follow(made.endpoint(other))
-        await until(lambda: "worker refused" in caplog.text)
+        await eventually(lambda: "worker refused" in caplog.text)
         made.follow(made.endpoint(other), made.endpoint(fits))
-        await until(lambda: made.usable() == {made.addresses[fits]})
+        await eventually(lambda: made.usable() == {made.addresses[fits]})
         await made.ask()
 
 
@@ -192,7 +187,7 @@ async def test_a_gateway_is_ready_once_a_worker_that_it_knows_already_is() -> No
     async with cluster(1) as made:
         (worker,) = made.pool.decode
         made.follow(made.endpoint(worker, serving=False))
-        await until(lambda: made.registry.workers[made.addresses[worker]].incarnation is not None)
+        await eventually(lambda: made.registry.workers[made.addresses[worker]].incarnation is not None)
         assert not made.usable()
         made.follow(made.endpoint(worker))
         await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
@@ -203,11 +198,11 @@ async def test_workers_that_differ_are_never_used_together(caplog: pytest.LogCap
         old, new = made.pool.decode
         new.fingerprint = replace(FINGERPRINT, weights_hash="other")
         made.follow(role=Role.PREFILL)
-        await until(lambda: len(made.registry.workers) == 0)
+        await eventually(lambda: len(made.registry.workers) == 0)
         made.follow(made.endpoint(old))
-        await until(lambda: made.usable() == {made.addresses[old]})
+        await eventually(lambda: made.usable() == {made.addresses[old]})
         made.follow(made.endpoint(old, serving=False), made.endpoint(new))
-        await until(lambda: made.usable() == {made.addresses[new]})
+        await eventually(lambda: made.usable() == {made.addresses[new]})
         made.follow(made.endpoint(old), made.endpoint(new))
         assert made.usable() == {made.addresses[old]}
         assert "worker refused: fingerprint mismatch: weights_hash" in caplog.text
@@ -227,7 +222,7 @@ async def test_requests_are_served_while_the_source_is_down() -> None:
             await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
             await api.stop()
             failed = "baton_gateway_discovery_errors_total"
-            await until(lambda: (metrics.get_sample_value(failed, {"role": "decode"}) or 0) >= 2)
+            await eventually(lambda: (metrics.get_sample_value(failed, {"role": "decode"}) or 0) >= 2)
             assert sum(len(delta.token_ids) for delta in await made.ask()) == 3
             assert not task.done()
         finally:

@@ -20,19 +20,12 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, serve
+from waiting import StandingClock
 
 from common.contract.errors import OperatorError
 from common.runtime.config import GatewaySettings, load
 from gateway.access.connections import ConnectionBounds
 from gateway.web.tls import ServerTls
-
-
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Certificate:
@@ -103,7 +96,7 @@ async def test_old_versions_are_refused(certificate: Certificate, version: ssl.T
 async def test_a_certificate_that_is_renewed_is_shown_to_the_next(
     certificate: Certificate, version: ssl.TLSVersion
 ) -> None:
-    time = Time()
+    time = StandingClock()
     reloads: list[bool] = []
     tls = ServerTls(certificate.chain, certificate.key, clock=time, reloaded=reloads.append)
     context = certificate.client()
@@ -124,7 +117,7 @@ async def test_a_certificate_that_is_renewed_is_shown_to_the_next(
 async def test_files_that_cannot_be_used_change_nothing(
     certificate: Certificate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    time = Time()
+    time = StandingClock()
     reloads: list[bool] = []
     tls = ServerTls(certificate.chain, certificate.key, clock=time, reloaded=reloads.append)
     async with serve(ScriptedGenerator(), tls=tls.context) as server:

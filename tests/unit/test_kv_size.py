@@ -46,11 +46,7 @@ ARCHITECTURES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("BATON_"):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 def load(*arguments: str) -> KVSizeSettings:

@@ -29,11 +29,7 @@ COMMANDS: dict[str, type[BaseModel]] = {
 GOAL = ("--ttft-target-s", "60")
 
 
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("BATON_BENCH_"):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 @pytest.fixture

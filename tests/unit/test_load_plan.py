@@ -22,9 +22,7 @@ from common.contract.errors import OperatorError
 MANY = 40_000
 
 
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BATON_BENCH_URL", raising=False)
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 def plan(**options: Any) -> Plan:

@@ -25,6 +25,7 @@ from gateway_fixtures import (
     serve,
     settings,
 )
+from waiting import StandingClock
 
 from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
@@ -39,21 +40,13 @@ ANSWER_TIMEOUT_S = 60.0
 """A request that hangs for longer was let in where it should have been refused."""
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @dataclass
 class Client:
     """One key's holder, and the time that the gateway goes by."""
 
     server: Server
     session: aiohttp.ClientSession
-    time: Time
+    time: StandingClock
     file: Path
 
     async def ask(
@@ -84,7 +77,7 @@ async def client_of(
     """A client whose key, "k" of alice, has these limits; "other" of bob has none."""
     file = tmp_path / "keys.toml"
     file.write_text(entry("alice", "k", limits) + entry("bob", "other", ""))
-    time = Time()
+    time = StandingClock()
     keyring = Keyring(file, clock=time)
     api_settings = api_settings or settings(retry_after_s=9)
     async with serve(generator or ScriptedGenerator(), api_settings, clock=time, keyring=keyring) as server:

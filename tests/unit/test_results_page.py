@@ -13,7 +13,7 @@ from benchmarks import record, result_tables
 from benchmarks.overview_tables import OVERVIEWS, at_a_glance, beside_vllm, handoff, soaks
 from benchmarks.record import RESULTS, Run
 from benchmarks.result_tables import grammars, matrix
-from benchmarks.results_page import MARKED, PAGE, PAGES, PARTS, TABLES, part, rendered
+from benchmarks.results_page import MARKED, ONCE, PAGE, PAGES, PARTS, TABLES, part, rendered, source
 
 
 def test_restarts_name_each_case() -> None:
@@ -37,7 +37,8 @@ def test_every_mark_is_known_and_every_picture_there(page: Path) -> None:
     names = [found["name"] for found in MARKED.finditer(text)]
     assert names
     assert len(names) == text.count("<!-- end -->")
-    assert set(names) <= {*TABLES, *PARTS, *OVERVIEWS, "kv sizes"}
+    once = {ONCE + path.stem for path in RESULTS.glob("*.json")}
+    assert set(names) <= {*TABLES, *PARTS, *OVERVIEWS, "kv sizes", *once}
     missing = [name for name in re.findall(r"\]\((results/.+?)\)", text) if not (PAGE.parent / name).exists()]
     assert missing == []
 
@@ -47,7 +48,17 @@ def test_every_record_is_shown_somewhere() -> None:
     marks = {found["name"] for page in PAGES for found in MARKED.finditer(page.read_text())}
     shown = {record for name in marks & set(PARTS) for record in PARTS[name][:1]} | (marks & set(TABLES))
     shown |= {record for name in marks & set(OVERVIEWS) for record in OVERVIEWS[name][0]}
+    shown |= {name.removeprefix(ONCE) for name in marks if name.startswith(ONCE)}
     assert {path.stem for path in RESULTS.glob("*.json")} <= shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_was_recorded_once_says_so_and_names_its_run(page: Path) -> None:
+    for found in MARKED.finditer(page.read_text()):
+        if found["name"].startswith(ONCE):
+            run = record.recorded(found["name"].removeprefix(ONCE))
+            assert run is not None
+            assert source([run]).strip() + "\\\nrecorded once: the program is in the history" in found["body"]
 
 
 def test_a_run_that_is_not_recorded_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,20 +146,6 @@ def test_of_the_autoscaler_s_runs_the_worst_counts() -> None:
     runs = [run(105.0, 90.0, 5, 4, 1, 0.25, 7), run(45.0, 150.0, 6, 5, 0, 0.75, 3)]
     table = result_tables.autoscale({"figures": {"rules": runs}})
     assert table.splitlines()[2:] == ["| rules | 105 s | 150 s | 6 | 4, 5 | 1, 0 | 0.75 s | 7 |"]
-
-
-def test_a_decode_step_is_beside_the_larger_of_its_floors() -> None:
-    batches = {
-        "1": {"step_ms": {"min": 4.0, "p50": 5.0}, "floor_ms": 2.0, "compute_floor_ms": 0.5, "ratio": 2.0},
-        "8": {"step_ms": {"min": 9.0, "p50": 10.0}, "floor_ms": 3.0, "compute_floor_ms": 6.0, "ratio": 3.0},
-    }
-    run = {"figures": {"batches": batches}}
-    assert result_tables.decode_floor(run).splitlines()[2:] == [
-        "| 1 | 4.0 (median 5.0) | 2.0 | 0.5 | 2.00 | 2.00 |",
-        "| 8 | 9.0 (median 10.0) | 3.0 | 6.0 | 3.00 | 1.50 |",
-    ]
-    rows = result_tables.batch_throughput(run).splitlines()[2:]
-    assert rows == ["| 1 | 200 | 1.0 |", "| 8 | 800 | 4.0 |"], "of the medians, as what is usual is asked for"
 
 
 def test_clients_differ_by_the_ratio_of_their_rounds() -> None:
