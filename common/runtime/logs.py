@@ -7,11 +7,13 @@ line too long: control characters are escaped; messages, fields and exceptions a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
+import time
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from common.contract.printable import printable
 
@@ -26,7 +28,10 @@ _INDENT = "    "
 
 def configure_logging(level: str, name: str, log_format: LogFormat = "text") -> None:
     """Write every line to standard error, with the process's name."""
-    handler = logging.StreamHandler(sys.stderr)
+    # No format shows these, and each record would look for them; `logging` documents all four switches.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
+    handler = TurnHandler(sys.stderr)
     text = TextFormatter(f"%(asctime)s %(levelname)s {name} %(message)s")
     handler.setFormatter(JsonFormatter(name) if log_format == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -37,14 +42,58 @@ def about(event: str, **fields: Any) -> dict[str, Any]:
     return {_FIELDS: {"event": event, **fields}}
 
 
+class TurnHandler(logging.StreamHandler[TextIO]):
+    """Writes the lines of one turn of the event loop together, which saves most system calls of a busy process. A
+    warning, or anything more severe, is written at once with the lines before it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: list[str] = []
+        self._scheduled = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record; `handle` holds the lock."""
+        try:
+            self._lines.append(self.format(record) + self.terminator)
+            loop = None if record.levelno >= logging.WARNING else asyncio._get_running_loop()
+            if loop is None:
+                self.flush()
+            elif not self._scheduled:
+                self._scheduled = True
+                loop.call_soon(self.flush)
+        except Exception:  # noqa: BLE001 (as every handler does)
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Write the lines taken so far."""
+        assert self.lock is not None
+        with self.lock:
+            self._scheduled = False
+            if self._lines:
+                lines, self._lines = self._lines, []
+                self.stream.write("".join(lines))
+                super().flush()
+
+
 class TextFormatter(logging.Formatter):
     """Formats each event as one line of text. The lines of an exception follow it, indented, so that a line without
     indent always begins another event. Control characters, including line ends, are escaped."""
+
+    _second = -1
+    """The last second that was formatted, in Unix time."""
+    _time = ""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name is given)
         """Format the line."""
         record.message = printable(record.message, MAX_MESSAGE_CHARS)
         return super().formatMessage(record)
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        """The local time, of which the seconds are formatted once for all records of a second."""
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._time = second, time.strftime(self.default_time_format, self.converter(second))
+        return f"{self._time},{int(record.msecs):03d}"
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 (the name is given)
         """Format the lines of an exception."""
