@@ -62,6 +62,9 @@ _LOGPROB_BYTES: Final = 80
 """Assumed bytes of an answer for each log probability in it."""
 _LONG_CHARS: Final = 2048
 """Texts of at least this many characters are charged before they are tokenised."""
+_SHORT_MESSAGES: Final = 8
+_SHORT_CHARS: Final = 2048
+"""A conversation of at most so many messages and characters is short."""
 _TEMPLATE_S: Final = 10.0
 """Time limit for rendering a conversation with the chat template. The template is a program by the model's author, and
 may contain an endless loop."""
@@ -139,6 +142,8 @@ class Intake:
         self._limits = settings.limits
         self._ignored = IgnoredFields()
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
+        self._rendered_short = False
+        """Whether a short conversation has been rendered."""
 
     async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
         """A job with one generation for each prompt."""
@@ -320,8 +325,12 @@ class Intake:
                 ending,
             )
 
+        short = _is_short(messages, tools, switches)
         try:
-            return await self._tokenizer.threads.run(render, _TEMPLATE_S)
+            # The first one compiles the template, which is not brief.
+            prompt = await self._tokenizer.threads.run(render, _TEMPLATE_S, brief=short and self._rendered_short)
+            self._rendered_short = self._rendered_short or short
+            return prompt
         except ChatTemplateError as error:
             raise invalid("messages", str(error)) from error
         except TimeoutError as error:
@@ -435,6 +444,14 @@ class Intake:
 def _report_bytes(num_logprobs: int | None) -> int:
     """Assumed bytes of an answer for the log probabilities of one token with `num_logprobs` alternatives."""
     return 0 if num_logprobs is None else _LOGPROB_BYTES * (1 + num_logprobs)
+
+
+def _is_short(messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> bool:
+    """Whether a conversation is rendered sooner than a thread is reached."""
+    if tools or len(messages) > _SHORT_MESSAGES or not all(isinstance(value, bool) for value in switches.values()):
+        return False
+    plain = all(each.tool_calls is None and each.reasoning_content is each.reasoning is None for each in messages)
+    return plain and sum(len(each.content or "") for each in messages) < _SHORT_CHARS
 
 
 def _ending(form: ChatRequest) -> PromptEnding:
