@@ -195,6 +195,7 @@ class Dispatcher(Collector):
         self.handoffs: Counter[tuple[str, str]] = Counter()
         """Sequences that a decode worker took over, by (address of the prefill worker, its own address)."""
         self.recovery = RecoveryMetrics()
+        self._details = Details(workers=self.workers, in_flight=lambda: len(self._open_clients))
         self._degraded = False
         """Whether a request has been routed while no prefill worker was usable, and none has been usable since."""
 
@@ -298,15 +299,14 @@ class Dispatcher(Collector):
     def ready(self) -> Readiness:
         """Whether a request that arrives now could be served."""
         missing = self._registry.missing()
-        takes = self._registry.table.max_sequence_tokens[self._registry.usable_rows(Role.DECODE)]
         reason = "ready"
         if missing:
             reason = f"no {' and no '.join(missing)} worker is usable" if Role.DECODE in missing else _DEGRADED
         return Readiness(
             ready=Role.DECODE not in missing,
             reason=reason,
-            details=Details(workers=self.workers, in_flight=lambda: len(self._open_clients)),
-            max_sequence_tokens=int(takes.max()) if len(takes) else None,
+            max_sequence_tokens=self._registry.max_sequence_tokens,
+            details=self._details,
         )
 
     def workers(self) -> list[dict[str, object]]:

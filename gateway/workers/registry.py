@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -61,6 +60,8 @@ class Registry:
         that a request after a long time does not do it for all workers; other events often come many at a time."""
         self._usable: dict[Role, Rows] = {}
         """Rows of the usable workers of each role; empty if they are not known."""
+        self._max_sequence_tokens: int | None = None
+        """Of the usable decode workers, the most tokens of one sequence. Known together with `_usable`."""
 
     def add(self, role: Role, endpoint: Endpoint) -> None:
         """Add a worker at a new address."""
@@ -179,15 +180,15 @@ class Registry:
         self._changed.add(worker)
 
     def _over(self, worker: WorkerView, given: Given, now: float) -> None:
-        if given not in worker.unseen:
+        try:
+            index = worker.unseen.index(given)
+        except ValueError:
             worker.gone[given.tier.rank] += given.num_sequences
             return
-        index = worker.unseen.index(given)
         del worker.unseen[index]
         if given.num_tokens:  # it took the time until now: the work behind it begins now
-            for behind in range(index, len(worker.unseen)):
-                each = worker.unseen[behind]
-                worker.unseen[behind] = replace(each, at=max(each.at, now))
+            for behind in itertools.islice(worker.unseen, index, None):
+                behind.at = max(behind.at, now)
 
     @property
     def block_size(self) -> int:
@@ -206,12 +207,24 @@ class Registry:
     def usable_rows(self, role: Role) -> Rows:
         """Rows of the table of the workers of a role that may be given work."""
         if not self._usable:
-            usable = [(row, worker.role) for row, worker in enumerate(self.table.workers) if worker.usable]
-            self._usable = {
-                each: np.array([row for row, its_role in usable if its_role is each], dtype=np.intp)
-                for each in (Role.PREFILL, Role.DECODE)
-            }
+            self._find_usable()
         return self._usable[role]
+
+    def _find_usable(self) -> None:
+        usable = [(row, worker) for row, worker in enumerate(self.table.workers) if worker.usable]
+        self._usable = {
+            role: np.array([row for row, worker in usable if worker.role is role], dtype=np.intp)
+            for role in (Role.PREFILL, Role.DECODE)
+        }
+        takes = [w.welcome.max_sequence_tokens for _, w in usable if w.role is Role.DECODE and w.welcome is not None]
+        self._max_sequence_tokens = max(takes, default=None)
+
+    @property
+    def max_sequence_tokens(self) -> int | None:
+        """Most tokens of one sequence at any usable decode worker; None without one."""
+        if not self._usable:
+            self._find_usable()
+        return self._max_sequence_tokens
 
     def usable(self, role: Role) -> list[WorkerView]:
         """Workers of a role that may be given work."""
