@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -24,10 +25,14 @@ MAX_TRACE_CHARS = 16_384
 """Longest exception or stack; the beginning and the end of a longer one are kept."""
 _FIELDS = "baton_fields"
 _INDENT = "    "
+_shows_fields = True
+"""Whether the configured format shows the fields of an event."""
 
 
 def configure_logging(level: str, name: str, log_format: LogFormat = "text") -> None:
     """Write every line to standard error, with the process's name."""
+    global _shows_fields
+    _shows_fields = log_format == "json"
     # No format shows these, and each record would look for them; `logging` documents all four switches.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
@@ -37,9 +42,10 @@ def configure_logging(level: str, name: str, log_format: LogFormat = "text") -> 
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-def about(event: str, **fields: Any) -> dict[str, Any]:
-    """The `extra` argument for logging an event in a request's life with its fields."""
-    return {_FIELDS: {"event": event, **fields}}
+def about(event: str, more: Callable[[], Mapping[str, Any]] = dict, /, **fields: Any) -> dict[str, Any]:
+    """The `extra` argument for logging an event in a request's life with its fields. `more` computes further fields,
+    if the format shows any."""
+    return {_FIELDS: {"event": event, **fields, **more()}} if _shows_fields else {}
 
 
 class TurnHandler(logging.StreamHandler[TextIO]):

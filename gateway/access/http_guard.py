@@ -42,13 +42,13 @@ class Slot:
         assert not self._taken
         self._guard.check_room()
         self._taken = True
-        self._guard.count(1)
+        self._guard.num_in_flight += 1
 
     def leave(self) -> None:
         """End the request, whether or not it has taken its place."""
         if self._taken:
             self._taken = False
-            self._guard.count(-1)
+            self._guard.num_in_flight -= 1
 
 
 SLOT: Final = web.RequestKey("slot", Slot)
@@ -67,6 +67,7 @@ class Guard:
         self._ending = ending
         self.num_in_flight = 0
         """Number of requests that hold a slot."""
+        metrics.requests_in_flight.set_function(lambda: self.num_in_flight)
 
     @property
     def middleware(self) -> Middleware:
@@ -125,11 +126,6 @@ class Guard:
         """Raise `ApiError`, a 429, if the number of requests in flight is at its limit."""
         if self.num_in_flight >= self._limits.max_in_flight:
             raise ApiError(429, f"{self.num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
-
-    def count(self, change: int) -> None:
-        """Record that a slot was taken (+1) or freed (-1)."""
-        self.num_in_flight += change
-        self._metrics.requests_in_flight.inc(change)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from common.runtime import logs
 from common.runtime.logs import (
     MAX_MESSAGE_CHARS,
     MAX_TRACE_CHARS,
@@ -29,10 +30,11 @@ def restored() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     switches = ("logThreads", "logProcesses", "logMultiprocessing", "_srcfile")
-    before = {name: getattr(logging, name) for name in switches}
+    before, shows_fields = {name: getattr(logging, name) for name in switches}, logs._shows_fields
     yield
     for name, value in before.items():
         setattr(logging, name, value)
+    logs._shows_fields = shows_fields
     root.handlers[:] = handlers
     root.setLevel(level)
 
@@ -61,6 +63,22 @@ def test_a_line_is_one_object_with_its_fields(restored: None, monkeypatch: pytes
         "attempt": 2,
         "decode": None,
     }
+
+
+def test_fields_are_computed_for_a_format_that_shows_them(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = 0
+
+    def more() -> dict[str, int]:
+        nonlocal computed
+        computed += 1
+        return {"seconds": 3}
+
+    for log_format, shown in (("text", 0), ("json", 1)):
+        stream = written(monkeypatch, log_format)
+        LOG.info("done", extra=about("finished", more, request="r1"))
+        assert computed == shown
+    told = json.loads(stream.getvalue())
+    assert (told["event"], told["request"], told["seconds"]) == ("finished", "r1", 3)
 
 
 def test_an_exception_stays_on_its_line(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
