@@ -58,6 +58,8 @@ Clock = Callable[[], float]
 _JOB = web.RequestKey("job", Job)
 _TURN_REPORTS = 256
 """Tokens with log probabilities that are processed before other tasks get a turn of the event loop."""
+_SHORT_TOKENS = 64
+"""An answer of at most so many tokens is encoded at once."""
 _TURN_BYTES = 2**16
 """Bytes of an answer that are encoded before other tasks get a turn of the event loop."""
 
@@ -78,7 +80,7 @@ def create_app(
     With a keyring, only holders of its keys are admitted, within the limits of their keys.
     """
     ending = Ending()
-    guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock), ending)
+    guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock), ending, clock)
     api = _Api(generator, tokenizer, settings, metrics, clock, traces, ending, guard)
     app = web.Application(middlewares=[name_requests, guard.middleware], client_max_size=settings.limits.max_body_bytes)
     app[ENDING] = ending
@@ -251,7 +253,8 @@ class _Api:
                     num_reports = 0
                     await asyncio.sleep(0)
             life.finished(self._clock())
-        body = await _encoded(answer.whole(choices, _usage(life)))
+        whole = answer.whole(choices, _usage(life))
+        body = encode(whole) if _is_short(life) else await _encoded(whole)
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
@@ -349,6 +352,14 @@ async def _explain(request: web.Request, response: web.StreamResponse) -> None:
     if _JOB in request:
         for name, value in request[_JOB].generations[0].waterfall.route.items():
             response.headers[f"x-baton-{name}"] = value
+
+
+def _is_short(life: RequestLife) -> bool:
+    """Whether a whole answer is encoded in no time: it has few tokens, and reports nothing of those of a prompt."""
+    job = life.job
+    return (
+        life.num_tokens <= _SHORT_TOKENS and job.prompt_ids is None and not any(job.echoes) and not job.reports_prompt
+    )
 
 
 async def _encoded(answer: Json) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -58,13 +58,21 @@ SLOT: Final = web.RequestKey("slot", Slot)
 class Guard:
     """Authentication, bounds on requests, errors, and the headers of every answer."""
 
-    def __init__(self, settings: ApiSettings, metrics: GatewayMetrics, callers: Callers, ending: Ending) -> None:
+    def __init__(
+        self,
+        settings: ApiSettings,
+        metrics: GatewayMetrics,
+        callers: Callers,
+        ending: Ending,
+        clock: Callable[[], float],
+    ) -> None:
         self._limits = settings.limits
         self._cors = Cors(settings.cors_origins)
         self._callers = callers
         self._metrics = metrics
         self._hosts = Hosts(settings.allowed_hosts)
         self._ending = ending
+        self._clock = clock
         self.num_in_flight = 0
         """Number of requests that hold a slot."""
         metrics.requests_in_flight.set_function(lambda: self.num_in_flight)
@@ -81,6 +89,8 @@ class Guard:
                 code = response.status
             finally:
                 self._metrics.answered(_endpoint(request), code)
+            if code >= 429 and request.method == "POST" and request.path.startswith("/v1/"):
+                self._note_failure(code)
             return response
 
         return guard
@@ -90,6 +100,13 @@ class Guard:
         response.headers.update(self._cors.headers(request))
         if CALLER in request:
             response.headers.update(request[CALLER].headers())
+
+    def _note_failure(self, code: int) -> None:
+        """Record an answer other than the client's fault for the dashboard."""
+        if code in (429, 503):
+            self._metrics.recent.refused(self._clock())
+        elif code >= 500:
+            self._metrics.recent.failed(self._clock())
 
     async def _respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = {}

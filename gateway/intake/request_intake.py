@@ -6,10 +6,8 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
-
-from pydantic import TypeAdapter
 
 from common.contract.sampling import SamplingParams
 from gateway.api_settings import ApiSettings
@@ -26,7 +24,7 @@ from gateway.intake.schemas import (
 from gateway.intake.structured_output import grammar_of
 from gateway.intake.tool_grammar import chat_grammar
 from gateway.intake.tool_schemas import Tool, usable_tools
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Admittance, Generation
 from gateway.text.answer_parts import AnswerPlan
 from gateway.text.detokenizer import TokenDecoder
 from gateway.text.dialect import Dialect
@@ -36,7 +34,6 @@ from gateway.web.http_errors import ApiError, invalid
 COMPLETION_MAX_TOKENS = 16
 """Default of `max_tokens` for a completions request, as in the OpenAI API."""
 
-_SAMPLING = TypeAdapter(SamplingParams)
 _PASSED_ON = (
     "min_tokens",
     "temperature",
@@ -101,6 +98,11 @@ class Job:
         return sum(len(generation.token_ids) for generation in self.generations)
 
     @property
+    def reports_prompt(self) -> bool:
+        """Whether log probabilities of the prompts' tokens were asked for."""
+        return self.generations[0].prompt_logprobs is not None
+
+    @property
     def with_logprobs(self) -> bool:
         """Whether log probabilities of generated tokens were asked for."""
         return self.generations[0].sampling.logprobs is not None
@@ -154,17 +156,22 @@ class Intake:
         context = self._context()
         self._expect(form.prompt, "prompt", context, admit)
         prompts: list[list[int]] = []
-        for prompt in form.prompt:
-            await asyncio.sleep(0)  # let other tasks run: there may be many prompts
+        for number, prompt in enumerate(form.prompt):
+            if number:
+                await asyncio.sleep(0)  # let other tasks run: there may be many prompts
             prompts.append(await self._prompt_tokens(prompt, context))
         echoed = form.logprobs if form.echo else None
         most = self._most_tokens(form, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
         length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS, most=most)
         generations: list[Generation] = []
+        admittance = Admittance()
         for token_ids in prompts:
-            await asyncio.sleep(0)
-            generation = self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar, echoed)
-            generations.append(replace(generation, admittance=(generations or [generation])[0].admittance))
+            if generations:
+                await asyncio.sleep(0)
+            generation = self._generation(
+                form, tenant, token_ids, "prompt", context, length, form.logprobs, grammar, echoed, admittance
+            )
+            generations.append(generation)
         if not form.echo:
             return self._job(form, generations)
         echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
@@ -182,7 +189,8 @@ class Intake:
         self._ignored.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
         ending = _ending(form)
         prompt = await self._render(form.messages, tools, switches, ending)
-        token_ids = await self._conversation_tokens(prompt, self._context(), admit)
+        context = self._context()
+        token_ids = await self._conversation_tokens(prompt, context, admit)
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
             prompt,
@@ -196,7 +204,7 @@ class Intake:
             if form.max_completion_tokens is None
             else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None, most=most)
         )
-        generation = self._generation(form, tenant, token_ids, "messages", length, num_logprobs, grammar)
+        generation = self._generation(form, tenant, token_ids, "messages", context, length, num_logprobs, grammar)
         return self._job(form, [generation], plan=plan)
 
     async def tokenize(self, form: TokenizeRequest, admit: Admit = _for_nothing) -> list[int]:
@@ -343,14 +351,15 @@ class Intake:
         tenant: str,
         token_ids: list[int],
         param: str,
+        context: int,
         length: _LengthLimit,
         num_logprobs: int | None,
         grammar: str | None,
         echoed: int | None = None,
+        admittance: Admittance | None = None,
     ) -> Generation:
         """`param` is the field that the prompt came from. `echoed` is the number of alternatives for its echoed log
-        probabilities, None for no echo."""
-        context = self._context()
+        probabilities, None for no echo. `admittance` is shared with the other prompts."""
         if not token_ids:
             raise invalid(param, f"{param} must not be empty")
         if len(token_ids) >= context:
@@ -381,6 +390,7 @@ class Intake:
             tenant=tenant,
             cache_salt=_cache_salt(tenant, form.cache_salt),
             prompt_logprobs=max((num for num in (echoed, form.prompt_logprobs) if num is not None), default=None),
+            admittance=admittance or Admittance(),
         )
 
     def _sampling(
@@ -391,7 +401,7 @@ class Intake:
         grammar: str | None,
     ) -> SamplingParams:
         defaults = self._settings.sampling_defaults
-        fields = {
+        fields: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": defaults.temperature,
             "top_p": defaults.top_p,
@@ -410,7 +420,7 @@ class Intake:
             fields["seed"] = secrets.randbits(63)
         if fields["top_p"] == 0:
             fields |= {"top_p": 1.0, "temperature": 0.0}
-        return _SAMPLING.validate_python(fields)
+        return SamplingParams(**fields)  # the form has the bounds of its fields
 
     def _job(
         self,
