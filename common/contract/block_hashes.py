@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from struct import pack
 from typing import NewType
 
@@ -21,6 +22,12 @@ BlockHash = NewType("BlockHash", bytes)
 """The name of a full block, `HASH_BYTES` long."""
 
 
+@lru_cache(maxsize=1024)
+def _root(block_size: int, salt: str) -> BlockHash:
+    """The parent of the first block of every chain with this salt."""
+    return BlockHash(hashlib.sha256(f"baton block {block_size} {salt}".encode()).digest())
+
+
 class BlockChain:
     """The names of the leading full blocks of one sequence, computed once each, as the sequence grows."""
 
@@ -29,7 +36,7 @@ class BlockChain:
     def __init__(self, block_size: int, salt: str = "") -> None:
         assert block_size >= 1, block_size
         self._block_size = block_size
-        self._root = BlockHash(hashlib.sha256(f"baton block {block_size} {salt}".encode()).digest())
+        self._root = _root(block_size, salt)
         self.hashes: list[BlockHash] = []
         """Names of blocks `[0, len(hashes))`."""
 

@@ -11,7 +11,7 @@ The account is that of one choice, the one that ends last. Pure: marks in, segme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -130,8 +130,8 @@ class Waterfall:
     opened_at: float | None = None
     """When the dispatcher received it."""
     first_token_at: float | None = None
-    route: Mapping[str, str] = field(default_factory=dict)
-    """The first routing decision, as text by header name."""
+    route: Callable[[], Mapping[str, str]] = dict
+    """Returns the first routing decision, as text by header name; nothing before it."""
     excess_ns: int = 0
     """Nanoseconds by which the workers' reports exceed the time available."""
     segments: list[Segment] = field(default_factory=list)
