@@ -33,9 +33,8 @@ def configure_logging(level: str, name: str, log_format: LogFormat = "text") -> 
     """Write every line to standard error, with the process's name."""
     global _shows_fields
     _shows_fields = log_format == "json"
-    # No format shows these, and each record would look for them; `logging` documents all four switches.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None
+    logging._srcfile = None  # a documented switch: no record looks for its caller
+    logging.setLogRecordFactory(Record)
     handler = TurnHandler(sys.stderr)
     text = TextFormatter(f"%(asctime)s %(levelname)s {name} %(message)s")
     handler.setFormatter(JsonFormatter(name) if log_format == "json" else text)
@@ -46,6 +45,35 @@ def about(event: str, more: Callable[[], Mapping[str, Any]] = dict, /, **fields:
     """The `extra` argument for logging an event in a request's life with its fields. `more` computes further fields,
     if the format shows any."""
     return {_FIELDS: {"event": event, **fields, **more()}} if _shows_fields else {}
+
+
+class Record(logging.LogRecord):
+    """A record without what no format shows: the place in the code, the thread and the process."""
+
+    pathname = filename = module = funcName = ""
+    lineno = 0
+    threadName = processName = process = thread = None
+
+    def __init__(
+        self,
+        name: str,
+        level: int,
+        pathname: str,
+        lineno: int,
+        msg: object,
+        args: Any,
+        exc_info: Any,
+        func: str | None = None,
+        sinfo: str | None = None,
+        **_: object,
+    ) -> None:
+        self.name, self.levelno, self.levelname = name, level, logging.getLevelName(level)
+        self.msg = msg
+        self.args = args[0] if args and len(args) == 1 and isinstance(args[0], Mapping) and args[0] else args
+        self.exc_info, self.exc_text, self.stack_info = exc_info, None, sinfo
+        self.created = time.time()
+        self.msecs = int((self.created - int(self.created)) * 1000)
+        self.relativeCreated = 0.0
 
 
 class TurnHandler(logging.StreamHandler[TextIO]):

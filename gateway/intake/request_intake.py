@@ -95,7 +95,8 @@ class Job:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts together."""
-        return sum(len(generation.token_ids) for generation in self.generations)
+        first, *others = self.generations
+        return len(first.token_ids) + sum(len(other.token_ids) for other in others)
 
     @property
     def reports_prompt(self) -> bool:

@@ -133,9 +133,10 @@ class RequestLife:
         metrics.request_latency.observe(now - self._arrived_at)
         metrics.recent.finished(now, met=self._met)
         self._end(now, finished=True)
-        metrics.stages.observe(self.waterfall)
+        stages_ns = self.waterfall.stages_ns()
+        metrics.stages.observe(self.waterfall, stages_ns)
         metrics.sizes.observe(self.job, {index: choice.num_tokens for index, choice in self._choices.items()})
-        spent = ", ".join(f"{stage} {duration / 1e6:.1f}" for stage, duration in self.waterfall.stages_ns().items())
+        spent = ", ".join(f"{stage} {duration / 1e6:.1f}" for stage, duration in stages_ns.items())
         self._log(
             logging.INFO,
             "finished",

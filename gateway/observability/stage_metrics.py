@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter
@@ -55,9 +56,8 @@ class StageMetrics:
             "baton_gateway_timings_cut", "Requests whose workers claimed more time than there was.", registry=registry
         )
 
-    def observe(self, waterfall: Waterfall) -> None:
-        """Record a finished request's account of time."""
-        spent = waterfall.stages_ns()
+    def observe(self, waterfall: Waterfall, spent: Mapping[Stage, int]) -> None:
+        """Record a finished request's account of time; `spent` are the nanoseconds of each of its stages."""
         for stage, duration in spent.items():
             self._stages[stage].observe(duration / 1e9)
         decode_s = waterfall.last_token_at - (waterfall.first_token_at or waterfall.last_token_at)

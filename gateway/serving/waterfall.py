@@ -54,6 +54,9 @@ class Stage(StrEnum):
     """The last token becomes text and is handed to the client's connection."""
 
 
+_ORDER = {stage: number for number, stage in enumerate(Stage)}
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """`[start_ns, end_ns)` since arrival, spent on one stage. `attempt` counts from 1; 0 means no attempt."""
@@ -247,7 +250,7 @@ class Waterfall:
         spent: dict[Stage, int] = {}
         for segment in self.segments:
             spent[segment.stage] = spent.get(segment.stage, 0) + segment.end_ns - segment.start_ns
-        return {stage: spent[stage] for stage in Stage if stage in spent}
+        return {stage: spent[stage] for stage in sorted(spent, key=_ORDER.__getitem__)}
 
     @property
     def pulls(self) -> list[DecodeTimes]:

@@ -167,7 +167,9 @@ def _decode(body: bytes, max_values: int) -> object:
         decoded = _JSON.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    return {name: _integral(value) for name, value in decoded.items()} if isinstance(decoded, dict) else decoded
+    if not isinstance(decoded, dict):
+        return decoded
+    return {name: _integral(value) if type(value) in (float, list) else value for name, value in decoded.items()}
 
 
 def _integral(value: object, depth: int = 2) -> object:

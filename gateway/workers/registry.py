@@ -197,7 +197,8 @@ class Registry:
         del worker.unseen[index]
         if given.num_tokens:  # it took the time until now: the work behind it begins now
             for behind in itertools.islice(worker.unseen, index, None):
-                behind.at = max(behind.at, now)
+                if behind.at < now:
+                    behind.at = now
 
     @property
     def table(self) -> LoadTable:

@@ -29,12 +29,10 @@ def restored() -> Iterator[None]:
     """The root logger is as it was."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    switches = ("logThreads", "logProcesses", "logMultiprocessing", "_srcfile")
-    before, shows_fields = {name: getattr(logging, name) for name in switches}, logs._shows_fields
+    before, shows_fields, record = logging._srcfile, logs._shows_fields, logging.getLogRecordFactory()
     yield
-    for name, value in before.items():
-        setattr(logging, name, value)
-    logs._shows_fields = shows_fields
+    logging._srcfile, logs._shows_fields = before, shows_fields
+    logging.setLogRecordFactory(record)
     root.handlers[:] = handlers
     root.setLevel(level)
 
