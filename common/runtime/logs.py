@@ -36,8 +36,7 @@ def configure_logging(level: str, name: str, log_format: LogFormat = "text") -> 
     logging._srcfile = None  # a documented switch: no record looks for its caller
     logging.setLogRecordFactory(Record)
     handler = TurnHandler(sys.stderr)
-    text = TextFormatter(f"%(asctime)s %(levelname)s {name} %(message)s")
-    handler.setFormatter(JsonFormatter(name) if log_format == "json" else text)
+    handler.setFormatter(JsonFormatter(name) if log_format == "json" else TextFormatter(name))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -113,21 +112,23 @@ class TextFormatter(logging.Formatter):
     """Formats each event as one line of text. The lines of an exception follow it, indented, so that a line without
     indent always begins another event. Control characters, including line ends, are escaped."""
 
-    _second = -1
-    """The last second that was formatted, in Unix time."""
-    _time = ""
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+        self._second = -1
+        """The last second that was formatted, in Unix time."""
+        self._time = ""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name is given)
-        """Format the line."""
-        record.message = printable(record.message, MAX_MESSAGE_CHARS)
-        return super().formatMessage(record)
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        """The local time, of which the seconds are formatted once for all records of a second."""
+    def format(self, record: logging.LogRecord) -> str:
+        """Format the record: one line, and the lines of its exception and stack."""
         second = int(record.created)
         if second != self._second:
-            self._second, self._time = second, time.strftime(self.default_time_format, self.converter(second))
-        return f"{self._time},{int(record.msecs):03d}"
+            self._second, self._time = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+        message = printable(record.getMessage(), MAX_MESSAGE_CHARS)
+        line = f"{self._time},{int(record.msecs):03d} {record.levelname} {self._process} {message}"
+        if record.exc_info:
+            line = f"{line}\n{self.formatException(record.exc_info)}"
+        return f"{line}\n{self.formatStack(record.stack_info)}" if record.stack_info else line
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 (the name is given)
         """Format the lines of an exception."""

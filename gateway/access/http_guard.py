@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 from aiohttp import web
@@ -44,7 +43,10 @@ class Slot:
         self._taken = True
         self._guard.num_in_flight += 1
 
-    def leave(self) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
         """End the request, whether or not it has taken its place."""
         if self._taken:
             self._taken = False
@@ -125,7 +127,8 @@ class Guard:
                 raise ApiError(403, "requests of this web page are not taken", code="foreign_origin")
             self.check_room()  # before a body is read in vain
             self._ending.follow()
-            with caller.request(), closing_slot(request, Slot(self)):
+            slot = request[SLOT] = Slot(self)
+            with caller.request(), slot:
                 return await handler(request)
         except web.HTTPException as error:
             if "Allow" in error.headers:
@@ -143,16 +146,6 @@ class Guard:
         """Raise `ApiError`, a 429, if the number of requests in flight is at its limit."""
         if self.num_in_flight >= self._limits.max_in_flight:
             raise ApiError(429, f"{self.num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
-
-
-@contextmanager
-def closing_slot(request: web.Request, slot: Slot) -> Iterator[None]:
-    """Offer the request its slot, and free the slot at the end."""
-    request[SLOT] = slot
-    try:
-        yield
-    finally:
-        slot.leave()
 
 
 def is_gone(request: web.Request) -> bool:

@@ -273,16 +273,20 @@ def _least_loaded(table: LoadTable, rows: Rows, here: Column, space_s: Column) -
 
 
 def _handoff(table: LoadTable, ask: Ask, prefill: Rows, decode: Rows, here: Column, times: _Times) -> Handoff:
-    holder = _least(table, np.concatenate([prefill, decode]), -here)
-    most = int(here[holder])
+    holders = np.concatenate([prefill, decode])
+    most = int(np.maximum.reduce(here[holders]))
     own_s = prompt_s(table, ask.num_tokens, here, most)
     chosen = _least(table, _soonest(prefill, times.turn_s if ask.least_wait else times.turn_s + own_s), -here)
     num_cached = int(here[chosen])
     taker = _least_loaded(table, decode, here, times.space_s)
+    prefix = None
+    if most > num_cached:
+        holder = table.workers[_least(table, holders, -here)]
+        prefix = PrefixHint(source=holder.place.source, num_tokens=most)
     return Handoff(
         prefill=table.workers[chosen],
         decode=table.workers[taker],
-        prefix=PrefixHint(source=table.workers[holder].place.source, num_tokens=most) if most > num_cached else None,
+        prefix=prefix,
         num_cached=num_cached,
         expected=Expected(
             queue_s=float(times.turn_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(times.space_s[taker])

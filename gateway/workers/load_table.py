@@ -93,14 +93,11 @@ class LoadTable:
     def spread(self, values: Mapping[Place, int]) -> Column:
         """The values as a column, with 0 for workers that have none. Values of workers that are not here are left
         out."""
-        rows, found = [], []
+        column = np.zeros(len(self.workers))
         for place, value in values.items():
             row = self._rows.get(place.address)
             if row is not None and self.workers[row].incarnation == place.incarnation:
-                rows.append(row)
-                found.append(value)
-        column = np.zeros(len(self.workers))
-        column[rows] = found
+                column[row] = value
         return column
 
     def rows_of(self, places: Iterable[Place]) -> Rows:

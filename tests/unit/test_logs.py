@@ -131,12 +131,12 @@ async def test_a_warning_is_written_at_once_after_the_lines_before_it(
 
 
 def test_each_line_has_its_own_time() -> None:
-    formatter = TextFormatter("%(asctime)s")
+    formatter, theirs = TextFormatter("p"), logging.Formatter("%(asctime)s %(levelname)s p %(message)s")
     times = (1.5, 1.25, 61.999, 1.001)
     records = [LOG.makeRecord("l", logging.INFO, "f", 1, "text", (), None) for _ in times]
     for record, created in zip(records, times, strict=True):
         record.created, record.msecs = created, 1000 * (created % 1)
-    assert [formatter.format(each) for each in records] == [logging.Formatter("%(asctime)s").format(r) for r in records]
+    assert [formatter.format(each) for each in records] == [theirs.format(each) for each in records]
 
 
 FORGED = "2026-01-01 00:00:00,000 CRITICAL baton test the key is out"
