@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gateway.text.call_parser import CallDelta
 from gateway.text.choice_text import AnswerEnd, Piece, TokenReport
@@ -28,8 +28,7 @@ class TokenSpeller(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(NamedTuple):
     """Token counts of a request."""
 
     num_prompt_tokens: int
@@ -84,8 +83,7 @@ class WholeChoice:
         self.finish_reason = piece.finish_reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
+class Heading(NamedTuple):
     """Fields that all answers and chunks of one request share."""
 
     id: str

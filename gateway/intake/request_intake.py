@@ -6,8 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from common.contract.sampling import SamplingParams
 from gateway.api_settings import ApiSettings
@@ -67,8 +66,7 @@ _TEMPLATE_S: Final = 10.0
 may contain an endless loop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(NamedTuple):
     """One validated request, ready to be generated."""
 
     generations: tuple[Generation, ...]
@@ -118,8 +116,7 @@ def _for_nothing(num_tokens: int) -> None:
     """An `Admit` that charges nobody."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LengthLimit:
+class _LengthLimit(NamedTuple):
     """Bounds of the number of tokens to generate, and the name of the field that sets it."""
 
     param: str

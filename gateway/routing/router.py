@@ -16,7 +16,6 @@ All workers are compared, as columns of a table (`gateway.workers.load_table`). 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -56,8 +55,7 @@ class LocalPrefill(StrEnum):
     """The deployment has prefill workers, but none is usable."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(NamedTuple):
     """A prompt to place, and the time."""
 
     num_tokens: int
@@ -71,8 +69,7 @@ class Ask:
     """Whether to minimise the wait, however long the prompt then takes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class Expected(NamedTuple):
     """Expected times of a route, in seconds."""
 
     queue_s: float
@@ -103,8 +100,7 @@ class Expected:
         return self.wait_s + self.prompt_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handoff:
+class Handoff(NamedTuple):
     """One worker computes the prompt, another one decodes."""
 
     prefill: WorkerView
@@ -124,8 +120,7 @@ class Handoff:
         return told
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
+class Local(NamedTuple):
     """A decode worker computes the prompt and decodes."""
 
     decode: WorkerView
@@ -142,8 +137,7 @@ class Local:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caution:
+class Caution(NamedTuple):
     """Restrictions on the choice of workers."""
 
     avoid: frozenset[Place] = frozenset()
@@ -232,7 +226,7 @@ class Router:
         if not len(prefill):
             route = _local(table, ask, free, here, times, LocalPrefill.NO_PREFILL_WORKER)
             is_short = ask.num_tokens - route.num_cached <= self._local_prefill_tokens
-            return replace(route, reason=LocalPrefill.SHORT) if is_short else route
+            return route._replace(reason=LocalPrefill.SHORT) if is_short else route
         handoff = _handoff(table, ask, prefill, decode, here, times)
         if len(near):
             short = _local(table, ask, near, here, times, LocalPrefill.SHORT)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from common.contract.ids import RequestKey
 from common.contract.messages import DecodeTimes, PromptTimes, Role, Timings
@@ -57,8 +58,7 @@ class Stage(StrEnum):
 _ORDER = {stage: number for number, stage in enumerate(Stage)}
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """`[start_ns, end_ns)` since arrival, spent on one stage. `attempt` counts from 1; 0 means no attempt."""
 
     stage: Stage
