@@ -45,7 +45,7 @@ from gateway.intake.schemas import (
     TokenizeRequest,
     parse,
 )
-from gateway.observability.metrics import GatewayMetrics, RequestStopwatch
+from gateway.observability.metrics import GatewayMetrics
 from gateway.observability.request_life import RequestLife, Traces
 from gateway.openapi import ROUTES, document
 from gateway.serving.generation import GenerationFailed, Generator
@@ -60,6 +60,8 @@ Clock = Callable[[], float]
 _JOB = web.RequestKey("job", Job)
 _TURN_REPORTS = 256
 """Tokens with log probabilities that are processed before other tasks get a turn of the event loop."""
+_SHORT_TOKENS = 64
+"""An answer of at most so many tokens is encoded at once."""
 _TURN_BYTES = 2**16
 """Bytes of an answer that are encoded before other tasks get a turn of the event loop."""
 
@@ -80,7 +82,7 @@ def create_app(
     With a keyring, only holders of its keys are admitted, within the limits of their keys.
     """
     ending = Ending()
-    guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock), ending)
+    guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock), ending, clock)
     api = _Api(generator, tokenizer, settings, metrics, clock, traces, ending, guard)
     app = web.Application(middlewares=[name_requests, guard.middleware], client_max_size=settings.limits.max_body_bytes)
     app[ENDING] = ending
@@ -217,63 +219,42 @@ class _Api:
         caller = request[CALLER]
         caller.admit_prompt(job.num_prompt_tokens)
         request[_JOB] = job
-        life = RequestLife(
-            request, job, answer, arrived_s, self._clock(), metrics=self._metrics.stages, traces=self._traces
-        )
         target = self._settings.targets[job.generations[0].tier]
-        stopwatch = RequestStopwatch(self._metrics, arrived_s, job.num_prompt_tokens, target, life)
-        async with aclosing(self._pieces(job, stopwatch, caller)) as pieces:
-            if job.stream:
-                return await self._stream(request, job, answer, pieces, stopwatch)
-            return await self._collect(request, job, answer, pieces, stopwatch)
-
-    async def _pieces(self, job: Job, stopwatch: RequestStopwatch, caller: Caller) -> AsyncGenerator[Piece, None]:
-        num_reports = 0
-        try:
-            async with aclosing(stream_pieces(self._generator, self._tokenizer, job)) as pieces:
-                async for piece in pieces:
-                    stopwatch.observe(piece, self._clock())
-                    caller.charge(piece.num_tokens)
-                    yield piece
-                    num_reports += len(piece.reports) + len(piece.prompt_reports)
-                    if num_reports >= _TURN_REPORTS:
-                        num_reports = 0
-                        await asyncio.sleep(0)
-        except GenerationFailed as error:
-            if error.cause is Cause.CAPACITY and not stopwatch.num_tokens:
-                caller.give_back(job.num_prompt_tokens)
-            raise
-        stopwatch.finish(self._clock())
+        life = RequestLife(
+            request, job, answer, arrived_s, self._clock(), metrics=self._metrics, target=target, traces=self._traces
+        )
+        answering = self._stream if job.stream else self._collect
+        async with aclosing(stream_pieces(self._generator, self._tokenizer, job)) as pieces:
+            return await answering(request, life, answer, pieces)
 
     async def _collect(
-        self,
-        request: web.Request,
-        job: Job,
-        answer: AnswerFormat,
-        pieces: AsyncGenerator[Piece, None],
-        stopwatch: RequestStopwatch,
+        self, request: web.Request, life: RequestLife, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None]
     ) -> web.StreamResponse:
-        choices = [WholeChoice() for generation in job.generations for _ in range(generation.num_choices)]
-        with self._failures_counted(request, stopwatch):
+        choices = [WholeChoice() for generation in life.job.generations for _ in range(generation.num_choices)]
+        caller, num_reports = request[CALLER], 0
+        with self._failures_counted(request, life):
             async for piece in pieces:
+                self._take(piece, life, caller)
                 choices[piece.choice].add(piece)
-        body = await _encoded(answer.whole(choices, _usage(job, stopwatch)))
+                num_reports += len(piece.reports) + len(piece.prompt_reports)
+                if num_reports >= _TURN_REPORTS:
+                    num_reports = 0
+                    await asyncio.sleep(0)
+            life.finished(self._clock())
+        whole = answer.whole(choices, _usage(life))
+        body = encode(whole) if _is_short(life) else await _encoded(whole)
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
-        self,
-        request: web.Request,
-        job: Job,
-        answer: AnswerFormat,
-        pieces: AsyncGenerator[Piece, None],
-        stopwatch: RequestStopwatch,
+        self, request: web.Request, life: RequestLife, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None]
     ) -> web.StreamResponse:
         events = EventStream(request, self._limits.stall_timeout_s)
         try:
-            with self._failures_counted(request, stopwatch):
-                await _send_chunks(events, job, answer, pieces)
-                if job.include_usage:
-                    await events.send(encode(answer.usage_chunk(_usage(job, stopwatch))), more=True)
+            with self._failures_counted(request, life):
+                await self._send_chunks(events, life, answer, pieces, request[CALLER])
+                life.finished(self._clock())
+                if life.job.include_usage:
+                    await events.send(encode(answer.usage_chunk(_usage(life))), more=True)
                 await events.send_done()
         except Exception as error:
             if not events.started or is_gone(request):
@@ -282,26 +263,62 @@ class _Api:
             await events.send_error(encode(as_api_error(error).body()))
         return await events.close()
 
+    async def _send_chunks(
+        self,
+        events: EventStream,
+        life: RequestLife,
+        answer: AnswerFormat,
+        pieces: AsyncGenerator[Piece, None],
+        caller: Caller,
+    ) -> None:
+        job = life.job
+        chunks = ChunkEncoder(answer, usage_follows=job.include_usage)
+        begun: set[int] = set()
+        num_reports = 0
+        num_open = sum(generation.num_choices for generation in job.generations)
+        async for piece in pieces:
+            self._take(piece, life, caller)
+            first = piece.choice not in begun
+            begun.add(piece.choice)
+            num_open -= piece.finish_reason is not None
+            if first or piece.told or piece.finish_reason is not None:
+                usage = None
+                if job.continuous_usage:
+                    usage = usage_of(job.num_prompt_tokens, life.num_tokens)
+                await events.send(chunks.encode(piece, first, usage), more=piece.more or not num_open)
+            elif not piece.more:
+                await events.flush()
+            num_reports += len(piece.reports) + len(piece.prompt_reports)
+            if num_reports >= _TURN_REPORTS:
+                num_reports = 0
+                await asyncio.sleep(0)
+
+    def _take(self, piece: Piece, life: RequestLife, caller: Caller) -> None:
+        life.observe(piece, self._clock())
+        caller.charge(piece.num_tokens)
+
     @contextmanager
-    def _failures_counted(self, request: web.Request, stopwatch: RequestStopwatch) -> Iterator[None]:
+    def _failures_counted(self, request: web.Request, life: RequestLife) -> Iterator[None]:
         try:
             yield
         except GenerationFailed as error:
-            stopwatch.fail(error.cause, error.message, self._clock())
+            if error.cause is Cause.CAPACITY and not life.num_tokens:
+                request[CALLER].give_back(life.job.num_prompt_tokens)
+            life.failed(error.cause, error.message, self._clock())
             raise
         except asyncio.CancelledError:
             if self._ending.is_reason():
                 failure = has_ended()
-                stopwatch.fail(failure.cause, failure.message, self._clock())
+                life.failed(failure.cause, failure.message, self._clock())
                 raise failure from None
             why = "the client has left" if is_gone(request) else "the gateway has ended"
-            stopwatch.fail(Cause.CANCELLED, why, self._clock())
+            life.failed(Cause.CANCELLED, why, self._clock())
             raise
         except ConnectionError:
-            stopwatch.fail(Cause.CANCELLED, "the client has left", self._clock())
+            life.failed(Cause.CANCELLED, "the client has left", self._clock())
             raise
         except Exception:
-            stopwatch.fail(Cause.INTERNAL, "unexpected error", self._clock())
+            life.failed(Cause.INTERNAL, "unexpected error", self._clock())
             raise
 
     def _heading(self, prefix: str) -> Heading:
@@ -321,8 +338,16 @@ async def _explain(request: web.Request, response: web.StreamResponse) -> None:
     """Add the routing decision to the headers; of several prompts, the first one's. A stream's head waits for its first
     piece."""
     if _JOB in request:
-        for name, value in request[_JOB].generations[0].waterfall.route.items():
+        for name, value in request[_JOB].generations[0].waterfall.route().items():
             response.headers[f"x-baton-{name}"] = value
+
+
+def _is_short(life: RequestLife) -> bool:
+    """Whether a whole answer is encoded in no time: it has few tokens, and reports nothing of those of a prompt."""
+    job = life.job
+    return (
+        life.num_tokens <= _SHORT_TOKENS and job.prompt_ids is None and not any(job.echoes) and not job.reports_prompt
+    )
 
 
 async def _encoded(answer: Mapping[str, object]) -> bytes:
@@ -338,36 +363,13 @@ async def _encoded(answer: Mapping[str, object]) -> bytes:
     return b"".join(pieces)
 
 
-async def _send_chunks(
-    events: EventStream, job: Job, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None]
-) -> None:
-    chunks = ChunkEncoder(answer, usage_follows=job.include_usage)
-    begun: set[int] = set()
-    num_tokens = 0
-    num_open = sum(generation.num_choices for generation in job.generations)
-    async for piece in pieces:
-        first = piece.choice not in begun
-        begun.add(piece.choice)
-        num_tokens += piece.num_tokens
-        num_open -= piece.finish_reason is not None
-        worded = piece.text or piece.reasoning or piece.call is not None
-        reported = piece.token_ids or piece.reports or piece.prompt_reports
-        if first or worded or reported or piece.finish_reason is not None:
-            usage = None
-            if job.continuous_usage:
-                usage = usage_of(job.num_prompt_tokens, num_tokens)
-            await events.send(chunks.encode(piece, first, usage), more=piece.more or not num_open)
-        elif not piece.more:
-            await events.flush()
-
-
-def _usage(job: Job, stopwatch: RequestStopwatch) -> answers.Usage:
-    timings = stopwatch.life.timings() if job.include_timings and stopwatch.life is not None else None
+def _usage(life: RequestLife) -> answers.Usage:
+    job = life.job
     cached = (min(each.waterfall.num_cached, len(each.token_ids)) for each in job.generations)
     return usage_of(
         job.num_prompt_tokens,
-        stopwatch.num_tokens,
+        life.num_tokens,
         num_cached_tokens=sum(cached),
-        num_reasoning_tokens=stopwatch.num_reasoning_tokens if job.plan is not None and job.plan.reasons else None,
-        timings=None if timings is None else cast(answers.Timings, timings),
+        num_reasoning_tokens=life.num_reasoning_tokens if job.plan is not None and job.plan.reasons else None,
+        timings=cast(answers.Timings, life.timings()) if job.include_timings else None,
     )

@@ -1,9 +1,13 @@
-"""Threads with a bound on concurrent work, which holds even if nobody waits for the work any more."""
+"""Threads with a bound on concurrent work, which holds even if nobody waits for the work any more.
+
+Work that takes less than a switch to a thread and back may be tried on the event loop's thread first.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +21,8 @@ _TURNS: Final = 100_000
 
 _AGAIN_S: Final = 0.1
 """Seconds between attempts to interrupt work that has taken too long."""
+_BRIEF_S: Final = 0.01
+"""Seconds of processor time that brief work may take on the event loop's thread."""
 
 
 class BoundedThreads:
@@ -27,11 +33,18 @@ class BoundedThreads:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._places = asyncio.Semaphore(num_threads)
 
-    async def run(self, work: Callable[[], T], most_s: float | None = None) -> T:
+    async def run(self, work: Callable[[], T], most_s: float | None = None, *, brief: bool = False) -> T:
         """Run `work` in a thread, and return what it returns or raise what it raises.
 
-        Raises `TimeoutError` if its Python code is not done within `most_s` seconds, and ends it.
+        Raises `TimeoutError` if its Python code is not done within `most_s` seconds, and ends it. Work that is probably
+        `brief` is tried on the event loop's thread first; if it is not done within `_BRIEF_S`, it is ended, and begins
+        anew in a thread.
         """
+        if brief and threading.current_thread() is threading.main_thread():
+            try:
+                return _do_briefly(work)
+            except _Interrupted:
+                pass
         await self._places.acquire()
         loop = asyncio.get_running_loop()
         interruptible = Interruptible(work)
@@ -57,6 +70,39 @@ class BoundedThreads:
 
 class _Interrupted(BaseException):
     """Sent to a thread to interrupt it. It is no `Exception`, so that no handler for those catches it and goes on."""
+
+
+class _Alarm:
+    """The handler of the timer's signal, which Python calls in the main thread only."""
+
+    armed = False
+    """Whether brief work is being done, so that the signal interrupts nothing else."""
+    installed = False
+
+    @classmethod
+    def ring(cls, *_: object) -> None:
+        """Interrupt the work."""
+        if cls.armed:
+            raise _Interrupted
+
+
+def _do_briefly(work: Callable[[], T]) -> T:
+    """Do the work in the main thread. Raises `_Interrupted` if it is not done within `_BRIEF_S`."""
+    if not _Alarm.installed:
+        signal.signal(signal.SIGVTALRM, _Alarm.ring)
+        _Alarm.installed = True
+    try:
+        try:
+            _Alarm.armed = True
+            signal.setitimer(signal.ITIMER_VIRTUAL, _BRIEF_S, _AGAIN_S)
+            return work()
+        finally:
+            _Alarm.armed = False
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    except _Interrupted:  # it may have arrived in the `finally` clause
+        _Alarm.armed = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        raise
 
 
 class Interruptible(Generic[T]):

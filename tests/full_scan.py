@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from common.contract.messages import PrefixHint, Role
 from common.contract.tiers import Tier
@@ -112,7 +111,7 @@ def choose(
         return local(ask, free, cached, LocalPrefill.COLOCATED)
     if not prefill:
         route = local(ask, free, cached, LocalPrefill.NO_PREFILL_WORKER)
-        return replace(route, reason=LocalPrefill.SHORT) if route.decode in near else route
+        return route._replace(reason=LocalPrefill.SHORT) if route.decode in near else route
     best = handoff(ask, prefill, decode, cached)
     if near:
         short = local(ask, near, cached, LocalPrefill.SHORT)

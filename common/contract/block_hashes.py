@@ -9,8 +9,10 @@ with different salts share no block, so a tenant cannot find out by timing what 
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Sequence
-from struct import pack
+from functools import lru_cache
 from typing import NewType
 
 HASH_BYTES = 32
@@ -21,6 +23,19 @@ BlockHash = NewType("BlockHash", bytes)
 """The name of a full block, `HASH_BYTES` long."""
 
 
+@lru_cache(maxsize=1024)
+def _root(block_size: int, salt: str) -> BlockHash:
+    """The parent of the first block of every chain with this salt."""
+    return BlockHash(hashlib.sha256(f"baton block {block_size} {salt}".encode()).digest())
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    numbers = array("Q", token_ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
 class BlockChain:
     """The names of the leading full blocks of one sequence, computed once each, as the sequence grows."""
 
@@ -29,7 +44,7 @@ class BlockChain:
     def __init__(self, block_size: int, salt: str = "") -> None:
         assert block_size >= 1, block_size
         self._block_size = block_size
-        self._root = BlockHash(hashlib.sha256(f"baton block {block_size} {salt}".encode()).digest())
+        self._root = _root(block_size, salt)
         self.hashes: list[BlockHash] = []
         """Names of blocks `[0, len(hashes))`."""
 
@@ -38,7 +53,7 @@ class BlockChain:
         assert num_tokens <= len(token_ids), f"{num_tokens} of {len(token_ids)} tokens"
         size, sha256, hashes = self._block_size, hashlib.sha256, self.hashes
         new = token_ids[len(hashes) * size : num_tokens - num_tokens % size]
-        packed = pack(f"<{len(new)}Q", *new)
+        packed = _packed(new)
         parent = hashes[-1] if hashes else self._root
         for start in range(0, len(packed), size * _TOKEN_BYTES):
             parent = BlockHash(sha256(parent + packed[start : start + size * _TOKEN_BYTES]).digest())

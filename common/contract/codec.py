@@ -9,12 +9,13 @@ frame, which are counted without creating objects.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import struct
 import typing
 from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
@@ -41,8 +42,17 @@ _MAX_NAME_CHARS = 100
 
 _VALIDATORS = {cls.__name__: TypeAdapter(cls).validator for cls in MESSAGES}
 """The validators inside the type adapters: calling them directly saves a call for each message."""
-_FIELDS: dict[type, tuple[tuple[str, ...], tuple[tuple[str, Callable[[Any], bytes]], ...]]] = {}
-"""For each class: the names of its fields, and (name, packing function) of each field that travels as bytes."""
+_FIELDS: dict[type, _Fields] = {}
+
+
+class _Fields(NamedTuple):
+    """The fields of a class of messages, or of parts of messages."""
+
+    names: tuple[str, ...]
+    read: Callable[[Any], tuple[Any, ...]]
+    """Returns the values of an object's fields."""
+    packed: tuple[tuple[str, Callable[[Any], bytes]], ...]
+    """(name, packing function) of each field that travels as bytes."""
 
 
 def encode(sender: Incarnation, messages: Iterable[Message]) -> bytes:
@@ -164,21 +174,25 @@ def _as_map(value: object) -> object:
     """Convert for msgpack: a dataclass to a map of its fields, an enum to its value."""
     if isinstance(value, Enum):
         return value.value
-    names, packed = _FIELDS.get(type(value)) or _learn(type(value))
-    fields = {name: getattr(value, name) for name in names}
-    for name, pack in packed:
+    known = _FIELDS.get(type(value)) or _learn(type(value))
+    fields = dict(zip(known.names, known.read(value), strict=True))
+    for name, pack in known.packed:
         if fields[name] is not None:
             fields[name] = pack(fields[name])
     return fields
 
 
-def _learn(cls: type) -> tuple[tuple[str, ...], tuple[tuple[str, Callable[[Any], bytes]], ...]]:
+def _learn(cls: type) -> _Fields:
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__name__} cannot travel")
     hints = typing.get_type_hints(cls, include_extras=True)
     names = tuple(field.name for field in dataclasses.fields(cls))
     packings = ((name, _packing(hints[name])) for name in names)
-    _FIELDS[cls] = names, tuple((name, packing.pack) for name, packing in packings if packing is not None)
+    packed = tuple((name, packing.pack) for name, packing in packings if packing is not None)
+    read: Callable[[Any], tuple[Any, ...]] = (
+        operator.attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, name) for name in names)
+    )
+    _FIELDS[cls] = _Fields(names, read, packed)
     return _FIELDS[cls]
 
 

@@ -5,6 +5,7 @@ with an IP address or `localhost`."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Final
 
 from gateway.web.host_names import is_address, is_loopback
@@ -12,6 +13,8 @@ from gateway.web.host_names import is_address, is_loopback
 ANY_HOST: Final = "*"
 _NOBODYS: Final = ("localhost", "host.docker.internal")
 """Host names that no web page can have."""
+_NUM_REMEMBERED: Final = 64
+"""Headers whose check is remembered: most clients send the same one."""
 
 
 def called_by(names: Collection[str], *, host: str, has_keys: bool) -> frozenset[str] | None:
@@ -30,8 +33,9 @@ class Hosts:
     def __init__(self, names: Collection[str] | None) -> None:
         """`names` are admitted besides IP addresses and `localhost`; None admits any name."""
         self._names = None if names is None else frozenset(names) | frozenset(_NOBODYS)
+        self.refuses: Final = lru_cache(_NUM_REMEMBERED)(self._refuses)
 
-    def refuses(self, host_header: str | None) -> bool:
+    def _refuses(self, host_header: str | None) -> bool:
         """Whether a request names a host that is not this gateway's. A request without the header is not from a
         browser."""
         if self._names is None or host_header is None:

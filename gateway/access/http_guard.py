@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 from aiohttp import web
@@ -42,13 +41,16 @@ class Slot:
         assert not self._taken
         self._guard.check_room()
         self._taken = True
-        self._guard.count(1)
+        self._guard.num_in_flight += 1
 
-    def leave(self) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
         """End the request, whether or not it has taken its place."""
         if self._taken:
             self._taken = False
-            self._guard.count(-1)
+            self._guard.num_in_flight -= 1
 
 
 SLOT: Final = web.RequestKey("slot", Slot)
@@ -58,15 +60,24 @@ SLOT: Final = web.RequestKey("slot", Slot)
 class Guard:
     """Authentication, bounds on requests, errors, and the headers of every answer."""
 
-    def __init__(self, settings: ApiSettings, metrics: GatewayMetrics, callers: Callers, ending: Ending) -> None:
+    def __init__(
+        self,
+        settings: ApiSettings,
+        metrics: GatewayMetrics,
+        callers: Callers,
+        ending: Ending,
+        clock: Callable[[], float],
+    ) -> None:
         self._limits = settings.limits
         self._cors = Cors(settings.cors_origins)
         self._callers = callers
         self._metrics = metrics
         self._hosts = Hosts(settings.allowed_hosts)
         self._ending = ending
+        self._clock = clock
         self.num_in_flight = 0
         """Number of requests that hold a slot."""
+        metrics.requests_in_flight.set_function(lambda: self.num_in_flight)
 
     @property
     def middleware(self) -> Middleware:
@@ -80,6 +91,8 @@ class Guard:
                 code = response.status
             finally:
                 self._metrics.answered(_endpoint(request), code)
+            if code >= 429 and request.method == "POST" and request.path.startswith("/v1/"):
+                self._note_failure(code)
             return response
 
         return guard
@@ -89,6 +102,13 @@ class Guard:
         response.headers.update(self._cors.headers(request))
         if CALLER in request:
             response.headers.update(request[CALLER].headers())
+
+    def _note_failure(self, code: int) -> None:
+        """Record an answer other than the client's fault for the dashboard."""
+        if code in (429, 503):
+            self._metrics.recent.refused(self._clock())
+        elif code >= 500:
+            self._metrics.recent.failed(self._clock())
 
     async def _respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = {}
@@ -107,7 +127,8 @@ class Guard:
                 raise ApiError(403, "requests of this web page are not taken", code="foreign_origin")
             self.check_room()  # before a body is read in vain
             self._ending.follow()
-            with caller.request(), closing_slot(request, Slot(self)):
+            slot = request[SLOT] = Slot(self)
+            with caller.request(), slot:
                 return await handler(request)
         except web.HTTPException as error:
             if "Allow" in error.headers:
@@ -125,21 +146,6 @@ class Guard:
         """Raise `ApiError`, a 429, if the number of requests in flight is at its limit."""
         if self.num_in_flight >= self._limits.max_in_flight:
             raise ApiError(429, f"{self.num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
-
-    def count(self, change: int) -> None:
-        """Record that a slot was taken (+1) or freed (-1)."""
-        self.num_in_flight += change
-        self._metrics.requests_in_flight.inc(change)
-
-
-@contextmanager
-def closing_slot(request: web.Request, slot: Slot) -> Iterator[None]:
-    """Offer the request its slot, and free the slot at the end."""
-    request[SLOT] = slot
-    try:
-        yield
-    finally:
-        slot.leave()
 
 
 def is_gone(request: web.Request) -> bool:

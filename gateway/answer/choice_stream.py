@@ -39,7 +39,7 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
     Raises `GenerationFailed` as soon as one generation fails. A generation is closed once its choices have ended, and
     all are closed when the stream is.
     """
-    reported = job.generations[0].prompt_logprobs is not None
+    reported = job.reports_prompt
     if job.generates_nothing and not reported:
         return _prompts_alone(job)
     streams: list[AsyncGenerator[Piece, None]] = []

@@ -12,11 +12,11 @@ from gateway.answer.responses import AnswerFormat
 from gateway.text.choice_text import Piece
 
 _NUMBERS_AT_ONCE = 4096
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=list)
 
 
 def encode(payload: Mapping[str, object]) -> bytes:
-    """Encode as JSON without spaces."""
+    """Encode as JSON without spaces; an iterator becomes an array."""
     return _JSON.encode(payload).encode()
 
 

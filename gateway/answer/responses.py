@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from common.contract.messages import TokenLogprobs
 from gateway.answer import answer_schemas as answers
@@ -94,8 +94,7 @@ class WholeChoice:
         self.finish_reason = piece.finish_reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
+class Heading(NamedTuple):
     """Fields that all answers and chunks of one request share."""
 
     id: str

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import Gauge
 
 from common.contract.errors import Cause
@@ -102,7 +101,6 @@ class Dashboard:
             app.router.add_get(path, self._asset)
         app.router.add_get("/pools", self._state)
         app.router.add_get("/pools/events", self._events, allow_head=False)
-        app.middlewares.insert(0, self._outcomes())
         app.on_shutdown.append(self._close)
 
     # --- handlers ------------------------------------------------------------------------------------------------
@@ -201,19 +199,6 @@ class Dashboard:
         for streams in self._open.values():
             for end in streams:
                 end.set()
-
-    def _outcomes(self) -> Middleware:
-        @web.middleware
-        async def outcomes(request: web.Request, handler: Handler) -> web.StreamResponse:
-            response = await handler(request)
-            if request.method == "POST" and request.path.startswith("/v1/"):
-                if response.status in (429, 503):
-                    self._recent.refused(self._clock())
-                elif response.status >= 500:
-                    self._recent.failed(self._clock())
-            return response
-
-        return outcomes
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -6,10 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
-
-from pydantic import TypeAdapter
+from typing import Any, Final, NamedTuple
 
 from common.contract.sampling import SamplingParams
 from gateway.api_settings import ApiSettings
@@ -26,7 +23,7 @@ from gateway.intake.schemas import (
 from gateway.intake.structured_output import grammar_of
 from gateway.intake.tool_grammar import chat_grammar
 from gateway.intake.tool_schemas import Tool, usable_tools
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Admittance, Generation
 from gateway.text.answer_parts import AnswerPlan
 from gateway.text.detokenizer import TokenDecoder
 from gateway.text.dialect import Dialect
@@ -36,7 +33,6 @@ from gateway.web.http_errors import ApiError, invalid
 COMPLETION_MAX_TOKENS = 16
 """Default of `max_tokens` for a completions request, as in the OpenAI API."""
 
-_SAMPLING = TypeAdapter(SamplingParams)
 _PASSED_ON = (
     "min_tokens",
     "temperature",
@@ -62,13 +58,15 @@ _LOGPROB_BYTES: Final = 80
 """Assumed bytes of an answer for each log probability in it."""
 _LONG_CHARS: Final = 2048
 """Texts of at least this many characters are charged before they are tokenised."""
+_SHORT_MESSAGES: Final = 8
+_SHORT_CHARS: Final = 2048
+"""A conversation of at most so many messages and characters is short."""
 _TEMPLATE_S: Final = 10.0
 """Time limit for rendering a conversation with the chat template. The template is a program by the model's author, and
 may contain an endless loop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(NamedTuple):
     """One validated request, ready to be generated."""
 
     generations: tuple[Generation, ...]
@@ -95,7 +93,13 @@ class Job:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts together."""
-        return sum(len(generation.token_ids) for generation in self.generations)
+        first, *others = self.generations
+        return len(first.token_ids) + sum(len(other.token_ids) for other in others)
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether log probabilities of the prompts' tokens were asked for."""
+        return self.generations[0].prompt_logprobs is not None
 
     @property
     def with_logprobs(self) -> bool:
@@ -112,8 +116,7 @@ def _for_nothing(num_tokens: int) -> None:
     """An `Admit` that charges nobody."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LengthLimit:
+class _LengthLimit(NamedTuple):
     """Bounds of the number of tokens to generate, and the name of the field that sets it."""
 
     param: str
@@ -139,6 +142,8 @@ class Intake:
         self._limits = settings.limits
         self._ignored = IgnoredFields()
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
+        self._rendered_short = False
+        """Whether a short conversation has been rendered."""
 
     async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
         """A job with one generation for each prompt."""
@@ -149,17 +154,22 @@ class Intake:
         context = self._context()
         self._expect(form.prompt, "prompt", context, admit)
         prompts: list[list[int]] = []
-        for prompt in form.prompt:
-            await asyncio.sleep(0)  # let other tasks run: there may be many prompts
+        for number, prompt in enumerate(form.prompt):
+            if number:
+                await asyncio.sleep(0)  # let other tasks run: there may be many prompts
             prompts.append(await self._prompt_tokens(prompt, context))
         echoed = form.logprobs if form.echo else None
         most = self._most_tokens(form, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
         length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS, most=most)
         generations: list[Generation] = []
+        admittance = Admittance()
         for token_ids in prompts:
-            await asyncio.sleep(0)
-            generation = self._generation(form, tenant, token_ids, "prompt", length, form.logprobs, grammar, echoed)
-            generations.append(replace(generation, admittance=(generations or [generation])[0].admittance))
+            if generations:
+                await asyncio.sleep(0)
+            generation = self._generation(
+                form, tenant, token_ids, "prompt", context, length, form.logprobs, grammar, echoed, admittance
+            )
+            generations.append(generation)
         if not form.echo:
             return self._job(form, generations)
         echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
@@ -177,7 +187,8 @@ class Intake:
         self._ignored.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
         ending = _ending(form)
         prompt = await self._render(form.messages, tools, switches, ending)
-        token_ids = await self._conversation_tokens(prompt, self._context(), admit)
+        context = self._context()
+        token_ids = await self._conversation_tokens(prompt, context, admit)
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
             prompt,
@@ -191,7 +202,7 @@ class Intake:
             if form.max_completion_tokens is None
             else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None, most=most)
         )
-        generation = self._generation(form, tenant, token_ids, "messages", length, num_logprobs, grammar)
+        generation = self._generation(form, tenant, token_ids, "messages", context, length, num_logprobs, grammar)
         return self._job(form, [generation], plan=plan)
 
     async def tokenize(self, form: TokenizeRequest, admit: Admit = _for_nothing) -> list[int]:
@@ -320,8 +331,12 @@ class Intake:
                 ending,
             )
 
+        short = _is_short(messages, tools, switches)
         try:
-            return await self._tokenizer.threads.run(render, _TEMPLATE_S)
+            # The first one compiles the template, which is not brief.
+            prompt = await self._tokenizer.threads.run(render, _TEMPLATE_S, brief=short and self._rendered_short)
+            self._rendered_short = self._rendered_short or short
+            return prompt
         except ChatTemplateError as error:
             raise invalid("messages", str(error)) from error
         except TimeoutError as error:
@@ -334,14 +349,15 @@ class Intake:
         tenant: str,
         token_ids: list[int],
         param: str,
+        context: int,
         length: _LengthLimit,
         num_logprobs: int | None,
         grammar: str | None,
         echoed: int | None = None,
+        admittance: Admittance | None = None,
     ) -> Generation:
         """`param` is the field that the prompt came from. `echoed` is the number of alternatives for its echoed log
-        probabilities, None for no echo."""
-        context = self._context()
+        probabilities, None for no echo. `admittance` is shared with the other prompts."""
         if not token_ids:
             raise invalid(param, f"{param} must not be empty")
         if len(token_ids) >= context:
@@ -372,6 +388,7 @@ class Intake:
             tenant=tenant,
             cache_salt=_cache_salt(tenant, form.cache_salt),
             prompt_logprobs=max((num for num in (echoed, form.prompt_logprobs) if num is not None), default=None),
+            admittance=admittance or Admittance(),
         )
 
     def _sampling(
@@ -382,7 +399,7 @@ class Intake:
         grammar: str | None,
     ) -> SamplingParams:
         defaults = self._settings.sampling_defaults
-        fields = {
+        fields: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": defaults.temperature,
             "top_p": defaults.top_p,
@@ -401,7 +418,7 @@ class Intake:
             fields["seed"] = secrets.randbits(63)
         if fields["top_p"] == 0:
             fields |= {"top_p": 1.0, "temperature": 0.0}
-        return _SAMPLING.validate_python(fields)
+        return SamplingParams(**fields)  # the form has the bounds of its fields
 
     def _job(
         self,
@@ -435,6 +452,14 @@ class Intake:
 def _report_bytes(num_logprobs: int | None) -> int:
     """Assumed bytes of an answer for the log probabilities of one token with `num_logprobs` alternatives."""
     return 0 if num_logprobs is None else _LOGPROB_BYTES * (1 + num_logprobs)
+
+
+def _is_short(messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> bool:
+    """Whether a conversation is rendered sooner than a thread is reached."""
+    if tools or len(messages) > _SHORT_MESSAGES or not all(isinstance(value, bool) for value in switches.values()):
+        return False
+    plain = all(each.tool_calls is None and each.reasoning_content is each.reasoning is None for each in messages)
+    return plain and sum(len(each.content or "") for each in messages) < _SHORT_CHARS
 
 
 def _ending(form: ChatRequest) -> PromptEnding:

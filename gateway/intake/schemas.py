@@ -380,6 +380,8 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def _refuse_unsupported(body: dict[Any, object], schema: type[_Schema]) -> None:
+    if _UNSUPPORTED.keys().isdisjoint(body):
+        return
     for name, harmless in _UNSUPPORTED.items():
         value = body.get(name)
         if value is None or name in schema.model_fields:

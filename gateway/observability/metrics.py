@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from common.contract.errors import Cause
-from common.runtime.counting import TokenCounter, TokenHistogram
-from gateway.api_settings import Target
+from common.runtime.counting import PlainCounter, PlainHistogram
 from gateway.observability.recent import Recent
-from gateway.observability.request_life import RequestLife
 from gateway.observability.size_metrics import SizeMetrics
 from gateway.observability.stage_metrics import REQUEST_BUCKETS_S, StageMetrics
-from gateway.text.choice_text import CallTally, Piece
+from gateway.text.choice_text import CallTally
 
 _TTFT_BUCKETS_S: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
@@ -31,16 +30,12 @@ class GatewayMetrics:
     def __init__(self, model_name: str) -> None:
         self.registry: Final = CollectorRegistry()
         self.recent: Final = Recent()
-        self._model_name = model_name
+        self._always = {"model_name": model_name}
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Arrival of a request to its first token.", _TTFT_BUCKETS_S
         )
-        label = ("model_name", model_name)
-        self.inter_token_latency = TokenHistogram(
-            "vllm:inter_token_latency_seconds",
-            "Gap between two arrivals of tokens of one choice.",
-            label,
-            _TOKEN_BUCKETS_S,
+        self.inter_token_latency = self._histogram(
+            "vllm:inter_token_latency_seconds", "Gap between two arrivals of tokens of one choice.", _TOKEN_BUCKETS_S
         )
         self.time_per_output_token = self._histogram(
             "vllm:request_time_per_output_token_seconds",
@@ -50,18 +45,13 @@ class GatewayMetrics:
         self.request_latency = self._histogram(
             "vllm:e2e_request_latency_seconds", "Arrival of a request to its last token.", REQUEST_BUCKETS_S
         )
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.")
-        self.generation_tokens = TokenCounter("vllm:generation_tokens", "Tokens generated.", label)
-        self.registry.register(self.inter_token_latency)
-        self.registry.register(self.generation_tokens)
-        self._success = Counter(
-            "vllm:request_success",
-            "Choices that finished, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Prompt tokens of requests that got a first token."
+        ).labels()
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.").labels()
+        self._success = self._counter("vllm:request_success", "Choices that finished, by reason.", ["finished_reason"])
         for reason in ("stop", "length", "tool_calls"):
-            self._success.labels(model_name, reason)
+            self._success.labels(reason)
         self._tool_calls = Counter(
             "baton_gateway_tool_calls",
             "Calls of functions in answers: complete; cut; or malformed, which are in the text.",
@@ -70,7 +60,7 @@ class GatewayMetrics:
         )
         for outcome in ("complete", "cut", "malformed"):
             self._tool_calls.labels(outcome)
-        self._requests = Counter(
+        self._requests = PlainCounter(
             "baton_gateway_requests", "HTTP requests, by answer.", ["endpoint", "code"], registry=self.registry
         )
         self._failed = Counter(
@@ -136,7 +126,7 @@ class GatewayMetrics:
 
     def finished(self, reason: str) -> None:
         """Count a choice that finished, by reason."""
-        self._success.labels(self._model_name, reason).inc()
+        self._success.labels(reason).inc()
 
     def called(self, tally: CallTally) -> None:
         """Count the function calls of a choice."""
@@ -148,90 +138,8 @@ class GatewayMetrics:
         """All metrics of `registry` in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
-        return metric.labels(self._model_name)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> PlainHistogram:
+        return PlainHistogram(name, text, buckets, always=self._always, registry=self.registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
-
-
-class RequestStopwatch:
-    """Derives the latencies of one request from the arrival times of its pieces."""
-
-    def __init__(
-        self,
-        metrics: GatewayMetrics,
-        arrived_s: float,
-        num_prompt_tokens: int,
-        target: Target = Target(),  # noqa: B008 (frozen)
-        life: RequestLife | None = None,
-    ) -> None:
-        """`arrived_s` is the arrival time, on the clock of `now_s` in the other methods. A request that meets `target`
-        counts as goodput. `life` receives the same events."""
-        self.life = life
-        self._metrics = metrics
-        self._arrived_s = arrived_s
-        self._num_prompt_tokens = num_prompt_tokens
-        self._target = target
-        self._met = True
-        self._first_s: dict[int, float] = {}
-        self._last_s: dict[int, float] = {}
-        self._num_tokens: dict[int, int] = {}
-        self.num_reasoning_tokens = 0
-        """Tokens generated so far that are known to be reasoning."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens generated so far, over all choices."""
-        return sum(self._num_tokens.values())
-
-    def observe(self, piece: Piece, now_s: float) -> None:
-        """Record a piece that has just arrived."""
-        if piece.num_tokens:
-            self._observe_tokens(piece, now_s)
-        self.num_reasoning_tokens += piece.num_reasoning_tokens
-        if piece.tally is not None:
-            self._metrics.called(piece.tally)
-        if self.life is not None and piece.finish_reason is not None:
-            self.life.finish_reasons.append(piece.finish_reason)
-        if piece.finish_reason is not None:
-            self._metrics.finished(piece.finish_reason)
-            num_gaps = self._num_tokens.get(piece.choice, 0) - 1
-            if num_gaps > 0:
-                elapsed_s = self._last_s[piece.choice] - self._first_s[piece.choice]
-                self._metrics.time_per_output_token.observe(elapsed_s / num_gaps)
-                self._met = self._met and elapsed_s / num_gaps <= self._target.itl_s
-
-    def finish(self, now_s: float) -> None:
-        """Record that every choice has ended."""
-        self._metrics.request_latency.observe(now_s - self._arrived_s)
-        self._metrics.recent.finished(now_s, met=self._met)
-        if self.life is not None:
-            self.life.finished(self.num_tokens, now_s)
-            self._metrics.sizes.observe(self.life.job, self._num_tokens)
-
-    def fail(self, cause: Cause, message: str, now_s: float) -> None:
-        """Record that the request ended without finishing."""
-        self._metrics.failed(cause)
-        if self.life is not None:
-            self.life.failed(cause, message, self.num_tokens, now_s)
-
-    def _observe_tokens(self, piece: Piece, now_s: float) -> None:
-        choice = piece.choice
-        if not self._first_s:
-            ttft_s = now_s - self._arrived_s
-            self._met = ttft_s <= self._target.ttft_s
-            self._metrics.time_to_first_token.observe(ttft_s)
-            self._metrics.recent.first_token(ttft_s, now_s)
-            if self.life is not None:
-                self.life.first_token(now_s)
-            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
-        gap_s = now_s - self._last_s[choice] if choice in self._last_s else None
-        if gap_s is not None:
-            self._metrics.inter_token_latency.observe(gap_s)
-        self._metrics.recent.tokens(piece.num_tokens, gap_s, now_s)
-        self._first_s.setdefault(choice, now_s)
-        self._last_s[choice] = now_s
-        self._num_tokens[choice] = self._num_tokens.get(choice, 0) + piece.num_tokens
-        self._metrics.generation_tokens.inc(piece.num_tokens)
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> PlainCounter:
+        return PlainCounter(name, text, labels, always=self._always, registry=self.registry)

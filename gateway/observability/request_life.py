@@ -1,11 +1,12 @@
-"""One generating HTTP request as its operator sees it: a log line for each event, and at the end an account of its
-time for metrics, traces, the log and, on request, the client. Counts and durations only, never text."""
+"""One generating HTTP request as its operator sees it: its latencies, a log line for each event, and at the end an
+account of its time for metrics, traces, the log and, on request, the client. Counts and durations only, never text."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from aiohttp import web
@@ -13,9 +14,10 @@ from aiohttp import web
 from common.contract.errors import Cause
 from common.runtime.logs import about
 from gateway.answer.responses import AnswerFormat
+from gateway.api_settings import Target
 from gateway.intake.request_intake import Job
-from gateway.observability.stage_metrics import StageMetrics
-from gateway.serving.waterfall import Waterfall
+from gateway.observability.metrics import GatewayMetrics
+from gateway.text.choice_text import Piece
 from gateway.web.request_ids import ACCEPTED, REQUEST_ID
 
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
@@ -31,6 +33,16 @@ class Traces(Protocol):
         """Record an ended request. Never raises."""
 
 
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """The tokens of one choice so far."""
+
+    first_s: float
+    """When its first token came."""
+    last_s: float
+    num_tokens: int = 0
+
+
 class RequestLife:
     """One request, from its validation to its end. `now` is a reading of the gateway's monotonic clock in seconds."""
 
@@ -42,15 +54,21 @@ class RequestLife:
         arrived_at: float,
         now: float,
         *,
-        metrics: StageMetrics,
+        metrics: GatewayMetrics,
+        target: Target = Target(),  # noqa: B008 (frozen)
         traces: Traces | None = None,
     ) -> None:
-        """The request is valid and will be generated. `arrived_at` is its arrival time, on the clock of `now`."""
+        """The request is valid and will be generated. `arrived_at` is its arrival time, on the clock of `now`. If it
+        meets `target`, it counts as goodput."""
         request[ACCEPTED] = True
         self._metrics = metrics
         self._traces = traces
+        self._target = target
+        self._met = True
         self._arrived_at = arrived_at
         self._first_token_at: float | None = None
+        self._choices: dict[int, _Choice] = {}
+        """Choices that have a token, by index."""
         self._over = False
         self.job = job
         self.operation = answer.operation
@@ -62,10 +80,12 @@ class RequestLife:
         }
         self.num_tokens = 0
         """Tokens generated, over all choices."""
+        self.num_reasoning_tokens = 0
+        """Tokens generated so far that are known to be reasoning."""
         self.finish_reasons: list[str] = []
         self.cause: Cause | None = None
         """Why the request did not finish; None if it did, or has not ended."""
-        self.waterfall = Waterfall()
+        self.waterfall = job.generations[0].waterfall
         """Once the request has ended: the waterfall of the generation whose last token came latest."""
         for generation in job.generations:
             generation.waterfall.arrived(self.heading.id, arrived_at)
@@ -92,45 +112,60 @@ class RequestLife:
             stream=job.stream,
         )
 
-    def first_token(self, now: float) -> None:
-        """Record that the request's first token is about to be sent to the client."""
-        self._first_token_at = now
-        ttft_ms = _ms(1e9 * (now - self._arrived_at))
-        self._log(logging.INFO, "first_token", f"after {ttft_ms:.1f} ms", ttft_ms=ttft_ms)
+    def observe(self, piece: Piece, now: float) -> None:
+        """Record a piece that has just arrived, and is about to be sent to the client."""
+        choice = self._take_tokens(piece, now) if piece.num_tokens else self._choices.get(piece.choice)
+        self.num_reasoning_tokens += piece.num_reasoning_tokens
+        metrics = self._metrics
+        if piece.tally is not None:
+            metrics.called(piece.tally)
+        if piece.finish_reason is not None:
+            self.finish_reasons.append(piece.finish_reason)
+            metrics.finished(piece.finish_reason)
+            if choice is not None and choice.num_tokens > 1:
+                token_s = (choice.last_s - choice.first_s) / (choice.num_tokens - 1)
+                metrics.time_per_output_token.observe(token_s)
+                self._met = self._met and token_s <= self._target.itl_s
 
-    def finished(self, num_tokens: int, now: float) -> None:
-        """Record that the request has finished."""
-        self._end(num_tokens, now, finished=True)
-        self._metrics.observe(self.waterfall)
-        spent = ", ".join(f"{stage} {duration / 1e6:.1f}" for stage, duration in self.waterfall.stages_ns().items())
+    def finished(self, now: float) -> None:
+        """Record that every choice has ended."""
+        metrics = self._metrics
+        metrics.request_latency.observe(now - self._arrived_at)
+        metrics.recent.finished(now, met=self._met)
+        self._end(now, finished=True)
+        stages_ns = self.waterfall.stages_ns()
+        metrics.stages.observe(self.waterfall, stages_ns)
+        metrics.sizes.observe(self.job, {index: choice.num_tokens for index, choice in self._choices.items()})
+        spent = ", ".join(f"{stage} {duration / 1e6:.1f}" for stage, duration in stages_ns.items())
         self._log(
             logging.INFO,
             "finished",
             f"{self.num_tokens} tokens in {self.waterfall.e2e_ns / 1e6:.1f} ms: {spent}",
+            self.timings,
             completion_tokens=self.num_tokens,
             finish_reasons=self.finish_reasons,
-            **self.timings(),
         )
 
-    def failed(self, cause: Cause, message: str, num_tokens: int, now: float) -> None:
-        """Record that the request ended without finishing; inert after an end."""
+    def failed(self, cause: Cause, message: str, now: float) -> None:
+        """Record that the request did not finish, or that its end has not reached the client."""
+        self._metrics.failed(cause)
         if self._over:
             return
         self.cause = cause
-        self._end(num_tokens, now, finished=False)
+        self._end(now, finished=False)
         event = "failed"
         if cause is Cause.CANCELLED:
             event = "cancelled"
-        elif cause is Cause.CAPACITY and not num_tokens:
+        elif cause is Cause.CAPACITY and not self.num_tokens:
             event = "refused"
         self._log(
             logging.WARNING if event == "failed" else logging.INFO,
             event,
             f"{cause}: {message}",
+            self.timings,
             cause=cause.value,
             why=message,
             completion_tokens=self.num_tokens,
-            **self.timings(),
         )
 
     def timings(self) -> dict[str, Any]:
@@ -149,12 +184,38 @@ class RequestLife:
             timings["hidden_pull_ms"] = _ms(1e9 * sum(each.hidden_read_s for each in pulls))
         return timings
 
-    def _end(self, num_tokens: int, now: float, *, finished: bool) -> None:
+    def _take_tokens(self, piece: Piece, now: float) -> _Choice:
+        metrics, gap_s = self._metrics, None
+        if self._first_token_at is None:
+            self._first_token(now)
+        choice = self._choices.get(piece.choice)
+        if choice is None:
+            choice = self._choices[piece.choice] = _Choice(now, now)
+        else:
+            gap_s = now - choice.last_s
+            metrics.inter_token_latency.observe(gap_s)
+        choice.last_s = now
+        choice.num_tokens += piece.num_tokens
+        self.num_tokens += piece.num_tokens
+        metrics.recent.tokens(piece.num_tokens, gap_s, now)
+        metrics.generation_tokens.inc(piece.num_tokens)
+        return choice
+
+    def _first_token(self, now: float) -> None:
+        self._first_token_at = now
+        ttft_s = now - self._arrived_at
+        self._met = ttft_s <= self._target.ttft_s
+        self._metrics.time_to_first_token.observe(ttft_s)
+        self._metrics.recent.first_token(ttft_s, now)
+        self._metrics.prompt_tokens.inc(self.job.num_prompt_tokens)
+        ttft_ms = _ms(1e9 * ttft_s)
+        self._log(logging.INFO, "first_token", f"after {ttft_ms:.1f} ms", ttft_ms=ttft_ms)
+
+    def _end(self, now: float, *, finished: bool) -> None:
         self._over = True
-        self.num_tokens = num_tokens
-        self.waterfall = max(
-            (generation.waterfall for generation in self.job.generations), key=lambda each: each.last_token_at
-        )
+        if len(self.job.generations) > 1:
+            waterfalls = (generation.waterfall for generation in self.job.generations)
+            self.waterfall = max(waterfalls, key=lambda each: each.last_token_at)
         self.waterfall.ended(now, finished=finished)
         if self.waterfall.excess_ns:
             excess_ms = self.waterfall.excess_ns / 1e6
@@ -162,11 +223,17 @@ class RequestLife:
         if self._traces is not None:
             self._traces.record(self)
 
-    def _log(self, level: int, event: str, message: str, **fields: object) -> None:
-        if not _LOG.isEnabledFor(level):
-            return
-        extra = about(event, id=self.heading.id, x_request_id=self.request_id, **fields)
-        _LOG.log(level, "request %s %s: %s", self.heading.id, event.replace("_", " "), message, extra=extra)
+    def _log(
+        self,
+        level: int,
+        event: str,
+        message: str,
+        more: Callable[[], Mapping[str, object]] = dict,
+        **fields: object,
+    ) -> None:
+        if _LOG.isEnabledFor(level):
+            extra = about(event, more, id=self.heading.id, x_request_id=self.request_id, **fields)
+            _LOG.log(level, "request %s %s: %s", self.heading.id, event.replace("_", " "), message, extra=extra)
 
 
 def _ms(duration_ns: float) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 
+from common.runtime.counting import PlainHistogram
 from gateway.intake.request_intake import Job
 
 _TOKEN_BUCKETS: Final = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
@@ -17,9 +18,9 @@ class SizeMetrics:
     """Size histograms of one gateway. Each prompt of a request counts as one request."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        def histogram(name: str, text: str, buckets: tuple[int, ...] = _TOKEN_BUCKETS) -> Histogram:
-            metric = Histogram(f"vllm:request_{name}", text, ["model_name"], buckets=buckets, registry=registry)
-            return metric.labels(model_name)
+        def histogram(name: str, text: str, buckets: tuple[int, ...] = _TOKEN_BUCKETS) -> PlainHistogram:
+            always = {"model_name": model_name}
+            return PlainHistogram(f"vllm:request_{name}", text, buckets, always=always, registry=registry)
 
         self._prompt = histogram("prompt_tokens", "Tokens of a prompt.")
         self._generated = histogram("generation_tokens", "Tokens generated for a choice.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 
+from common.runtime.counting import PlainHistogram
 from gateway.serving.waterfall import Stage, Waterfall
 
 _STAGE_BUCKETS_S: Final = (
@@ -24,40 +26,38 @@ class StageMetrics:
     """Stage histograms. Each request is observed once, with the stages of the choice that ended last."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        def phase(name: str, text: str) -> Histogram:
-            metric = Histogram(
-                f"vllm:request_{name}_time_seconds", text, ["model_name"], buckets=REQUEST_BUCKETS_S, registry=registry
-            )
-            return metric.labels(model_name)
+        def phase(name: str, text: str) -> PlainHistogram:
+            always = {"model_name": model_name}
+            full_name = f"vllm:request_{name}_time_seconds"
+            return PlainHistogram(full_name, text, REQUEST_BUCKETS_S, always=always, registry=registry)
 
         self._queue = phase("queue", "Waiting of the prompt at the worker that computes it.")
         self._prefill = phase("prefill", "Computing the prompt.")
         self._decode = phase("decode", "First token to last token.")
         self._inference = phase("inference", "Prefill and decode.")
-        stages = Histogram(
+        stages = PlainHistogram(
             "baton_gateway_stage_seconds",
             "Time of requests by what it was spent on; the stages of a request add up to its latency.",
+            _STAGE_BUCKETS_S,
             ["stage"],
-            buckets=_STAGE_BUCKETS_S,
             registry=registry,
         )
-        self._stages = {stage: stages.labels(stage) for stage in Stage}
-        self._pull_bytes = Histogram(
-            "baton_gateway_pull_bytes", "KV bytes pulled for a request.", buckets=_BYTES_BUCKETS, registry=registry
+        self._stages = {stage: stages.labels(stage.value) for stage in Stage}
+        self._pull_bytes = PlainHistogram(
+            "baton_gateway_pull_bytes", "KV bytes pulled for a request.", _BYTES_BUCKETS, registry=registry
         )
-        self._hidden_pull = Histogram(
+        self._hidden_pull = PlainHistogram(
             "baton_gateway_hidden_pull_seconds",
             "Time in which blocks were read while the prompt was still computed, or a moving sequence still decoded.",
-            buckets=_STAGE_BUCKETS_S,
+            _STAGE_BUCKETS_S,
             registry=registry,
         )
         self._excesses = Counter(
             "baton_gateway_timings_cut", "Requests whose workers claimed more time than there was.", registry=registry
         )
 
-    def observe(self, waterfall: Waterfall) -> None:
-        """Record a finished request's account of time."""
-        spent = waterfall.stages_ns()
+    def observe(self, waterfall: Waterfall, spent: Mapping[Stage, int]) -> None:
+        """Record a finished request's account of time; `spent` are the nanoseconds of each of its stages."""
         for stage, duration in spent.items():
             self._stages[stage].observe(duration / 1e9)
         decode_s = waterfall.last_token_at - (waterfall.first_token_at or waterfall.last_token_at)

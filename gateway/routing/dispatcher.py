@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,8 +105,10 @@ class _Client:
     """Choice → when its attempt failed, until its next token."""
     delivered_at: dict[int, float] = field(default_factory=dict)
     """Choice → when it last got tokens."""
-    silence: asyncio.TimerHandle | None = None
-    """Timer that checks whether the request has got no token for too long."""
+    over_at: float = 0.0
+    """When the gateway gives the request up, on the event loop's clock."""
+    timer: asyncio.TimerHandle | None = None
+    """Timer that checks whether the request's time is over, or it has got no token for too long."""
     expected: Expected | None = None
     """Times expected when the request was admitted; None after its first token."""
     retry_after_s: int | None = None
@@ -115,10 +117,12 @@ class _Client:
     """Events for the client, bounded by the request: at most one delta for each prompt and output token, and one
     end."""
 
-    def about(self, event: str, key: RequestKey, **fields: object) -> dict[str, Any]:
+    def about(
+        self, event: str, key: RequestKey, more: Callable[[], Mapping[str, object]] = dict, /, **fields: object
+    ) -> dict[str, Any]:
         """Extra fields of a log line about an attempt. `id` is the request's id as the client knows it."""
         request_id = self.flow.generation.waterfall.request_id
-        return about(event, id=request_id, request=key.request, attempt=key.attempt, **fields)
+        return about(event, more, id=request_id, request=key.request, attempt=key.attempt, **fields)
 
 
 class Dispatcher(Collector):
@@ -195,6 +199,7 @@ class Dispatcher(Collector):
         self.handoffs: Counter[tuple[str, str]] = Counter()
         """Sequences that a decode worker took over, by (address of the prefill worker, its own address)."""
         self.recovery = RecoveryMetrics()
+        self._details = Details(workers=self.workers, in_flight=lambda: len(self._open_clients))
         self._degraded = False
         """Whether a request has been routed while no prefill worker was usable, and none has been usable since."""
 
@@ -274,8 +279,8 @@ class Dispatcher(Collector):
         """Run one generation; see `gateway.serving.generation.Generator`."""
         client = self._open(generation)
         flow = client.flow
-        timer = asyncio.get_running_loop().call_later(generation.budget_s + _BUDGET_GRACE_S, self._time_out, client)
-        self._note_silence(client)
+        client.over_at = asyncio.get_running_loop().time() + generation.budget_s + _BUDGET_GRACE_S
+        self._watch(client)
         try:
             while True:
                 match await client.mailbox.get():
@@ -289,24 +294,22 @@ class Dispatcher(Collector):
                     case Fail(cause, message):
                         raise GenerationFailed(cause, message, retry_after_s=client.retry_after_s)
         finally:
-            timer.cancel()
-            if client.silence is not None:
-                client.silence.cancel()
+            if client.timer is not None:
+                client.timer.cancel()
             self._do(client, flow.cancel())
             self._close(client)
 
     def ready(self) -> Readiness:
         """Whether a request that arrives now could be served."""
         missing = self._registry.missing()
-        takes = self._registry.table.max_sequence_tokens[self._registry.usable_rows(Role.DECODE)]
         reason = "ready"
         if missing:
             reason = f"no {' and no '.join(missing)} worker is usable" if Role.DECODE in missing else _DEGRADED
         return Readiness(
             ready=Role.DECODE not in missing,
             reason=reason,
-            details=Details(workers=self.workers, in_flight=lambda: len(self._open_clients)),
-            max_sequence_tokens=int(takes.max()) if len(takes) else None,
+            max_sequence_tokens=self._registry.max_sequence_tokens,
+            details=self._details,
         )
 
     def workers(self) -> list[dict[str, object]]:
@@ -413,22 +416,22 @@ class Dispatcher(Collector):
         self._do(client, client.flow.begin())
         return client
 
-    def _time_out(self, client: _Client) -> None:
-        message = f"the request's time ran out at the gateway; last: {client.flow.story[-1:]}"
-        self._do(client, client.flow.fail(Cause.DEADLINE, message))
-
-    def _note_silence(self, client: _Client) -> None:
-        """Fail a request that has got no token for too long; else set a timer for the earliest moment that this may be
-        so. Tokens do not touch the timer."""
-        if self._silence_s == math.inf:
-            return
+    def _watch(self, client: _Client) -> None:
+        """Fail a request whose time is over, or that has got no token for too long; else set a timer for the earliest
+        moment that this may be so. Tokens do not touch the timer."""
+        loop = asyncio.get_running_loop()
         opened_at = client.deadline - client.flow.generation.budget_s
-        left_s = max(client.delivered_at.values(), default=opened_at) + self._silence_s - self._clock()
-        if left_s > 0:
-            client.silence = asyncio.get_running_loop().call_later(left_s, self._note_silence, client)
+        last_at = max(client.delivered_at.values(), default=opened_at)
+        time_s, silence_s = client.over_at - loop.time(), last_at + self._silence_s - self._clock()
+        if time_s > 0 and silence_s > 0:
+            client.timer = loop.call_later(min(time_s, silence_s), self._watch, client)
             return
-        message = f"no token has come for {self._silence_s:g} s; last: {client.flow.story[-1:]}"
-        self._do(client, client.flow.fail(Cause.DEADLINE, message))
+        why = (
+            "the request's time ran out at the gateway"
+            if time_s <= 0
+            else f"no token has come for {self._silence_s:g} s"
+        )
+        self._do(client, client.flow.fail(Cause.DEADLINE, f"{why}; last: {client.flow.story[-1:]}"))
 
     def _close(self, client: _Client) -> None:
         flow = client.flow
@@ -600,8 +603,8 @@ class Dispatcher(Collector):
         route = self._placement.choose(want, generation.tier, client.cached, self._clock(), client.fingerprint, beside)
         assert route is not None, "there are decode workers for it"
         route, refusal = self._let_in(client, want, route)
-        if not generation.waterfall.route and not isinstance(route, Rebind):
-            generation.waterfall.route = route.explain()
+        if generation.waterfall.route is dict and not isinstance(route, Rebind):
+            generation.waterfall.route = route.explain
         if refusal is None:
             self._go(client, want, route)
         else:
@@ -666,7 +669,8 @@ class Dispatcher(Collector):
         )
         self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix, now=now))
         self._add_rows(client, flow.attempts[-1])
-        fields = client.about("routed", want.key, prefill=source_at, decode=at, why=flow.generation.waterfall.route)
+        why = flow.generation.waterfall.route
+        fields = client.about("routed", want.key, lambda: {"why": why()}, prefill=source_at, decode=at)
         log.info("request %s: %s", want.key.request, flow.story[-1], extra=fields)
 
     def _add_rows(self, client: _Client, attempt: Attempt) -> None:

@@ -35,6 +35,8 @@ def prompt_s(table: LoadTable, num_tokens: int, here: Column, num_elsewhere: flo
     """Seconds that each worker takes for a prompt of `num_tokens` from its turn on. It has the first `here` tokens
     cached; another worker has the first `num_elsewhere`, which it pulls if that is cheaper."""
     computing_s: Column = table.token_s * (num_tokens - here)
+    if not num_elsewhere:
+        return computing_s
     pulls = (here < num_elsewhere) & (table.pulled_token_s < np.inf)
     if not pulls.any():
         return computing_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -77,8 +77,8 @@ class Placement:
         They have the fingerprint `fits`, if given. Workers in `beside` are preferred. `least_wait` minimises the wait,
         however long the prompt then takes.
         """
-        caution = replace(_caution(want, fits), beside=beside)
-        ask = replace(_ask(want), tier=tier, now=now, least_wait=least_wait)
+        caution = _caution(want, fits, beside)
+        ask = _ask(want, tier, now, least_wait=least_wait)
         if want.offer is None:
             return self._router.choose(ask, cached, caution)
         table = self._registry.table
@@ -120,9 +120,16 @@ class Placement:
         return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
 
 
-def _caution(want: Want, fits: Fingerprint | None) -> Caution:
-    return Caution(avoid=want.avoid, fits=fits, too_small=want.too_small, admitted=want.admitted)
+def _caution(want: Want, fits: Fingerprint | None, beside: frozenset[Place] = frozenset()) -> Caution:
+    return Caution(avoid=want.avoid, fits=fits, beside=beside, too_small=want.too_small, admitted=want.admitted)
 
 
-def _ask(want: Want) -> Ask:
-    return Ask(num_tokens=want.num_tokens, most_tokens=want.most_tokens, num_choices=len(want.choices))
+def _ask(want: Want, tier: Tier = Tier.STANDARD, now: float = 0.0, *, least_wait: bool = False) -> Ask:
+    return Ask(
+        num_tokens=want.num_tokens,
+        tier=tier,
+        num_choices=len(want.choices),
+        most_tokens=want.most_tokens,
+        now=now,
+        least_wait=least_wait,
+    )

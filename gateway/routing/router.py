@@ -16,9 +16,8 @@ All workers are compared, as columns of a table (`gateway.workers.load_table`). 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +55,7 @@ class LocalPrefill(StrEnum):
     """The deployment has prefill workers, but none is usable."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(NamedTuple):
     """A prompt to place, and the time."""
 
     num_tokens: int
@@ -71,8 +69,7 @@ class Ask:
     """Whether to minimise the wait, however long the prompt then takes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class Expected(NamedTuple):
     """Expected times of a route, in seconds."""
 
     queue_s: float
@@ -103,8 +100,7 @@ class Expected:
         return self.wait_s + self.prompt_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handoff:
+class Handoff(NamedTuple):
     """One worker computes the prompt, another one decodes."""
 
     prefill: WorkerView
@@ -124,8 +120,7 @@ class Handoff:
         return told
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
+class Local(NamedTuple):
     """A decode worker computes the prompt and decodes."""
 
     decode: WorkerView
@@ -142,8 +137,7 @@ class Local:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caution:
+class Caution(NamedTuple):
     """Restrictions on the choice of workers."""
 
     avoid: frozenset[Place] = frozenset()
@@ -224,17 +218,18 @@ class Router:
             self._turn += 1
             prefill, decode, cached = self._next(prefill), self._next(decode), {}
         here = table.spread(cached)
+        times = _Times(queue_s(table, ask.tier, ask.now), room_s(table, ask.tier, ask.num_choices))
         free = _uncrowded(table, decode)
         near = free[ask.num_tokens - here[free] <= self._local_prefill_tokens]
         if registry.colocated:
-            return _local(table, ask, free, here, LocalPrefill.COLOCATED)
+            return _local(table, ask, free, here, times, LocalPrefill.COLOCATED)
         if not len(prefill):
-            route = _local(table, ask, free, here, LocalPrefill.NO_PREFILL_WORKER)
+            route = _local(table, ask, free, here, times, LocalPrefill.NO_PREFILL_WORKER)
             is_short = ask.num_tokens - route.num_cached <= self._local_prefill_tokens
-            return replace(route, reason=LocalPrefill.SHORT) if is_short else route
-        handoff = _handoff(table, ask, prefill, decode, here)
+            return route._replace(reason=LocalPrefill.SHORT) if is_short else route
+        handoff = _handoff(table, ask, prefill, decode, here, times)
         if len(near):
-            short = _local(table, ask, near, here, LocalPrefill.SHORT)
+            short = _local(table, ask, near, here, times, LocalPrefill.SHORT)
             if ask.least_wait:
                 return short if short.expected.wait_s < handoff.expected.wait_s else handoff
             if short.expected.decode_s <= _CLOSE_FACTOR * handoff.expected.decode_s + _HANDOFF_S:
@@ -245,74 +240,91 @@ class Router:
         return rows[[self._turn % len(rows)]] if len(rows) else rows
 
 
+class _Times(NamedTuple):
+    """Expected seconds at each worker, for a prompt of the tier."""
+
+    turn_s: Column
+    """Until the prompt's turn."""
+    space_s: Column
+    """Until the worker has room."""
+
+
 def least_loaded_decode(table: LoadTable, rows: Rows, ask: Ask, here: Column) -> int:
     """The worker with the earliest room; then the lowest occupancy, roughly; then, among uncrowded workers, the most
     cached prompt tokens (`here`); then the fewest requests from this gateway."""
+    return _least_loaded(table, rows, here, room_s(table, ask.tier, ask.num_choices))
+
+
+def _least_loaded(table: LoadTable, rows: Rows, here: Column, space_s: Column) -> int:
+    if len(rows) == 1:
+        return rows.item()
     sought = np.zeros_like(here)
     uncrowded = _uncrowded(table, rows)
     sought[uncrowded] = here[uncrowded]
-    rows = _fewest(rows, room_s(table, ask.tier, ask.num_choices))
+    rows = _fewest(rows, space_s)
     rows = _fewest(rows, np.floor(table.occupancy / _OCCUPANCY_STEP))
     return _least(table, rows, -sought)
 
 
-def _handoff(table: LoadTable, ask: Ask, prefill: Rows, decode: Rows, here: Column) -> Handoff:
-    holder = _least(table, np.concatenate([prefill, decode]), -here)
-    most = int(here[holder])
-    turn_s = queue_s(table, ask.tier, ask.now)
+def _handoff(table: LoadTable, ask: Ask, prefill: Rows, decode: Rows, here: Column, times: _Times) -> Handoff:
+    holders = np.concatenate([prefill, decode])
+    most = int(np.maximum.reduce(here[holders]))
     own_s = prompt_s(table, ask.num_tokens, here, most)
-    chosen = _least(table, _soonest(prefill, turn_s if ask.least_wait else turn_s + own_s), -here)
+    chosen = _least(table, _soonest(prefill, times.turn_s if ask.least_wait else times.turn_s + own_s), -here)
     num_cached = int(here[chosen])
-    taker = least_loaded_decode(table, decode, ask, here)
-    source = table.workers[holder].place.source
+    taker = _least_loaded(table, decode, here, times.space_s)
+    prefix = None
+    if most > num_cached:
+        holder = table.workers[_least(table, holders, -here)]
+        prefix = PrefixHint(source=holder.place.source, num_tokens=most)
     return Handoff(
         prefill=table.workers[chosen],
         decode=table.workers[taker],
-        prefix=PrefixHint(source=source, num_tokens=most) if most > num_cached else None,
+        prefix=prefix,
         num_cached=num_cached,
         expected=Expected(
-            queue_s=float(turn_s[chosen]),
-            prompt_s=float(own_s[chosen]),
-            room_s=float(room_s(table, ask.tier, ask.num_choices)[taker]),
+            queue_s=float(times.turn_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(times.space_s[taker])
         ),
     )
 
 
-def _local(table: LoadTable, ask: Ask, decode: Rows, here: Column, reason: LocalPrefill) -> Local:
-    turn_s = queue_s(table, ask.tier, ask.now)
+def _local(table: LoadTable, ask: Ask, decode: Rows, here: Column, times: _Times, reason: LocalPrefill) -> Local:
+    turn_s, space_s = times
     own_s = prompt_s(table, ask.num_tokens, here)
-    space_s = room_s(table, ask.tier, ask.num_choices)
     wait_s = np.maximum(turn_s, space_s)
     soonest = _soonest(decode, wait_s if ask.least_wait else wait_s + own_s)
-    chosen = least_loaded_decode(table, soonest, ask, here)
+    chosen = _least_loaded(table, soonest, here, space_s)
     expected = Expected(queue_s=float(turn_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(space_s[chosen]))
     return Local(decode=table.workers[chosen], num_cached=int(here[chosen]), expected=expected, reason=reason)
 
 
 def _uncrowded(table: LoadTable, decode: Rows) -> Rows:
-    most = _CROWDED_FACTOR * float(table.in_flight[decode].min()) + _CROWDED_REQUESTS
-    return _up_to(decode, table.in_flight, most)
+    return _near_least(decode, table.in_flight, _CROWDED_FACTOR, _CROWDED_REQUESTS)
 
 
 def _soonest(rows: Rows, seconds: Column) -> Rows:
     """Workers whose expected time is within tolerance of the least."""
-    return _up_to(rows, seconds, float(seconds[rows].min()) * _CLOSE_FACTOR + _CLOSE_S)
+    return _near_least(rows, seconds, _CLOSE_FACTOR, _CLOSE_S)
 
 
 def _fewest(rows: Rows, values: Column) -> Rows:
     """The workers whose value is the least."""
-    return _up_to(rows, values, float(values[rows].min()))
+    return _near_least(rows, values, 1.0, 0.0)
 
 
-def _up_to(rows: Rows, values: Column, most: float) -> Rows:
-    is_among: NDArray[np.bool_] = values[rows] <= most
+def _near_least(rows: Rows, values: Column, factor: float, more: float) -> Rows:
+    """The workers whose value is at most `factor` times the least one and `more`."""
+    if len(rows) == 1:
+        return rows
+    theirs = values[rows]
+    is_among: NDArray[np.bool_] = theirs <= factor * float(np.minimum.reduce(theirs)) + more
     return rows[is_among]
 
 
 def _least(table: LoadTable, rows: Rows, key: Column) -> int:
     """The worker with the least `key`; then the one with the fewest requests from this gateway."""
     rows = _fewest(_fewest(rows, key), table.in_flight)
-    return int(rows[table.address_rank[rows].argmin()])
+    return rows.item() if len(rows) == 1 else int(rows[table.address_rank[rows].argmin()])
 
 
 def _milliseconds(seconds: float) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.contract.errors import Cause
 from common.contract.ids import Handle, Incarnation, RequestKey, new_handle
@@ -46,8 +46,7 @@ from common.contract.messages import (
 from gateway.serving.generation import Delta, Generation, PromptDelta
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A worker process: an address and the incarnation there."""
 
     address: str
@@ -117,16 +116,14 @@ class PromptReport:
         return self.next_position >= self.end
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Action: send a message to the worker of this part."""
 
     part: Part
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(NamedTuple):
     """Action: give the client new tokens."""
 
     delta: Delta

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey, new_request_id
@@ -68,7 +69,7 @@ class FlowState(StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Want:
     """Choices that want workers: call `Flow.go` once these are chosen."""
 
@@ -94,8 +95,7 @@ class Want:
         return self.choices[0].next_position if self.offer is None else self.offer.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(NamedTuple):
     """Action: a worker has nothing more to do for this part."""
 
     part: Part

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from common.contract.errors import BatonError, Cause
 from common.contract.messages import FinishReason, TokenLogprobs, TokenScores
@@ -35,9 +36,10 @@ class Admittance:
     """Why it was not admitted; None if it was, or is not decided."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Generation:
-    """One prompt to be generated, tokenised and validated. Client data enters it only after validation."""
+    """One prompt to be generated, tokenised and validated. Client data enters it only after validation. Nobody changes
+    one; it is not frozen since that would double the time to make it."""
 
     token_ids: tuple[int, ...]
     """The prompt, at least one token."""
@@ -99,8 +101,7 @@ class Details(Mapping[str, object]):
         return len(self._compute)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readiness:
+class Readiness(NamedTuple):
     """Whether a request that arrives now could be served."""
 
     ready: bool
@@ -108,7 +109,7 @@ class Readiness:
     """One line for an operator."""
     max_sequence_tokens: int | None = None
     """Most tokens, prompt and output, of one sequence at any usable decode worker; None while unknown."""
-    details: Mapping[str, object] = field(default_factory=dict)
+    details: Mapping[str, object] = MappingProxyType({})
     """Further details that `/ready` shows; JSON values only."""
 
 

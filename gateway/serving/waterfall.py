@@ -11,9 +11,10 @@ The account is that of one choice, the one that ends last. Pure: marks in, segme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from common.contract.ids import RequestKey
 from common.contract.messages import DecodeTimes, PromptTimes, Role, Timings
@@ -54,8 +55,10 @@ class Stage(StrEnum):
     """The last token becomes text and is handed to the client's connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+_ORDER = {stage: number for number, stage in enumerate(Stage)}
+
+
+class Segment(NamedTuple):
     """`[start_ns, end_ns)` since arrival, spent on one stage. `attempt` counts from 1; 0 means no attempt."""
 
     stage: Stage
@@ -130,8 +133,8 @@ class Waterfall:
     opened_at: float | None = None
     """When the dispatcher received it."""
     first_token_at: float | None = None
-    route: Mapping[str, str] = field(default_factory=dict)
-    """The first routing decision, as text by header name."""
+    route: Callable[[], Mapping[str, str]] = dict
+    """Returns the first routing decision, as text by header name; nothing before it."""
     excess_ns: int = 0
     """Nanoseconds by which the workers' reports exceed the time available."""
     segments: list[Segment] = field(default_factory=list)
@@ -247,7 +250,7 @@ class Waterfall:
         spent: dict[Stage, int] = {}
         for segment in self.segments:
             spent[segment.stage] = spent.get(segment.stage, 0) + segment.end_ns - segment.start_ns
-        return {stage: spent[stage] for stage in Stage if stage in spent}
+        return {stage: spent[stage] for stage in sorted(spent, key=_ORDER.__getitem__)}
 
     @property
     def pulls(self) -> list[DecodeTimes]:

@@ -75,6 +75,12 @@ class Piece:
         told = self.token_ids or self.reports or self.prompt_reports or self.reasoning or self.call is not None
         return bool(self.text) and self.finish_reason is None and not told
 
+    @property
+    def told(self) -> bool:
+        """Whether the piece has text, or anything else to report besides an end."""
+        worded = self.text or self.reasoning or self.call is not None
+        return bool(worded or self.token_ids or self.reports or self.prompt_reports)
+
 
 class ChoiceText:
     """The text of one choice. Tokens are counted and reported up to the one that completes a stop string."""

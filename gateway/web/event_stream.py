@@ -75,7 +75,7 @@ class EventStream:
             response = _Response(headers=_HEADERS)
             await response.prepare(self._request)
             self._response = response
-        elif more and len(event) < _SURE_BYTES:
+        if more and len(event) < _SURE_BYTES:
             self._held = event
             return
         transport = self._request.transport

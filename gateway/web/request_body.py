@@ -43,20 +43,26 @@ class BodyReader:
         body = _Body(self._client_of(request), encoding, limits.max_body_bytes)
         if request.content_length is not None and request.content_length > limits.max_body_bytes:
             raise body.too_large()
-        began_s = asyncio.get_running_loop().time()
+        self._reading.add(body)
         try:
-            async with asyncio.timeout_at(began_s + min(limits.body_grace_s, limits.body_timeout_s)) as body.deadline:
-                self._reading.add(body)
-                # `request.read()` would keep the bytes for as long as the request is served.
-                while chunk := await request.content.readany():
-                    self._num_bytes += len(chunk)
-                    body.feed(chunk)
-                    self._make_room()
-                    if body.given_up:
-                        raise _too_much()
-                    paid_s = limits.body_grace_s + len(body) / limits.min_body_bytes_per_s
-                    body.deadline.reschedule(began_s + min(paid_s, limits.body_timeout_s))
+            if request.content.is_eof():  # all of it has come with the head, so no timer is needed
+                await self._receive(request, body)
+            else:
+                await self._receive_in_time(request, body)
             return _decode(body.whole(), limits.max_body_values)
+        except web.RequestPayloadError as error:
+            raise invalid(None, "the body could not be read", code="invalid_body") from error
+        finally:
+            self._reading.discard(body)
+            self._num_bytes -= len(body)
+
+    async def _receive_in_time(self, request: web.Request, body: _Body) -> None:
+        limits = self._limits
+        body.began_s = asyncio.get_running_loop().time()
+        due_s = body.began_s + min(limits.body_grace_s, limits.body_timeout_s)
+        try:
+            async with asyncio.timeout_at(due_s) as body.deadline:
+                await self._receive(request, body)
         except TimeoutError:
             if body.given_up:
                 raise _too_much() from None
@@ -65,11 +71,19 @@ class BodyReader:
                 f"with {limits.min_body_bytes_per_s} bytes a second"
             )
             raise ApiError(408, message) from None
-        except web.RequestPayloadError as error:
-            raise invalid(None, "the body could not be read", code="invalid_body") from error
-        finally:
-            self._reading.discard(body)
-            self._num_bytes -= len(body)
+
+    async def _receive(self, request: web.Request, body: _Body) -> None:
+        limits = self._limits
+        # `request.read()` would keep the bytes for as long as the request is served.
+        while chunk := await request.content.readany():
+            self._num_bytes += len(chunk)
+            body.feed(chunk)
+            self._make_room()
+            if body.given_up:
+                raise _too_much()
+            if body.deadline is not None:
+                paid_s = limits.body_grace_s + len(body) / limits.min_body_bytes_per_s
+                body.deadline.reschedule(body.began_s + min(paid_s, limits.body_timeout_s))
 
     def _make_room(self) -> None:
         """Give up the largest body of the client that holds most, if all bodies together exceed the bound."""
@@ -87,8 +101,10 @@ class BodyReader:
 class _Body:
     """A body while it arrives."""
 
-    deadline: asyncio.Timeout
-    """Deadline of the body's arrival."""
+    deadline: asyncio.Timeout | None = None
+    """Deadline of the body's arrival; None if all of it has arrived."""
+    began_s = 0.0
+    """When it began to arrive."""
 
     def __init__(self, client: str, encoding: str, max_bytes: int) -> None:
         self.client = client
@@ -106,7 +122,8 @@ class _Body:
     def give_up(self) -> None:
         """Mark the body as given up, and wake its reader."""
         self.given_up = True
-        self.deadline.reschedule(asyncio.get_running_loop().time())
+        if self.deadline is not None:
+            self.deadline.reschedule(asyncio.get_running_loop().time())
 
     def feed(self, chunk: bytes) -> None:
         self._content += chunk
@@ -147,10 +164,12 @@ def _decode(body: bytes, max_values: int) -> object:
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > max_values:
         raise ApiError(413, f"the body holds more than {max_values} JSON values", code="body_too_large")
     try:
-        decoded = json.loads(body, parse_constant=_refuse_constant)
+        decoded = _JSON.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    return {name: _integral(value) for name, value in decoded.items()} if isinstance(decoded, dict) else decoded
+    if not isinstance(decoded, dict):
+        return decoded
+    return {name: _integral(value) if type(value) in (float, list) else value for name, value in decoded.items()}
 
 
 def _integral(value: object, depth: int = 2) -> object:
@@ -166,3 +185,6 @@ def _integral(value: object, depth: int = 2) -> object:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+_JSON: Final = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -93,14 +93,11 @@ class LoadTable:
     def spread(self, values: Mapping[Place, int]) -> Column:
         """The values as a column, with 0 for workers that have none. Values of workers that are not here are left
         out."""
-        rows, found = [], []
+        column = np.zeros(len(self.workers))
         for place, value in values.items():
             row = self._rows.get(place.address)
             if row is not None and self.workers[row].incarnation == place.incarnation:
-                rows.append(row)
-                found.append(value)
-        column = np.zeros(len(self.workers))
-        column[rows] = found
+                column[row] = value
         return column
 
     def rows_of(self, places: Iterable[Place]) -> Rows:
@@ -141,9 +138,14 @@ def _backlogs(worker: WorkerView, token_s: float) -> list[float]:
     moments = [worker.load_at] * _NUM_TIERS
     trusted_until = worker.load_at + _TRUSTED_S
     for given in worker.unseen:
-        at = min(given.at, trusted_until)
+        if not given.num_tokens:
+            continue
+        at, work_s = min(given.at, trusted_until), token_s * given.num_tokens
         for rank in range(given.tier.rank, _NUM_TIERS):
-            left_s = max(0.0, backlogs_s[rank] - max(0.0, at - moments[rank]))
-            backlogs_s[rank] = left_s + token_s * given.num_tokens
-            moments[rank] = max(moments[rank], at)
+            done_s = at - moments[rank]
+            if done_s > 0.0:
+                moments[rank] = at
+                backlogs_s[rank] = work_s + (backlogs_s[rank] - done_s if backlogs_s[rank] > done_s else 0.0)
+            else:
+                backlogs_s[rank] += work_s
     return backlogs_s + moments

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +21,16 @@ from gateway.workers.load_table import LoadTable, Rows
 from gateway.workers.worker_view import Given, WorkerView
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Usable:
+    """What follows from which workers are usable."""
+
+    rows: Mapping[Role, Rows]
+    missing: list[Role]
+    block_size: int
+    max_sequence_tokens: int | None
 
 
 class Registry:
@@ -59,8 +69,8 @@ class Registry:
         self._changed: set[WorkerView] = set()
         """Workers whose row of the table is to be computed before the table is read. A heartbeat does so at once, so
         that a request after a long time does not do it for all workers; other events often come many at a time."""
-        self._usable: dict[Role, Rows] = {}
-        """Rows of the usable workers of each role; empty if they are not known."""
+        self._usable: _Usable | None = None
+        """None if it is to be found out."""
 
     def add(self, role: Role, endpoint: Endpoint) -> None:
         """Add a worker at a new address."""
@@ -153,7 +163,7 @@ class Registry:
     def refuses(self, address: str, why: str) -> None:
         """Note that a worker refuses this gateway."""
         self.workers[address].refused = why
-        self._usable.clear()
+        self._usable = None
 
     def takes(self, place: Place) -> bool:
         """Whether an admitted request may be sent there now."""
@@ -179,21 +189,16 @@ class Registry:
         self._changed.add(worker)
 
     def _over(self, worker: WorkerView, given: Given, now: float) -> None:
-        if given not in worker.unseen:
+        try:
+            index = worker.unseen.index(given)
+        except ValueError:
             worker.gone[given.tier.rank] += given.num_sequences
             return
-        index = worker.unseen.index(given)
         del worker.unseen[index]
         if given.num_tokens:  # it took the time until now: the work behind it begins now
-            for behind in range(index, len(worker.unseen)):
-                each = worker.unseen[behind]
-                worker.unseen[behind] = replace(each, at=max(each.at, now))
-
-    @property
-    def block_size(self) -> int:
-        """Block size of all usable workers."""
-        welcomes = (worker.welcome for worker in self.workers.values() if worker.usable)
-        return next(welcome.fingerprint.layout.block_size for welcome in welcomes if welcome is not None)
+            for behind in itertools.islice(worker.unseen, index, None):
+                if behind.at < now:
+                    behind.at = now
 
     @property
     def table(self) -> LoadTable:
@@ -205,13 +210,35 @@ class Registry:
 
     def usable_rows(self, role: Role) -> Rows:
         """Rows of the table of the workers of a role that may be given work."""
-        if not self._usable:
-            usable = [(row, worker.role) for row, worker in enumerate(self.table.workers) if worker.usable]
-            self._usable = {
-                each: np.array([row for row, its_role in usable if its_role is each], dtype=np.intp)
-                for each in (Role.PREFILL, Role.DECODE)
+        return self._usable_workers.rows[role]
+
+    @property
+    def _usable_workers(self) -> _Usable:
+        if self._usable is None:
+            usable = [(row, worker) for row, worker in enumerate(self.table.workers) if worker.usable]
+            rows = {
+                role: np.array([row for row, worker in usable if worker.role is role], dtype=np.intp)
+                for role in (Role.PREFILL, Role.DECODE)
             }
-        return self._usable[role]
+            needed = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
+            said = [worker.welcome for _, worker in usable if worker.welcome is not None]
+            self._usable = _Usable(
+                rows=rows,
+                missing=[role for role in needed if not len(rows[role])],
+                block_size=said[0].fingerprint.layout.block_size if said else 0,
+                max_sequence_tokens=max((w.max_sequence_tokens for w in said if w.role is Role.DECODE), default=None),
+            )
+        return self._usable
+
+    @property
+    def max_sequence_tokens(self) -> int | None:
+        """Most tokens of one sequence at any usable decode worker; None without one."""
+        return self._usable_workers.max_sequence_tokens
+
+    @property
+    def block_size(self) -> int:
+        """Block size of all usable workers; 0 without any."""
+        return self._usable_workers.block_size
 
     def usable(self, role: Role) -> list[WorkerView]:
         """Workers of a role that may be given work."""
@@ -219,8 +246,7 @@ class Registry:
 
     def missing(self) -> list[Role]:
         """Roles that need a usable worker and have none."""
-        roles = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
-        return [role for role in roles if not len(self.usable_rows(role))]
+        return self._usable_workers.missing
 
     def _update_table(self) -> None:
         if self._table is not None:
@@ -231,12 +257,12 @@ class Registry:
     def _forget_table(self) -> None:
         self._table = None
         self._changed.clear()
-        self._usable.clear()
+        self._usable = None
 
     def _settle(self, opening: WorkerView | None = None) -> None:
         """Decide anew which workers are refused, after the set of available workers may have changed."""
         self.epoch += 1
-        self._usable.clear()
+        self._usable = None
         first: WorkerView | None = None
         for worker in sorted(self.workers.values(), key=lambda each: each.session):
             if worker.welcome is None:

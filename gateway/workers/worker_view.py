@@ -13,7 +13,7 @@ from gateway.serving.attempt import Place
 from gateway.workers.token_rates import TokenRates
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Given:
     """Work given to a worker by a message that no heartbeat has confirmed yet."""
 
@@ -24,7 +24,7 @@ class Given:
     """Prompt tokens that the worker probably has to compute."""
     num_sequences: int = 0
     num_blocks: int = 0
-    at: float = field(default=0.0, compare=False)
+    at: float = 0.0
     """When the work was given, or later, if the work before it took until then."""
 
 

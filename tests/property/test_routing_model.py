@@ -221,11 +221,11 @@ class RoutingMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), ask=asks, fits=st.sampled_from((None, None, OLD, NEW)), admitted=st.booleans())
     def choose(self, data: st.DataObject, ask: Ask, fits: Fingerprint | None, admitted: bool) -> None:
-        ask = replace(ask, now=self.now)
+        ask = ask._replace(now=self.now)
         caution = Caution(fits=fits, admitted=admitted)
         if data.draw(st.booleans()):
             avoid, beside, too_small = (self.some_places(data) for _ in range(3))
-            caution = replace(caution, avoid=avoid, beside=beside, too_small=too_small)
+            caution = caution._replace(avoid=avoid, beside=beside, too_small=too_small)
         held = st.sampled_from([num for num in (16, 32, 96, 992) if num < ask.num_tokens] or [0])
         cached = {place: data.draw(held) for place in sorted(self.some_places(data), key=str)}
         self.compare(ask, cached, caution)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -113,6 +114,37 @@ async def test_work_without_an_end_is_ended_and_its_thread_goes_on() -> None:
         with pytest.raises(TimeoutError):
             await threads.run(endless, 0.05)
         assert await threads.run(lambda: 7, 60.0) == 7
+
+
+async def test_brief_work_is_done_on_the_event_loops_thread() -> None:
+    threads, here = BoundedThreads(1, "test"), threading.get_ident()
+    assert await threads.run(threading.get_ident, 60.0, brief=True) == here
+    assert await threads.run(threading.get_ident, 60.0) != here
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0, 60.0, brief=True)
+
+
+async def test_work_that_is_not_brief_goes_on_in_a_thread() -> None:
+    threads, began = BoundedThreads(1, "test"), list[int]()
+
+    def long() -> int:
+        began.append(threading.get_ident())
+        while len(began) < 2:
+            with contextlib.suppress(Exception):  # as a library might
+                sum(range(100))
+        return 7
+
+    assert await threads.run(long, 60.0, brief=True) == 7
+    assert began[0] == threading.get_ident() != began[1]
+
+    def endless() -> None:
+        while True:
+            pass
+
+    with pytest.raises(TimeoutError):
+        await threads.run(endless, 0.05, brief=True)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0), "nothing is interrupted afterwards"
+    assert await threads.run(lambda: 8, 60.0, brief=True) == 8
 
 
 async def test_work_that_loses_an_interruption_is_ended_by_another() -> None:

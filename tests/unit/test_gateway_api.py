@@ -576,7 +576,7 @@ class Routed(ScriptedGenerator):
     """Its requests were sent somewhere."""
 
     def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
-        generation.waterfall.route = {"route": "handoff", "prefill": "p:1"}
+        generation.waterfall.route = lambda: {"route": "handoff", "prefill": "p:1"}
         return super().generate(generation)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import json
 import sys
+import threading
 from typing import Any
 
 import aiohttp
@@ -329,6 +330,29 @@ async def test_a_chat_template_without_an_end(template: str, monkeypatch: pytest
         for status, answer in await asyncio.gather(*asking):
             assert status == 400
             assert_error(answer, "messages")
+
+
+async def test_a_chat_template_without_an_end_for_some_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short conversation is rendered on the event loop's thread once the template has been compiled; it does not
+    hold the others up either."""
+    monkeypatch.setattr(request_intake, "_TEMPLATE_S", 0.3)
+    loop = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+    template = f"{{% if messages | length > 1 %}}{loop}{{% endif %}}{{{{ messages[0].content }}}}"
+    tokenizer, threads = wrap(byte_level_backend(), chat_template=template), list[int]()
+    render = tokenizer.render_chat
+
+    def rendered(*arguments: Any) -> str:
+        threads.append(threading.get_ident())
+        return render(*arguments)
+
+    monkeypatch.setattr(tokenizer, "render_chat", rendered)
+    one = [{"role": "user", "content": "hello"}]
+    async with serve(ScriptedGenerator(), model_tokenizer=tokenizer) as server, aiohttp.ClientSession() as session:
+        for messages, status in ((one, 200), (one, 200), (2 * one, 400), (one, 200), (9 * one, 400)):
+            async with session.post(server.url + CHAT_PATH, json=CHAT | {"messages": messages}) as response:
+                assert response.status == status
+    here = [each == threading.get_ident() for each in threads]
+    assert here == [False, True, True, False, True, False]
 
 
 async def test_no_chat_template() -> None:

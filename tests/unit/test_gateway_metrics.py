@@ -6,15 +6,19 @@ import dataclasses
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from gateway_fixtures import MODEL, ScriptedGenerator, encode, serve, settings, tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.contract.errors import Cause
+from common.contract.sampling import SamplingParams
+from gateway.answer.responses import CompletionFormat, Heading
 from gateway.api_settings import SamplingDefaults
-from gateway.intake.request_intake import Intake
+from gateway.intake.request_intake import Intake, Job
 from gateway.intake.schemas import CompletionRequest, parse
-from gateway.observability.metrics import GatewayMetrics, RequestStopwatch
-from gateway.serving.generation import GenerationFailed
+from gateway.observability.metrics import GatewayMetrics
+from gateway.observability.request_life import RequestLife
+from gateway.serving.generation import Generation, GenerationFailed
 from gateway.text.choice_text import Piece
 
 NAMES = {
@@ -92,15 +96,20 @@ def test_two_gateways_do_not_share_metrics() -> None:
 
 def test_latencies_are_derived_from_pieces() -> None:
     metrics = GatewayMetrics("m")
-    stopwatch = RequestStopwatch(metrics, arrived_s=100.0, num_prompt_tokens=7)
-    stopwatch.observe(piece(0, 1), 100.5)
-    stopwatch.observe(piece(1, 1), 100.75)
-    stopwatch.observe(piece(0, 3), 101.5)
-    stopwatch.observe(piece(0, 0, "stop"), 102.0)
-    stopwatch.observe(piece(1, 1, "length"), 102.75)
-    stopwatch.finish(103.0)
+    generation = Generation(
+        token_ids=tuple(range(7)), num_choices=2, sampling=SamplingParams(max_tokens=9), budget_s=9.0
+    )
+    job = Job(generations=(generation,), stops=(), echoes=("",), stream=False, include_usage=False)
+    answer = CompletionFormat(Heading.draw("cmpl", 0, "m"), tokenizer(), False)
+    life = RequestLife(make_mocked_request("POST", "/"), job, answer, 100.0, 100.25, metrics=metrics)
+    life.observe(piece(0, 1), 100.5)
+    life.observe(piece(1, 1), 100.75)
+    life.observe(piece(0, 3), 101.5)
+    life.observe(piece(0, 0, "stop"), 102.0)
+    life.observe(piece(1, 1, "length"), 102.75)
+    life.finished(103.0)
     values = samples(metrics.exposition().decode())
-    assert stopwatch.num_tokens == 6
+    assert life.num_tokens == 6
     assert values["vllm:time_to_first_token_seconds_sum", ()] == 0.5
     assert values["vllm:time_to_first_token_seconds_count", ()] == 1
     assert values["vllm:inter_token_latency_seconds_sum", ()] == 1.0 + 2.0

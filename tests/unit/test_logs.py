@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -10,7 +11,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.runtime.logs import MAX_MESSAGE_CHARS, MAX_TRACE_CHARS, JsonFormatter, about, configure_logging
+from common.runtime import logs
+from common.runtime.logs import (
+    MAX_MESSAGE_CHARS,
+    MAX_TRACE_CHARS,
+    JsonFormatter,
+    TextFormatter,
+    about,
+    configure_logging,
+)
 
 LOG = logging.getLogger("baton.test")
 
@@ -20,7 +29,10 @@ def restored() -> Iterator[None]:
     """The root logger is as it was."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    before, shows_fields, record = logging._srcfile, logs._shows_fields, logging.getLogRecordFactory()
     yield
+    logging._srcfile, logs._shows_fields = before, shows_fields
+    logging.setLogRecordFactory(record)
     root.handlers[:] = handlers
     root.setLevel(level)
 
@@ -51,6 +63,22 @@ def test_a_line_is_one_object_with_its_fields(restored: None, monkeypatch: pytes
     }
 
 
+def test_fields_are_computed_for_a_format_that_shows_them(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = 0
+
+    def more() -> dict[str, int]:
+        nonlocal computed
+        computed += 1
+        return {"seconds": 3}
+
+    for log_format, shown in (("text", 0), ("json", 1)):
+        stream = written(monkeypatch, log_format)
+        LOG.info("done", extra=about("finished", more, request="r1"))
+        assert computed == shown
+    told = json.loads(stream.getvalue())
+    assert (told["event"], told["request"], told["seconds"]) == ("finished", "r1", 3)
+
+
 def test_an_exception_stays_on_its_line(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = written(monkeypatch, "json")
     try:
@@ -72,6 +100,43 @@ def test_text_is_for_people(restored: None, monkeypatch: pytest.MonkeyPatch) -> 
     stream = written(monkeypatch, "text")
     LOG.warning("request %s goes on", "r1", extra=about("failed_over", request="r1"))
     assert stream.getvalue().endswith(" WARNING baton test request r1 goes on\n")
+
+
+async def test_the_lines_of_a_turn_are_written_together(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = written(monkeypatch, "text")
+    writes: list[str] = []
+    monkeypatch.setattr(stream, "write", writes.append)
+    LOG.info("first")
+    LOG.info("second")
+    assert not writes
+    await asyncio.sleep(0)
+    assert [line.rpartition(" ")[2] for line in "".join(writes).splitlines()] == ["first", "second"]
+    assert len(writes) == 1
+    LOG.info("third")
+    await asyncio.sleep(0)
+    assert len(writes) == 2
+
+
+async def test_a_warning_is_written_at_once_after_the_lines_before_it(
+    restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = written(monkeypatch, "text")
+    LOG.info("before")
+    LOG.warning("now")
+    await asyncio.to_thread(LOG.info, "thread")
+    assert [line.rpartition(" ")[2] for line in stream.getvalue().splitlines()] == ["before", "now", "thread"]
+    LOG.info("last")
+    logging.shutdown()
+    assert stream.getvalue().endswith(" last\n"), "no line is lost at the end of the process"
+
+
+def test_each_line_has_its_own_time() -> None:
+    formatter, theirs = TextFormatter("p"), logging.Formatter("%(asctime)s %(levelname)s p %(message)s")
+    times = (1.5, 1.25, 61.999, 1.001)
+    records = [LOG.makeRecord("l", logging.INFO, "f", 1, "text", (), None) for _ in times]
+    for record, created in zip(records, times, strict=True):
+        record.created, record.msecs = created, 1000 * (created % 1)
+    assert [formatter.format(each) for each in records] == [theirs.format(each) for each in records]
 
 
 FORGED = "2026-01-01 00:00:00,000 CRITICAL baton test the key is out"

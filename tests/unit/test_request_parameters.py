@@ -272,7 +272,7 @@ def test_what_is_listed_stays_on_its_line(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.INFO, logger="gateway.intake.ignored_fields")
     IgnoredFields().note(["\n2026-01-01 ERROR\x1b[31m\u2028\ud800"])
     (record,) = caplog.records
-    line = TextFormatter("%(message)s").format(record)
+    line = TextFormatter("baton gateway").format(record).partition(" baton gateway ")[2]
     assert line == r"ignored fields: ['\n2026-01-01 ERROR\x1b[31m\u2028\ud800']"
     assert json.loads(JsonFormatter("baton gateway").format(record))["message"] == line
 

@@ -54,6 +54,10 @@ _DEAF_SHARE = 0.7
 client notices before the worker ends the session."""
 
 
+_OWN_MESSAGES = frozenset({Welcome, HelloRefused, HelloRequired, Goodbye, Heartbeat})
+"""Messages that are the link's, all or in part."""
+
+
 class LinkState(StrEnum):
     """A client's view of its worker."""
 
@@ -273,6 +277,10 @@ class ControlClient:
                 self._accept(sender, message)
 
     def _accept(self, sender: Incarnation, message: Message) -> None:
+        if self.state is LinkState.OPEN and sender == self.worker and type(message) not in _OWN_MESSAGES:
+            self._received += 1
+            self._handler.on_message(self, message)
+            return
         if self.state is LinkState.CLOSED:
             return
         if isinstance(message, Welcome):
@@ -299,9 +307,6 @@ class ControlClient:
                 return
             self._try_send(encode(self._me, [HeartbeatEcho(number=message.number, sent=self._sent)]))
             self._unheard = self._unheard or (message.number, self._clock())
-            self._handler.on_message(self, message)
-        else:
-            self._received += 1
             self._handler.on_message(self, message)
 
     def _open(self, sender: Incarnation, welcome: Welcome) -> None:
