@@ -83,6 +83,33 @@ async def test_an_engine_that_hangs_in_a_prompt_shows(checkpoint: Callable[[str]
         await gateway.until(Finished)
 
 
+def run_of_the_worker() -> asyncio.Task[None]:
+    """The task that runs the only worker."""
+    tasks = asyncio.all_tasks()
+    (running,) = [task for task in tasks if getattr(task.get_coro(), "__qualname__", "") == "WorkerShell.run"]
+    return running
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_bug_in_a_core_ends_the_worker_whoever_called_it(
+    role: Role, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback of the mover or of a timer raises into the event loop, which only logs that."""
+
+    def handle(*event: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async with worker(role, checkpoint("llama")) as (tested, *_):
+        running = run_of_the_worker()
+        with monkeypatch.context() as patch:
+            patch.setattr(tested.core, "handle", handle)
+            with pytest.raises(ZeroDivisionError):
+                tested.on_message(Incarnation("somebody"), Resume())
+            done, _ = await asyncio.wait([running], timeout=5)
+        assert done, "it goes on"
+        assert isinstance(running.exception(), ExceptionGroup)
+
+
 @pytest.mark.parametrize("turns", range(5))
 async def test_a_worker_ends_though_a_message_comes_just_then(turns: int, checkpoint: Callable[[str], Path]) -> None:
     """What waits for messages until a lease expires has been woken, and has not run yet, when it is cancelled."""
@@ -94,9 +121,7 @@ async def test_a_worker_ends_though_a_message_comes_just_then(turns: int, checkp
         assert tested.ready()[1]["leases"] == 1
         for _ in range(20):
             await asyncio.sleep(0.001)  # then its loops are at rest
-        (running,) = [
-            task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "WorkerShell.run"
-        ]
+        running = run_of_the_worker()
         tested.on_message(Incarnation(me), Resume())
         for _ in range(turns):
             await asyncio.sleep(0)
