@@ -26,7 +26,7 @@ from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import CacheEvents, Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Router
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
@@ -132,7 +132,7 @@ def measure_index(num_holders: int, draw: random.Random) -> dict[str, float]:
     index = PrefixIndex()
     tracemalloc.start()
     for holder in range(num_holders):
-        place = Place(f"10.0.0.{holder}:7001", Incarnation(f"life-{holder}"))
+        place = WorkerLife(f"10.0.0.{holder}:7001", Incarnation(f"life-{holder}"))
         for chain in chains:
             stored = b"".join(name[:SHORT_NAME_BYTES] for name in chain)
             index.apply(place, CacheEvents(begins=False, stored=stored, removed=b""))

@@ -30,8 +30,8 @@ from common.contract.messages import (
 )
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from gateway.serving.attempt import Attempt, Deliver, DeliverPrompt, Part, Place, Send
-from gateway.serving.flow import Action, Done, Fail, Flow, FlowState, Left, Want
+from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, Send, WorkerLife
+from gateway.serving.flow import Action, AssignmentOver, Done, Fail, Flow, FlowState, PlacementRequest
 from gateway.serving.generation import Delta, Generation
 from gateway.serving.suspicion import Crash
 
@@ -73,8 +73,8 @@ def moved(choice: int = 0) -> Moved:
     return Moved(request=REQUEST, attempt=1, choice=choice)
 
 
-def place(address: str, life: int = 1) -> Place:
-    return Place(address, Incarnation(f"{address}/{life}"))
+def place(address: str, life: int = 1) -> WorkerLife:
+    return WorkerLife(address, Incarnation(f"{address}/{life}"))
 
 
 _ANYTHING: tuple[Message, ...] = (
@@ -99,7 +99,7 @@ class Sent:
     message: Message
 
 
-Seen = Sent | Deliver | DeliverPrompt | Want | Done | Fail
+Seen = Sent | Deliver | DeliverPrompt | PlacementRequest | Done | Fail
 
 
 class Run:
@@ -128,14 +128,14 @@ class Run:
             )
         )
         self.seen: list[Seen] = []
-        self.goodbyes: dict[Part, list[Message]] = {}
+        self.goodbyes: dict[Assignment, list[Message]] = {}
         """What every part that was given was told in the end."""
-        self.last: dict[str, tuple[Attempt, Part]] = {}
+        self.last: dict[str, tuple[Attempt, Assignment]] = {}
         """The newest part at each address, whether or not it is still under way."""
         self.attempts: list[Attempt] = []
         """Every one that has begun."""
         self.now = 0.0
-        self._left: Counter[Part] = Counter()
+        self._left: Counter[Assignment] = Counter()
         self._names: dict[RequestId, RequestId] = {}
         self.do(self.flow.begin())
         if begin:
@@ -155,7 +155,7 @@ class Run:
                     elif isinstance(message, Abort | Ack):
                         self.goodbyes[part].append(message)
                     seen.append(Sent(part.place.address, self._shown(message)))
-                case Left(part):
+                case AssignmentOver(part):
                     assert part in self.goodbyes
                     self._left[part] += 1
                 case _:
@@ -170,7 +170,7 @@ class Run:
         decode: str,
         prefill: str | None = None,
         *,
-        want: Want | None = None,
+        want: PlacementRequest | None = None,
         prefix: PrefixHint | None = None,
         budget_s: float = 9,
     ) -> list[Seen]:
@@ -216,7 +216,7 @@ class Run:
         return self.flow.attempts[-1]
 
     @property
-    def want(self) -> Want:
+    def want(self) -> PlacementRequest:
         """The one thing that waits for workers."""
         (want,) = self.flow.wants
         return want

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from common.contract.messages import PrefixHint, Role
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Caution, Expected, Handoff, Local, LocalPrefill
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import WorkerView
 
-Cached = Mapping[Place, int]
+Cached = Mapping[WorkerLife, int]
 
 
 # --- times of one worker ---------------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ from gateway.routing.placement import Placement, Rebind, Route
 from gateway.routing.recovery_metrics import RecoveryMetrics
 from gateway.routing.router import Cached, Expected, Handoff, Local, LocalPrefill, Router, Routing
 from gateway.routing.waiting import Waiting
-from gateway.serving.attempt import Attempt, Choice, Deliver, DeliverPrompt, Part, Place, Send
-from gateway.serving.flow import Action, Done, Fail, Flow, Left, Want
+from gateway.serving.attempt import Assignment, Attempt, Choice, Deliver, DeliverPrompt, Send, WorkerLife
+from gateway.serving.flow import Action, AssignmentOver, Done, Fail, Flow, PlacementRequest
 from gateway.serving.generation import Delta, Details, Generation, GenerationFailed, PromptDelta, Readiness, Refusal
 from gateway.serving.suspicion import Crash
 from gateway.serving.waterfall import Leg
@@ -99,7 +99,7 @@ class _Client:
     """Fingerprint of the workers that the request began on; it continues only on workers with the same one."""
     cached: Cached = field(default_factory=dict)
     """Leading prompt tokens that each worker had cached when the request was last placed."""
-    given: dict[Part, Given] = field(default_factory=dict)
+    given: dict[Assignment, Given] = field(default_factory=dict)
     """Work given to workers for this request and not over yet."""
     failed_at: dict[int, float] = field(default_factory=dict)
     """Choice → when its attempt failed, until its next token."""
@@ -169,7 +169,7 @@ class Dispatcher(Collector):
         """Handle → choice, of the decode workers' parts that are not over."""
         self._waiting: Waiting[_Client] = Waiting()
         """Choices that wait for workers."""
-        self._impatient: dict[Want, asyncio.TimerHandle] = {}
+        self._impatient: dict[PlacementRequest, asyncio.TimerHandle] = {}
         """Waiting choices for which no worker exists; they give up when their timers fire."""
         self._leaving: Leaving[_Client] = Leaving()
         """Running sequences that are to leave draining decode workers."""
@@ -462,9 +462,9 @@ class Dispatcher(Collector):
                     self._deliver(client, action)
                 case DeliverPrompt(delta):
                     client.mailbox.put(delta)
-                case Want():
+                case PlacementRequest():
                     self._want(client, action)
-                case Left(part):
+                case AssignmentOver(part):
                     had = client.given.pop(part, None)
                     self._registry.left(part.place.address, part.place.incarnation, had, self._clock())
                     for handle in part.handles:
@@ -472,7 +472,7 @@ class Dispatcher(Collector):
                 case Done() | Fail():
                     client.mailbox.put(action)
 
-    def _given(self, client: _Client, part: Part, work: Prefill | Decode) -> Given:
+    def _given(self, client: _Client, part: Assignment, work: Prefill | Decode) -> Given:
         """The work that a message, just sent, gives to a worker."""
         computes = isinstance(work, Prefill) or work.source is None
         decodes = isinstance(work, Decode)
@@ -505,7 +505,7 @@ class Dispatcher(Collector):
 
     # --- workers for a request -----------------------------------------------------------------------------------
 
-    def _want(self, client: _Client, want: Want) -> None:
+    def _want(self, client: _Client, want: PlacementRequest) -> None:
         """Choices want workers; place them now, or after `want.delay_s`."""
         if client.fingerprint is not None:  # they had workers before
             choices = [choice.index for choice in want.choices]
@@ -522,13 +522,13 @@ class Dispatcher(Collector):
         else:
             self._wait(client, want)
 
-    def _wait(self, client: _Client, want: Want) -> None:
+    def _wait(self, client: _Client, want: PlacementRequest) -> None:
         """Let choices wait for workers, and look at the waiting choices."""
         if client.flow.running:
             self._waiting.add(want, client)
             self._look_again()
 
-    def _stop_waiting(self, want: Want) -> None:
+    def _stop_waiting(self, want: PlacementRequest) -> None:
         self._waiting.discard(want)
         if (timer := self._impatient.pop(want, None)) is not None:
             timer.cancel()
@@ -566,7 +566,7 @@ class Dispatcher(Collector):
         self._left_of_turn = _MOST_A_TURN
         self._look_again()
 
-    def _place(self, want: Want, client: _Client) -> None:
+    def _place(self, want: PlacementRequest, client: _Client) -> None:
         """Begin an attempt, let the choices wait, or end the request, depending on the workers there are."""
         generation, fits = client.flow.generation, client.fingerprint
         places = self._placement.places(want, fits)
@@ -585,7 +585,7 @@ class Dispatcher(Collector):
             self._stop_waiting(want)
             self._route(want, client)
 
-    def _be_patient(self, want: Want, hope: bool) -> None:
+    def _be_patient(self, want: PlacementRequest, hope: bool) -> None:
         """Let choices wait: for `patience_s` at most if no suitable worker exists, else until the request's
         deadline."""
         if not hope and want not in self._impatient:
@@ -594,7 +594,7 @@ class Dispatcher(Collector):
         elif hope and (timer := self._impatient.pop(want, None)) is not None:
             timer.cancel()
 
-    def _route(self, want: Want, client: _Client) -> None:
+    def _route(self, want: PlacementRequest, client: _Client) -> None:
         # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
         num_blocks = self._index.longest(client.block_hashes) if client.flow.report.complete else {}
         client.cached = {place: num * client.block_size for place, num in num_blocks.items()}
@@ -611,7 +611,7 @@ class Dispatcher(Collector):
             client.retry_after_s = refusal.retry_after_s
             self._do(client, client.flow.fail(Cause.CAPACITY, refusal.message))
 
-    def _let_in(self, client: _Client, want: Want, route: Route) -> tuple[Route, Refusal | None]:
+    def _let_in(self, client: _Client, want: PlacementRequest, route: Route) -> tuple[Route, Refusal | None]:
         """Where a request goes, and why it is refused, if it is. Admission is decided once for each request: its other
         prompts follow the first, and failovers are admitted. The best route may be one with a wait, so before a refusal
         the route with the least wait is tried."""
@@ -634,7 +634,7 @@ class Dispatcher(Collector):
         self.num_refused[Role.PREFILL if turn else Role.DECODE, tier] += 1
         return route, admittance.refusal
 
-    def _out_of_patience(self, want: Want) -> None:
+    def _out_of_patience(self, want: PlacementRequest) -> None:
         """End a request that has waited `patience_s` while no suitable worker existed."""
         client = self._waiting.client(want)
         flow = client.flow
@@ -647,7 +647,7 @@ class Dispatcher(Collector):
         self._stop_waiting(want)
         self._do(client, flow.fail(end.cause, end.message))
 
-    def _go(self, client: _Client, want: Want, route: Route) -> None:
+    def _go(self, client: _Client, want: PlacementRequest, route: Route) -> None:
         flow = client.flow
         self._clients[want.key.request] = client
         prefill = route.prefill.place if isinstance(route, Handoff) else None
@@ -759,7 +759,7 @@ class Dispatcher(Collector):
         elif isinstance(message, Trial):
             self._trials[link.address] = message
         elif isinstance(message, CacheEvents) and link.worker is not None:
-            self._index.apply(Place(link.address, link.worker), message)
+            self._index.apply(WorkerLife(link.address, link.worker), message)
 
     def _on_step(self, address: str, message: StepTokens) -> None:
         """Give each sequence its token: most need nothing else, the others are handled as if told by `Tokens`."""
@@ -805,7 +805,7 @@ class Dispatcher(Collector):
         link = None if source is None else self._links.get(source.place.address)
         return link is not None and link.broken
 
-    def _on_part(self, client: _Client, attempt: Attempt, part: Part, message: RequestMessage) -> None:
+    def _on_part(self, client: _Client, attempt: Attempt, part: Assignment, message: RequestMessage) -> None:
         if self._is_early(attempt, message):
             # Wait for the gateway's own verdict on that worker: if it has crashed, its requests are suspects.
             asyncio.get_running_loop().call_later(RECONNECT_S, self._on_request, part.place.address, message)
@@ -824,7 +824,7 @@ class Dispatcher(Collector):
             self._note_refusal(attempt, part, message.cause)
         self._do(client, client.flow.on_message(attempt, part, message))
 
-    def _note_refusal(self, attempt: Attempt, part: Part, cause: Cause) -> None:
+    def _note_refusal(self, attempt: Attempt, part: Assignment, cause: Cause) -> None:
         """Apply a refusal to the worker's other requests too, if it concerns them. Two do not: no room for a sequence
         that already runs elsewhere, and too many waiting for one more to be admitted."""
         if cause is Cause.DRAINING or (cause is Cause.CAPACITY and attempt.admitted and attempt.moving is None):
@@ -840,7 +840,7 @@ class Dispatcher(Collector):
     def _session_over(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         self._registry.lost(link.address)
         if link.worker is not None:
-            self._index.forget(Place(link.address, link.worker))
+            self._index.forget(WorkerLife(link.address, link.worker))
         self._lose(link.address, why, crashed=crashed)
 
     def _lose(self, address: str, why: str, *, crashed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Workers for a flow's `Want`: the decisions between a want and its attempt. Pure."""
+"""Workers for a flow's `PlacementRequest`: the decisions between a want and its attempt. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
-from gateway.serving.attempt import Choice, Place
-from gateway.serving.flow import Want
+from gateway.serving.attempt import Choice, WorkerLife
+from gateway.serving.flow import PlacementRequest
 from gateway.workers.load_table import Rows
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import WorkerView
@@ -35,18 +35,18 @@ class Placement:
         self._registry = registry
         self._router = router
 
-    def stands(self, want: Want) -> bool:
+    def stands(self, want: PlacementRequest) -> bool:
         """Whether the worker that made the want's offer is still there."""
         assert want.offer is not None
         place = want.offer.place
         worker = self._registry.workers.get(place.address)
         return worker is not None and worker.incarnation == place.incarnation
 
-    def places(self, want: Want, fits: Fingerprint | None) -> list[WorkerView]:
+    def places(self, want: PlacementRequest, fits: Fingerprint | None) -> list[WorkerView]:
         """The decode workers that may take these choices, full ones included."""
         return self._registry.table.views(self._able(_caution(want, fits), _ask(want)))
 
-    def hope(self, want: Want, fits: Fingerprint | None) -> bool:
+    def hope(self, want: PlacementRequest, fits: Fingerprint | None) -> bool:
         """Whether a decode worker exists that may take these choices, now or after draining."""
         caution, table = _caution(want, None), self._registry.table
         there = [
@@ -56,19 +56,19 @@ class Placement:
         ]
         return len(caution.able(table, np.array(there, dtype=np.intp), _ask(want))) > 0
 
-    def all_too_small(self, want: Want, fits: Fingerprint | None) -> bool:
+    def all_too_small(self, want: PlacementRequest, fits: Fingerprint | None) -> bool:
         """Whether decode workers are usable, and all have said that they can never hold these choices."""
         ask = _ask(want)
         return len(self._able(Caution(fits=fits), ask)) > 0 and not len(self._able(_caution(want, fits), ask))
 
     def choose(
         self,
-        want: Want,
+        want: PlacementRequest,
         tier: Tier,
         cached: Cached,
         now: float,
         fits: Fingerprint | None = None,
-        beside: frozenset[Place] = frozenset(),
+        beside: frozenset[WorkerLife] = frozenset(),
         *,
         least_wait: bool = False,
     ) -> Route | None:
@@ -120,11 +120,11 @@ class Placement:
         return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
 
 
-def _caution(want: Want, fits: Fingerprint | None, beside: frozenset[Place] = frozenset()) -> Caution:
+def _caution(want: PlacementRequest, fits: Fingerprint | None, beside: frozenset[WorkerLife] = frozenset()) -> Caution:
     return Caution(avoid=want.avoid, fits=fits, beside=beside, too_small=want.too_small, admitted=want.admitted)
 
 
-def _ask(want: Want, tier: Tier = Tier.STANDARD, now: float = 0.0, *, least_wait: bool = False) -> Ask:
+def _ask(want: PlacementRequest, tier: Tier = Tier.STANDARD, now: float = 0.0, *, least_wait: bool = False) -> Ask:
     return Ask(
         num_tokens=want.num_tokens,
         tier=tier,

@@ -26,7 +26,7 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.messages import PrefixHint, Role
 from common.contract.tiers import Tier
 from gateway.routing.estimates import prompt_s, queue_s, room_s
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.load_table import Column, LoadTable, Rows
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import WorkerView
@@ -140,14 +140,14 @@ class Local(NamedTuple):
 class Caution(NamedTuple):
     """Restrictions on the choice of workers."""
 
-    avoid: frozenset[Place] = frozenset()
+    avoid: frozenset[WorkerLife] = frozenset()
     """Workers that have just failed the request."""
     fits: Fingerprint | None = None
     """The fingerprint that the request has begun with; workers with another one are excluded. None before it has
     begun."""
-    beside: frozenset[Place] = frozenset()
+    beside: frozenset[WorkerLife] = frozenset()
     """Workers to prefer, if they are among the candidates."""
-    too_small: frozenset[Place] = frozenset()
+    too_small: frozenset[WorkerLife] = frozenset()
     """Workers that have said that they can never hold the request."""
     admitted: bool = False
     """Whether the request is admitted. It may then retry workers that failed it, and wait for full ones."""
@@ -182,7 +182,7 @@ class Caution(NamedTuple):
         return rows if not len(rows) or table.workers[rows[0]].fits(self.fits) else rows[:0]
 
 
-def _without(table: LoadTable, rows: Rows, places: frozenset[Place]) -> Rows:
+def _without(table: LoadTable, rows: Rows, places: frozenset[WorkerLife]) -> Rows:
     return rows[~np.isin(rows, table.rows_of(places))] if places else rows
 
 
@@ -191,7 +191,7 @@ def _or(rows: Rows, others: Rows) -> Rows:
 
 
 NO_CAUTION: Final = Caution()
-Cached: TypeAlias = Mapping[Place, int]
+Cached: TypeAlias = Mapping[WorkerLife, int]
 """Worker → leading prompt tokens that its cache probably holds, always fewer than the prompt has."""
 Routing = Literal["expected", "round_robin"]
 """`expected` compares expected times; `round_robin` ignores load and caches, and serves as a baseline."""

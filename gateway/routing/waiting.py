@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from gateway.serving.attempt import Place
-from gateway.serving.flow import Want
+from gateway.serving.attempt import WorkerLife
+from gateway.serving.flow import PlacementRequest
 
 Client = TypeVar("Client", bound=Hashable)
-_Group = tuple[int, frozenset[Place]]
+_Group = tuple[int, frozenset[WorkerLife]]
 """(rank of the tier, places that may take the choices as soon as they take work)."""
 
 
@@ -26,32 +26,32 @@ class Waiting(Generic[Client]):
     """Wants of clients, in order of arrival."""
 
     def __init__(self) -> None:
-        self._clients: dict[Want, Client] = {}
-        self._wants: dict[Client, dict[Want, None]] = {}
-        self._new: dict[Want, None] = {}
+        self._clients: dict[PlacementRequest, Client] = {}
+        self._wants: dict[Client, dict[PlacementRequest, None]] = {}
+        self._new: dict[PlacementRequest, None] = {}
         """Wants to look at."""
-        self._parked: dict[_Group, dict[Want, None]] = {}
-        self._groups: dict[Want, _Group] = {}
+        self._parked: dict[_Group, dict[PlacementRequest, None]] = {}
+        self._groups: dict[PlacementRequest, _Group] = {}
 
     def __len__(self) -> int:
         return len(self._clients)
 
-    def __contains__(self, want: Want) -> bool:
+    def __contains__(self, want: PlacementRequest) -> bool:
         return want in self._clients
 
-    def add(self, want: Want, client: Client) -> None:
+    def add(self, want: PlacementRequest, client: Client) -> None:
         """Add a want, to be looked at."""
         self._clients[want] = client
         self._wants.setdefault(client, {})[want] = None
         self._new[want] = None
 
-    def park(self, want: Want, rank: int, places: frozenset[Place]) -> None:
+    def park(self, want: PlacementRequest, rank: int, places: frozenset[WorkerLife]) -> None:
         """Park a want that was looked at and that none of `places` takes now. `rank` is its tier's rank."""
         self._new.pop(want, None)
         group = self._groups[want] = rank, places
         self._parked.setdefault(group, {})[want] = None
 
-    def discard(self, want: Want) -> None:
+    def discard(self, want: PlacementRequest) -> None:
         """Remove a want; inert if it does not wait."""
         client = self._clients.pop(want, None)
         if client is None:
@@ -68,11 +68,11 @@ class Waiting(Generic[Client]):
             if not parked:
                 del self._parked[group]
 
-    def client(self, want: Want) -> Client:
+    def client(self, want: PlacementRequest) -> Client:
         """The client of a want."""
         return self._clients[want]
 
-    def of(self, client: Client) -> list[Want]:
+    def of(self, client: Client) -> list[PlacementRequest]:
         """The waiting wants of a client."""
         return list(self._wants.get(client, ()))
 
@@ -82,7 +82,7 @@ class Waiting(Generic[Client]):
         self._parked.clear()
         self._groups.clear()
 
-    def next(self, takes: Callable[[Place], bool]) -> tuple[Want, Client] | None:
+    def next(self, takes: Callable[[WorkerLife], bool]) -> tuple[PlacementRequest, Client] | None:
         """The next want to look at: first the new ones, then those of the highest tier that are parked for a place that
         takes work. None if there are none."""
         if self._new:

@@ -46,7 +46,7 @@ from common.contract.messages import (
 from gateway.serving.generation import Delta, Generation, PromptDelta
 
 
-class Place(NamedTuple):
+class WorkerLife(NamedTuple):
     """A worker process: an address and the incarnation there."""
 
     address: str
@@ -59,11 +59,11 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class Assignment:
     """The share of a request that one worker was given."""
 
     role: Role
-    place: Place
+    place: WorkerLife
     key: RequestKey
     num_tokens: int
     """Tokens of the part's prompt, whichever worker computes it."""
@@ -90,9 +90,9 @@ class Choice:
     suspicion: Suspicion = Suspicion.NONE
     innocent_at: int = 0
     """Position at which the choice is no longer suspected."""
-    avoid: set[Place] = field(default_factory=set)
+    avoid: set[WorkerLife] = field(default_factory=set)
     """Workers that have failed it since its last token."""
-    too_small: set[Place] = field(default_factory=set)
+    too_small: set[WorkerLife] = field(default_factory=set)
     """Workers that have said that they can never hold it."""
 
     @property
@@ -119,7 +119,7 @@ class PromptReport:
 class Send(NamedTuple):
     """Action: send a message to the worker of this part."""
 
-    part: Part
+    part: Assignment
     message: Message
 
 
@@ -143,18 +143,18 @@ class DeliverPrompt:
 class Broken:
     """Action: the attempt cannot go on."""
 
-    part: Part
+    part: Assignment
     """The part that failed."""
     cause: Cause
     message: str
-    blame: Part | None
+    blame: Assignment | None
     """The part whose worker is to be avoided; None if none is."""
 
 
 Action = Send | Deliver | DeliverPrompt | Broken
 
 
-def abort(part: Part) -> Send:
+def abort(part: Assignment) -> Send:
     """An Abort, which lets a worker free what it holds for this part."""
     return Send(part, Abort(request=part.key.request, attempt=part.key.attempt))
 
@@ -168,11 +168,11 @@ class Attempt:
         generation: Generation,
         choices: Sequence[Choice],
         report: PromptReport,
-        decode: Place,
+        decode: WorkerLife,
         *,
-        prefill: Place | None = None,
-        offer: Part | None = None,
-        moving: Part | None = None,
+        prefill: WorkerLife | None = None,
+        offer: Assignment | None = None,
+        moving: Assignment | None = None,
         admitted: bool = False,
         now: float = 0.0,
     ) -> None:
@@ -188,8 +188,8 @@ class Attempt:
         if offer is not None:
             self.token_ids = self.token_ids[: offer.num_tokens]
         num_tokens = len(self.token_ids)
-        self.prefill = offer or (None if prefill is None else Part(Role.PREFILL, prefill, key, num_tokens))
-        self.decode = Part(Role.DECODE, decode, key, num_tokens, tuple(new_handle() for _ in choices))
+        self.prefill = offer or (None if prefill is None else Assignment(Role.PREFILL, prefill, key, num_tokens))
+        self.decode = Assignment(Role.DECODE, decode, key, num_tokens, tuple(new_handle() for _ in choices))
         self.parts = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
         """The prefill worker's part, if there is one, and the decode worker's."""
         self.moving = moving
@@ -248,7 +248,7 @@ class Attempt:
         prefill = Prefill(**work, prefix=prefix, prompt_logprobs=report)
         return [Send(self.prefill, prefill), Send(self.decode, decode)]
 
-    def on_message(self, part: Part, message: Message) -> list[Action]:
+    def on_message(self, part: Assignment, message: Message) -> list[Action]:
         """Handle a message from the worker of one of its parts."""
         match message:
             case Tokens():
@@ -280,7 +280,7 @@ class Attempt:
         choice.token_ids.append(token_id)
         return True
 
-    def on_resync(self, part: Part, *, known: bool) -> list[Action]:
+    def on_resync(self, part: Assignment, *, known: bool) -> list[Action]:
         """Handle the loss of messages to or from a worker. `known`: whether it still knows its part."""
         if known and not self.report.complete and part is self._computing:
             return [self._without_prompt(part)]
@@ -291,7 +291,7 @@ class Attempt:
         message = f"the {part.role} worker does not know the request after lost messages"
         return [Broken(part, Cause.WORKER_LOST, message, blame=None)]
 
-    def lost(self, part: Part, why: str) -> list[Action]:
+    def lost(self, part: Assignment, why: str) -> list[Action]:
         """Handle the end of a worker's session. Once a prefill worker has sent its first tokens, its loss concerns only
         the decode worker, which goes on if it has settled, and reports a failure if it has not."""
         if self._can_miss(part):
@@ -308,7 +308,7 @@ class Attempt:
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
-    def _on_tokens(self, part: Part, message: Tokens) -> list[Action]:
+    def _on_tokens(self, part: Assignment, message: Tokens) -> list[Action]:
         choice = self.choices.get(message.choice)
         if choice is None:
             return [self._fault(part, "sent a choice that was not asked for")]
@@ -333,7 +333,7 @@ class Attempt:
         delta = Delta(choice=choice.index, token_ids=token_ids, logprobs=logprobs, finish_reason=message.finish_reason)
         return [Deliver(delta, self.key, part.role)]
 
-    def _on_prompt(self, part: Part, message: PromptLogprobs) -> list[Action]:
+    def _on_prompt(self, part: Assignment, message: PromptLogprobs) -> list[Action]:
         report = self.report
         end = message.position + len(message.scores)
         if part is not self._computing or end > len(self.generation.token_ids):
@@ -351,13 +351,13 @@ class Attempt:
             actions += self._ask_for_missing(again=True)
         return actions
 
-    def _without_prompt(self, part: Part) -> Broken:
+    def _without_prompt(self, part: Assignment) -> Broken:
         """No worker keeps log probabilities of a prompt to send them again, so the prompt has to be computed again."""
         message = f"log probabilities of the prompt were lost between the {part.role} worker and the gateway"
         return Broken(part, Cause.WORKER_LOST, message, blame=None)
 
     @property
-    def _computing(self) -> Part:
+    def _computing(self) -> Assignment:
         """The part whose worker computes the prompt."""
         return self.prefill or self.decode
 
@@ -385,7 +385,7 @@ class Attempt:
             Resend(request=request, attempt=attempt, choice=choice.index, position=choice.next_position),
         )
 
-    def _can_miss(self, part: Part) -> bool:
+    def _can_miss(self, part: Assignment) -> bool:
         """Whether the attempt goes on without this worker. It does without a prefill worker once the first tokens are
         here, or sure to come: a decode worker sends tokens only after it has settled."""
         if part is self.decode or not self.report.complete:
@@ -394,7 +394,7 @@ class Attempt:
             choice.next_position > len(self.token_ids) for choice in self.choices.values()
         )
 
-    def _to_blame(self, part: Part, cause: Cause) -> Part | None:
+    def _to_blame(self, part: Assignment, cause: Cause) -> Assignment | None:
         """The part to blame for a failure that a worker reports. A decode worker may report a failure of its source."""
         source = self.moving or self.prefill
         if cause is Cause.LEASE_LOST:
@@ -405,5 +405,5 @@ class Attempt:
             return source  # a second failure in a row; the first one is blamed on the reader
         return part
 
-    def _fault(self, part: Part, what: str) -> Broken:
+    def _fault(self, part: Assignment, what: str) -> Broken:
         return Broken(part, Cause.INTERNAL, f"the {part.role} worker {what}", blame=part)

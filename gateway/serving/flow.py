@@ -2,7 +2,8 @@
 
 Life cycle of a request in the gateway:
 
-    1. Its choices want workers (`Want`); once these are chosen, an attempt begins (`gateway.serving.attempt`).
+    1. Its choices want workers (`PlacementRequest`); once these are chosen, an attempt begins
+       (`gateway.serving.attempt`).
     2. Tokens are accepted by position, whichever attempt they come from, and go to the client.
     3. A worker fails, refuses or is lost: the unfinished choices want workers again, with the tokens that the client
        has as a forced prefix. Choices with tokens of their own continue separately. If the decode worker failed before
@@ -34,15 +35,15 @@ from common.contract.ids import RequestId, RequestKey, new_request_id
 from common.contract.messages import Cut, Message, Moved, PrefixHint, PromptLogprobs, Role, Suspicion
 from gateway.serving.attempt import Action as AttemptAction
 from gateway.serving.attempt import (
+    Assignment,
     Attempt,
     Broken,
     Choice,
     Deliver,
     DeliverPrompt,
-    Part,
-    Place,
     PromptReport,
     Send,
+    WorkerLife,
     abort,
 )
 from gateway.serving.generation import Generation
@@ -70,17 +71,17 @@ class FlowState(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Want:
+class PlacementRequest:
     """Choices that want workers: call `Flow.go` once these are chosen."""
 
     key: RequestKey
     choices: tuple[Choice, ...]
-    avoid: frozenset[Place] = frozenset()
+    avoid: frozenset[WorkerLife] = frozenset()
     """Workers that have just failed these choices."""
-    offer: Part | None = None
+    offer: Assignment | None = None
     """A prefill worker's part whose offer still stands."""
     delay_s: float = 0.0
-    too_small: frozenset[Place] = frozenset()
+    too_small: frozenset[WorkerLife] = frozenset()
     """Workers that can never hold these choices."""
     most_tokens: int = 0
     """Most tokens that one of these sequences can have in the end."""
@@ -95,10 +96,10 @@ class Want:
         return self.choices[0].next_position if self.offer is None else self.offer.num_tokens
 
 
-class Left(NamedTuple):
+class AssignmentOver(NamedTuple):
     """Action: a worker has nothing more to do for this part."""
 
-    part: Part
+    part: Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class Fail:
     message: str
 
 
-Action = Send | Deliver | DeliverPrompt | Want | Left | Done | Fail
+Action = Send | Deliver | DeliverPrompt | PlacementRequest | AssignmentOver | Done | Fail
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +131,7 @@ class Flow:
     """Failed attempts that were followed by another, by cause."""
     attempts: list[Attempt] = field(default_factory=list)
     """Attempts under way."""
-    wants: list[Want] = field(default_factory=list)
+    wants: list[PlacementRequest] = field(default_factory=list)
     """Choices that wait for workers."""
     choices: tuple[Choice, ...] = ()
     report: PromptReport = field(init=False)
@@ -158,7 +159,7 @@ class Flow:
         """Every id under which workers know the request."""
         return self._newest.keys()
 
-    def find(self, key: RequestKey, address: str) -> tuple[Attempt, Part] | None:
+    def find(self, key: RequestKey, address: str) -> tuple[Attempt, Assignment] | None:
         """The attempt under way, and its part at this address, that messages under `key` belong to; None if there is
         none."""
         for attempt in self.attempts:
@@ -167,7 +168,7 @@ class Flow:
                     return attempt, part
         return None
 
-    def parts_at(self, address: str) -> list[tuple[Attempt, Part]]:
+    def parts_at(self, address: str) -> list[tuple[Attempt, Assignment]]:
         """The parts at a worker, of the attempts under way."""
         return [(a, part) for a in self.attempts for part in a.parts if part.place.address == address]
 
@@ -178,7 +179,7 @@ class Flow:
         parts = [part for _, part in self.parts_at(address)]
         return [part.key for part in (*parts, *offers) if part.place.address == address]
 
-    def beside(self, want: Want) -> frozenset[Place]:
+    def beside(self, want: PlacementRequest) -> frozenset[WorkerLife]:
         """Places of this request's other suspects, where a want with a suspect should go too. Spread over the pool, the
         suspects would crash one worker each."""
         if not any(_suspected(choice) for choice in want.choices):
@@ -196,9 +197,9 @@ class Flow:
 
     def go(
         self,
-        want: Want,
-        decode: Place,
-        prefill: Place | None,
+        want: PlacementRequest,
+        decode: WorkerLife,
+        prefill: WorkerLife | None,
         budget_s: float,
         prefix: PrefixHint | None = None,
         *,
@@ -226,13 +227,15 @@ class Flow:
         hint = f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}" if prefix else ""
         return self._begin(attempt, where + hint, budget_s, prefix)
 
-    def without_offer(self, want: Want) -> list[Action]:
+    def without_offer(self, want: PlacementRequest) -> list[Action]:
         """The worker whose offer stood is gone: want new workers for the unfinished choices instead."""
         self.wants.remove(want)
         choices = [choice for choice in want.choices if not choice.ended]
         return [*self._let_go(want), *self._want_all(want.key.request, choices)]
 
-    def move(self, attempt: Attempt, choice: Choice, decode: Place, budget_s: float, *, now: float) -> list[Action]:
+    def move(
+        self, attempt: Attempt, choice: Choice, decode: WorkerLife, budget_s: float, *, now: float
+    ) -> list[Action]:
         """Let `decode` pull a choice's running sequence from its draining worker, and continue it."""
         key = self._next_key(attempt.key.request, alone=attempt.unfinished == [choice])
         moving = Attempt(
@@ -256,20 +259,20 @@ class Flow:
         """Whether a sequence that was `movable` still is."""
         return attempt in self.attempts and choice in attempt.unfinished and self._may_move(attempt, choice)
 
-    def on_message(self, attempt: Attempt, part: Part, message: Message) -> list[Action]:
+    def on_message(self, attempt: Attempt, part: Assignment, message: Message) -> list[Action]:
         """Handle a message about a part of an attempt under way."""
         if not self.running:
             return []
         actions: list[Action] = []
         if part.role is Role.PREFILL and not part.over and not isinstance(message, PromptLogprobs):
             part.over = True  # the first message ends its work: its prompt is computed, or never will be
-            actions.append(Left(part))
+            actions.append(AssignmentOver(part))
         actions += self._do(attempt, attempt.on_message(part, message))
         if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
             actions += self._cut(attempt, self.choices[message.choice])
         return actions
 
-    def on_resync(self, attempt: Attempt, part: Part, *, known: bool) -> list[Action]:
+    def on_resync(self, attempt: Attempt, part: Assignment, *, known: bool) -> list[Action]:
         """Handle the loss of messages to or from a part's worker. `known`: whether it still knows its part."""
         return self._do(attempt, attempt.on_resync(part, known=known)) if self.running else []
 
@@ -391,7 +394,7 @@ class Flow:
         for choice in choices:
             (choice.too_small if too_large else choice.avoid).add(broken.blame.place)
 
-    def _again(self, attempt: Attempt, choices: Sequence[Choice], offer: Part | None) -> list[Action]:
+    def _again(self, attempt: Attempt, choices: Sequence[Choice], offer: Assignment | None) -> list[Action]:
         """Want workers for the choices of an attempt that is over."""
         if offer is not None:
             return [self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
@@ -404,9 +407,9 @@ class Flow:
             return [self._want(choices, self._next_key(request))]
         return [self._want([choice], self._next_key(request, alone=len(choices) == 1)) for choice in choices]
 
-    def _want(self, choices: Sequence[Choice], key: RequestKey, offer: Part | None = None) -> Want:
+    def _want(self, choices: Sequence[Choice], key: RequestKey, offer: Assignment | None = None) -> PlacementRequest:
         num_failures = max(choice.num_failures for choice in choices)
-        want = Want(
+        want = PlacementRequest(
             key,
             tuple(choices),
             frozenset(place for choice in choices for place in choice.avoid),
@@ -420,7 +423,7 @@ class Flow:
         self.wants.append(want)
         return want
 
-    def _standing_offer(self, attempt: Attempt, broken: Broken) -> Part | None:
+    def _standing_offer(self, attempt: Attempt, broken: Broken) -> Assignment | None:
         """The prefill worker's part, if its offer can serve another decode worker. It cannot while log probabilities of
         the prompt are outstanding: they would arrive while no attempt listens."""
         if not self.report.complete:
@@ -467,14 +470,14 @@ class Flow:
         attempt.moved.add(choice.index)
         return [] if attempt.unfinished else [abort(attempt.decode), *self._close(attempt)]
 
-    def _let_go(self, want: Want) -> list[Action]:
+    def _let_go(self, want: PlacementRequest) -> list[Action]:
         """Abort a want's offer, which no decode worker will take over."""
         if want.offer is None:
             return []
         actions: list[Action] = [abort(want.offer)]
         if not want.offer.over:
             want.offer.over = True
-            actions.append(Left(want.offer))
+            actions.append(AssignmentOver(want.offer))
         return actions
 
     def _next_key(self, request: RequestId, *, alone: bool = True) -> RequestKey:
@@ -484,7 +487,7 @@ class Flow:
         number = self._newest[request] = self._newest.get(request, 0) + 1
         return RequestKey(request, number)
 
-    def _close(self, attempt: Attempt, keep: Part | None = None) -> list[Action]:
+    def _close(self, attempt: Attempt, keep: Assignment | None = None) -> list[Action]:
         """Remove an attempt from those under way; the part `keep` goes on."""
         self.attempts.remove(attempt)
         self.num_duplicates += attempt.num_duplicates
@@ -493,7 +496,7 @@ class Flow:
         for part in attempt.parts:
             if part is not keep and not part.over:
                 part.over = True
-                actions.append(Left(part))
+                actions.append(AssignmentOver(part))
         return actions
 
     def _end(self, state: FlowState, why: str) -> list[Action]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.contract.tiers import Tier
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.worker_view import WorkerView
 
 Rows: TypeAlias = NDArray[np.intp]
@@ -90,7 +90,7 @@ class LoadTable:
         """The workers of these rows."""
         return [self.workers[row] for row in rows.tolist()]
 
-    def spread(self, values: Mapping[Place, int]) -> Column:
+    def spread(self, values: Mapping[WorkerLife, int]) -> Column:
         """The values as a column, with 0 for workers that have none. Values of workers that are not here are left
         out."""
         column = np.zeros(len(self.workers))
@@ -100,7 +100,7 @@ class LoadTable:
                 column[row] = value
         return column
 
-    def rows_of(self, places: Iterable[Place]) -> Rows:
+    def rows_of(self, places: Iterable[WorkerLife]) -> Rows:
         """Rows of those of the places that are here."""
         found = [(self._rows.get(place.address), place.incarnation) for place in places]
         return np.array(

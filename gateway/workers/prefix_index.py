@@ -24,7 +24,7 @@ from typing import Final
 
 from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHash
 from common.contract.messages import CacheEvents
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 
 NUM_PARTS: Final = 256
 """Names are divided by their first byte, so that no event takes the time of looking through all of them."""
@@ -41,9 +41,9 @@ class PrefixIndex:
         self._parts: list[dict[bytes, int]] = [{} for _ in range(NUM_PARTS)]
         """Name → bits of its holders, dead ones included; in the order in which they were last reported or asked
         for."""
-        self._bits: dict[Place, int] = {}
+        self._bits: dict[WorkerLife, int] = {}
         """The bit of each worker."""
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, WorkerLife] = {}
         """Bit → its worker."""
         self._live = 0
         """All bits of workers."""
@@ -57,7 +57,7 @@ class PrefixIndex:
         self.num_forgotten = 0
         """Names forgotten because the index was full."""
 
-    def apply(self, place: Place, events: CacheEvents) -> None:
+    def apply(self, place: WorkerLife, events: CacheEvents) -> None:
         """Apply a worker's report of its cache."""
         if events.begins:
             self.forget(place)
@@ -66,7 +66,7 @@ class PrefixIndex:
         self._store(bit, events.stored)
         self._clean_a_part()
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: WorkerLife) -> None:
         """Forget a worker's blocks, because its process or its session has ended."""
         bit = self._bits.pop(place, 0)
         if bit:
@@ -85,10 +85,10 @@ class PrefixIndex:
         """Names stored."""
         return sum(map(len, self._parts))
 
-    def longest(self, block_hashes: Sequence[BlockHash]) -> dict[Place, int]:
+    def longest(self, block_hashes: Sequence[BlockHash]) -> dict[WorkerLife, int]:
         """Number of leading blocks of a sequence that each worker holds; a block counts only if the worker holds all
         before it. Workers that hold none are left out."""
-        longest: dict[Place, int] = {}
+        longest: dict[WorkerLife, int] = {}
         holders, num_held = self._live, 0
         for block_hash in block_hashes:
             name = block_hash[:SHORT_NAME_BYTES]
@@ -121,14 +121,14 @@ class PrefixIndex:
                 num_held.update(_each(holders & self._live))
         assert num_held == +self._num_held
 
-    def _each_has(self, holders: int, num_held: int) -> dict[Place, int]:
+    def _each_has(self, holders: int, num_held: int) -> dict[WorkerLife, int]:
         return {self._places[bit]: num_held for bit in _each(holders)}
 
     @property
     def _num_bits(self) -> int:
         return len(self._free) + len(self._places) + self._dead.bit_count()
 
-    def _admit(self, place: Place) -> int:
+    def _admit(self, place: WorkerLife) -> int:
         bit = self._free.pop() if self._free else 1 << self._num_bits
         self._bits[place], self._places[bit] = bit, place
         self._live |= bit

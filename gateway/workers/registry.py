@@ -15,7 +15,7 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION
 from common.contract.messages import Heartbeat, Role, Welcome
 from common.contract.tiers import Tier
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.discovery import Endpoint
 from gateway.workers.load_table import LoadTable, Rows
 from gateway.workers.worker_view import Given, WorkerView
@@ -165,7 +165,7 @@ class Registry:
         self.workers[address].refused = why
         self._usable = None
 
-    def takes(self, place: Place) -> bool:
+    def takes(self, place: WorkerLife) -> bool:
         """Whether an admitted request may be sent there now."""
         worker = self.workers.get(place.address)
         return worker is not None and worker.incarnation == place.incarnation and worker.usable and not worker.full

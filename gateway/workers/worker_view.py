@@ -9,7 +9,7 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.token_rates import TokenRates
 
 
@@ -121,7 +121,7 @@ class WorkerView:
         self.gone = [0] * len(Tier)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> WorkerLife:
         """Its address and incarnation; valid only while its session is open."""
         assert self.incarnation is not None
-        return Place(self.address, self.incarnation)
+        return WorkerLife(self.address, self.incarnation)

@@ -333,7 +333,7 @@ class CutIn(Cut):
         actor.host.cut_in()
 
 
-class Part(Cut):
+class Assignment(Cut):
     """What the worker sends to its partner is dropped; gateways reach both."""
 
     name = "part"
@@ -380,7 +380,7 @@ class Slow(Fault):
 
 
 FAULTS: dict[str, Callable[[], Fault]] = {
-    fault.name: fault for fault in (Kill, Freeze, Cut, CutOut, CutIn, Part, Reset, Slow)
+    fault.name: fault for fault in (Kill, Freeze, Cut, CutOut, CutIn, Assignment, Reset, Slow)
 }
 
 

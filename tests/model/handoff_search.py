@@ -29,13 +29,13 @@ from common.contract.ids import Handle
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from gateway.serving import attempt, flow
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.serving.generation import Generation
 from kv_transfer import source
 
 # --- states ------------------------------------------------------------------------------------------------------
 
-_SHARED = (*messages.MESSAGES, messages.Source, SamplingParams, Generation, Place, Bounds, Parts)
+_SHARED = (*messages.MESSAGES, messages.Source, SamplingParams, Generation, WorkerLife, Bounds, Parts)
 """What never changes is not copied: each value is kept once, and pickled as its number."""
 _numbers: dict[Any, int] = {}
 _values: list[Any] = []

@@ -30,8 +30,8 @@ from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
 from gateway.serving import flow as flows
-from gateway.serving.attempt import Deliver, Place, Send
-from gateway.serving.flow import Flow, FlowState, Want
+from gateway.serving.attempt import Deliver, Send, WorkerLife
+from gateway.serving.flow import Flow, FlowState, PlacementRequest
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import Crash
 from kv_transfer.sink import Pull
@@ -100,7 +100,7 @@ class Gateway:
                 budget_s=1.0,
             )
         )
-        self.waiting: list[Want] = []
+        self.waiting: list[PlacementRequest] = []
         self.places: dict[str, Incarnation] = {}
         """Workers with an open session."""
         self.num_tokens = len(PROMPT)
@@ -121,7 +121,7 @@ class Gateway:
                         assert given == token(self.num_tokens), "the client's tokens are not each once and in order"
                         self.num_tokens += 1
                     assert self.ends == 0, "a token after the end"
-                case Want():
+                case PlacementRequest():
                     self.waiting.append(action)
                     self.look_again()
                 case flows.Done() | flows.Fail():
@@ -143,7 +143,7 @@ class Gateway:
             else:
                 self.place(want)
 
-    def place(self, want: Want) -> None:
+    def place(self, want: PlacementRequest) -> None:
         """As `gateway.routing.router` and `gateway.routing.placement` would, with no load anywhere."""
         decodes = self.usable(Role.DECODE)
         prefills = [place for place in self.usable(Role.PREFILL) if place not in want.avoid]
@@ -155,9 +155,9 @@ class Gateway:
         self.num_attempts += 1
         self.do(self.flow.go(want, decode, prefill, 1.0, now=0.0))
 
-    def usable(self, role: Role) -> list[Place]:
+    def usable(self, role: Role) -> list[WorkerLife]:
         first = "p" if role is Role.PREFILL else "d"
-        return [Place(f"{a}", self.places[a]) for a in sorted(self.places) if a.startswith(first)]
+        return [WorkerLife(f"{a}", self.places[a]) for a in sorted(self.places) if a.startswith(first)]
 
     def hear(self, address: str, message: Message) -> None:
         assert isinstance(message, RequestMessage)

@@ -17,7 +17,7 @@ from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Caution, Router, least_loaded_decode
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.discovery import Endpoint
 from gateway.workers.load_table import LoadTable
 from gateway.workers.registry import Registry
@@ -76,7 +76,7 @@ class RoutingMachine(RuleBasedStateMachine):
     def begin(self, colocated: bool, local_prefill_tokens: int, in_turn: bool) -> None:
         self.now = 0.0
         self.number = 0
-        self.given: list[tuple[Place, Given]] = []
+        self.given: list[tuple[WorkerLife, Given]] = []
         self.local_prefill_tokens = local_prefill_tokens
         self.turn = 0 if in_turn else None
         self.registry = Registry(() if colocated else PREFILL, DECODE, "c", stall_s=STALL_S)
@@ -213,10 +213,10 @@ class RoutingMachine(RuleBasedStateMachine):
 
     # --- the choice ----------------------------------------------------------------------------------------------
 
-    def some_places(self, data: st.DataObject) -> frozenset[Place]:
+    def some_places(self, data: st.DataObject) -> frozenset[WorkerLife]:
         """A few workers, and one process that is over."""
         places = [worker.place for worker in self.registry.workers.values() if worker.incarnation is not None]
-        places.append(Place(DECODE[0], Incarnation("over")))
+        places.append(WorkerLife(DECODE[0], Incarnation("over")))
         return frozenset(data.draw(st.lists(st.sampled_from(places), max_size=4)))
 
     @rule(data=st.data(), ask=asks, fits=st.sampled_from((None, None, OLD, NEW)), admitted=st.booleans())
@@ -230,7 +230,7 @@ class RoutingMachine(RuleBasedStateMachine):
         cached = {place: data.draw(held) for place in sorted(self.some_places(data), key=str)}
         self.compare(ask, cached, caution)
 
-    def compare(self, ask: Ask, cached: dict[Place, int], caution: Caution) -> None:
+    def compare(self, ask: Ask, cached: dict[WorkerLife, int], caution: Caution) -> None:
         """Choose, in both ways."""
         expected = full_scan.choose(
             self.registry,

@@ -45,7 +45,7 @@ from common.runtime.channel import ControlClient, ControlServer, LinkState, ends
 from common.runtime.channel import client as client_end
 from common.runtime.channel import server as server_end
 from common.runtime.clock import Clock, Pulse
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.prefix_index import PrefixIndex
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
@@ -658,7 +658,7 @@ async def test_a_gateway_that_missed_what_a_cache_holds_is_told_all_of_it(net: N
     pool.name(pool.allocate(1), newest)
     feed.publish()
     await client.beats(5)
-    index, place = PrefixIndex(), Place(worker.address, worker.me)
+    index, place = PrefixIndex(), WorkerLife(worker.address, worker.me)
     for message in client.received:
         assert isinstance(message, CacheEvents)
         index.apply(place, message)

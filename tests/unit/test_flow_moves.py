@@ -30,7 +30,7 @@ from flow_run import (
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import Abort, Ack, Decode, Message, Prefill, Resend, Suspicion
-from gateway.serving.flow import FlowState, Want
+from gateway.serving.flow import FlowState, PlacementRequest
 
 ABORT_2 = Abort(request=REQUEST, attempt=2)
 ACK_2 = Ack(request=REQUEST, attempt=2)
@@ -287,7 +287,7 @@ def test_a_cut_that_comes_after_the_failure_of_the_new_one_begins_a_new_attempt(
     run.on(D, tokens(START + 2, 3), attempt=run.attempts[0])
     aborted, want = run.on(D, message, attempt=run.attempts[0])
     assert aborted == Sent(D, ABORT)
-    assert isinstance(want, Want)
+    assert isinstance(want, PlacementRequest)
     assert want.num_tokens == START + 3
     run.go(D3, P)
     run.on(D3, tokens(START + 3, 4, end="stop"))
@@ -300,7 +300,7 @@ def test_a_cut_for_nobody_of_one_choice_leaves_the_others() -> None:
     run.move(D2, 0)
     run.lose(D2)
     (want,) = run.on(D, cut(START + 1, choice=0), attempt=run.attempts[0])
-    assert isinstance(want, Want)
+    assert isinstance(want, PlacementRequest)
     run.go(D3, P)
     assert run.sent(Decode)[-1][1].request not in (REQUEST, "r2"), "a request of its own"
     assert run.on(D, cut(START + 1, choice=0), attempt=run.attempts[0]) == [], "it is said once"

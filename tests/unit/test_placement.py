@@ -16,7 +16,7 @@ from common.contract.tiers import Tier
 from gateway.routing.placement import Placement, Rebind
 from gateway.routing.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
 from gateway.serving.attempt import Choice
-from gateway.serving.flow import Want
+from gateway.serving.flow import PlacementRequest
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
 
@@ -49,7 +49,7 @@ class Pool:
         offer: bool = False,
         admitted: bool = True,
         most_tokens: int = 0,
-    ) -> Want:
+    ) -> PlacementRequest:
         run = Run()
         run.lose(D)
         return replace(

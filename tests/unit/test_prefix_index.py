@@ -14,10 +14,10 @@ from common.contract.ids import Incarnation
 from common.contract.messages import MAX_CACHE_EVENTS, CacheEvents, Message
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.prefix_index import NUM_PARTS, PrefixIndex
 
-A, B = Place("a:1", Incarnation("A")), Place("b:1", Incarnation("B"))
+A, B = WorkerLife("a:1", Incarnation("A")), WorkerLife("b:1", Incarnation("B"))
 GATEWAY, OTHER_GATEWAY = Incarnation("G"), Incarnation("H")
 
 
@@ -36,7 +36,7 @@ def events(
     return CacheEvents(begins=begins, stored=short(stored or []), removed=short(removed or []))
 
 
-def held_by(index: PrefixIndex, place: Place) -> set[bytes]:
+def held_by(index: PrefixIndex, place: WorkerLife) -> set[bytes]:
     """All that a worker holds, as far as the index knows."""
     bit = index._bits.get(place, 0)
     return {name for part in index._parts for name, holders in part.items() if holders & bit}
@@ -80,7 +80,7 @@ def test_another_salt_is_another_prefix() -> None:
 
 def test_a_life_that_is_forgotten_holds_nothing() -> None:
     index = PrefixIndex()
-    reborn = Place(A.address, Incarnation("A2"))
+    reborn = WorkerLife(A.address, Incarnation("A2"))
     index.apply(A, events(names(1, 2)))
     index.apply(reborn, events(names(1)))
     assert index.longest(names(1, 2)) == {A: 2, reborn: 1}
@@ -92,8 +92,8 @@ def test_a_life_that_is_forgotten_holds_nothing() -> None:
 # --- what it takes ---------------------------------------------------------------------------------------------------
 
 
-def worker(number: int) -> Place:
-    return Place(f"w{number}:1", Incarnation(f"W{number}"))
+def worker(number: int) -> WorkerLife:
+    return WorkerLife(f"w{number}:1", Incarnation(f"W{number}"))
 
 
 def by_part(number: int) -> list[BlockHash]:
@@ -177,10 +177,10 @@ OTHERS = by_part(3)[:8]
     ),
 )
 def test_it_says_what_sets_of_names_would_or_less_if_it_was_full(
-    in_part: int, happening: list[tuple[str, Place, list[BlockHash], int, int]]
+    in_part: int, happening: list[tuple[str, WorkerLife, list[BlockHash], int, int]]
 ) -> None:
     index = PrefixIndex(in_part * NUM_PARTS)
-    told: dict[Place, set[BlockHash]] = {place: set() for place in WORKERS}
+    told: dict[WorkerLife, set[BlockHash]] = {place: set() for place in WORKERS}
     for what, place, chain, start, num in happening:
         some = chain[start : start + num]
         match what:

@@ -17,7 +17,7 @@ from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
 from common.contract.messages import Heartbeat, Phase, PrefixHint, Role, Source, Welcome
 from common.contract.tiers import Tier
 from gateway.routing.router import Ask, Handoff, Local, LocalPrefill, Router, least_loaded_decode
-from gateway.serving.attempt import Place
+from gateway.serving.attempt import WorkerLife
 from gateway.workers.load_table import LoadTable
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given, WorkerView
@@ -443,7 +443,7 @@ def prefill_choice(*workers: WorkerView, num_tokens: int = 1000, cached: dict[st
     return choice
 
 
-def least_loaded(workers: Sequence[WorkerView], ask: Ask, cached: dict[Place, int]) -> WorkerView:
+def least_loaded(workers: Sequence[WorkerView], ask: Ask, cached: dict[WorkerLife, int]) -> WorkerView:
     table = LoadTable(workers)
     return table.workers[least_loaded_decode(table, np.arange(len(workers)), ask, table.spread(cached))]
 
@@ -531,18 +531,18 @@ def opened(*addresses: str, prefill: Sequence[str] = (P1, P2)) -> Registry:
     return registry
 
 
-def held(**tokens: int) -> dict[Place, int]:
+def held(**tokens: int) -> dict[WorkerLife, int]:
     """Cached tokens by worker, `d1=32`."""
-    return {Place(f"{name}:1", LIFE): count for name, count in tokens.items()}
+    return {WorkerLife(f"{name}:1", LIFE): count for name, count in tokens.items()}
 
 
-def handoff(registry: Registry, num_tokens: int, cached: dict[Place, int], threshold: int = 0) -> Handoff:
+def handoff(registry: Registry, num_tokens: int, cached: dict[WorkerLife, int], threshold: int = 0) -> Handoff:
     route = Router(registry, local_prefill_tokens=threshold).choose(Ask(num_tokens=num_tokens), cached)
     assert isinstance(route, Handoff)
     return route
 
 
-def local(registry: Registry, num_tokens: int, cached: dict[Place, int], threshold: int = 0) -> tuple[str, str]:
+def local(registry: Registry, num_tokens: int, cached: dict[WorkerLife, int], threshold: int = 0) -> tuple[str, str]:
     route = Router(registry, local_prefill_tokens=threshold).choose(Ask(num_tokens=num_tokens), cached)
     assert isinstance(route, Local)
     return route.decode.address, route.reason
@@ -587,7 +587,7 @@ def test_the_hint_names_who_holds_more_than_the_chosen_one(
 
 def test_a_hint_names_no_life_that_has_ended_and_no_worker_that_leaves() -> None:
     registry = opened(*WORKERS)
-    cached = {Place(D1, NEXT_LIFE): 64} | held(d2=32)
+    cached = {WorkerLife(D1, NEXT_LIFE): 64} | held(d2=32)
     assert handoff(registry, 100, cached).prefix == hint(D2, 32)
     registry.heartbeat(D2, load(phase=Phase.DRAINING), 0.0)
     assert handoff(registry, 100, cached).prefix is None
