@@ -191,7 +191,7 @@ class Run:
         for message in messages:
             about, part = self.last[address]
             if attempt is not None:
-                about, part = attempt, next(each for each in attempt.parts if each.place.address == address)
+                about, part = attempt, next(each for each in attempt.assignments if each.place.address == address)
             message = replace(message, request=part.key.request, attempt=part.key.attempt)
             seen += self.do(self.flow.on_message(about, part, message))
         return seen
@@ -279,7 +279,7 @@ class Run:
 
     def _begun(self, actions: list[Action]) -> list[Seen]:
         self.attempts.append(self.attempt)
-        for part in self.attempt.parts:
+        for part in self.attempt.assignments:
             self.last[part.place.address] = (self.attempt, part)
         return self.do(actions)
 
@@ -295,7 +295,7 @@ class Run:
         return self._names.setdefault(request, RequestId(f"r{len(self._names) + 1}"))
 
     def _check_books(self) -> None:
-        parts = [part for attempt in self.flow.attempts for part in attempt.parts]
+        parts = [part for attempt in self.flow.attempts for part in attempt.assignments]
         parts += [want.offer for want in self.flow.wants if want.offer is not None]
         assert {part for part in parts if not part.over} == {part for part in self.goodbyes if not self._left[part]}
         assert not self._left or max(self._left.values()) == 1

@@ -450,13 +450,13 @@ class Dispatcher(Collector):
     def _do(self, client: _Client, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case Send(part, message):
-                    if (link := self._links.get(part.place.address)) is None:
-                        continue  # the worker is forgotten: its parts are over, and it need not be told of their end
+                case Send(assignment, message):
+                    if (link := self._links.get(assignment.place.address)) is None:
+                        continue  # the worker is forgotten: its assignments are over
                     link.send(message)
                     if isinstance(message, Prefill | Decode):
-                        given = client.given[part] = self._given(client, part, message)
-                        self._registry.took(part.place.address, given)
+                        given = client.given[assignment] = self._given(client, assignment, message)
+                        self._registry.took(assignment.place.address, given)
                         self.recovery.trials[message.suspicion] += 1
                 case Deliver():
                     self._deliver(client, action)
@@ -464,22 +464,22 @@ class Dispatcher(Collector):
                     client.mailbox.put(delta)
                 case PlacementRequest():
                     self._want(client, action)
-                case AssignmentOver(part):
-                    had = client.given.pop(part, None)
-                    self._registry.left(part.place.address, part.place.incarnation, had, self._clock())
-                    for handle in part.handles:
+                case AssignmentOver(assignment):
+                    had = client.given.pop(assignment, None)
+                    self._registry.left(assignment.place.address, assignment.place.incarnation, had, self._clock())
+                    for handle in assignment.handles:
                         self._rows.pop(handle, None)
                 case Done() | Fail():
                     client.mailbox.put(action)
 
-    def _given(self, client: _Client, part: Assignment, work: Prefill | Decode) -> Given:
+    def _given(self, client: _Client, assignment: Assignment, work: Prefill | Decode) -> Given:
         """The work that a message, just sent, gives to a worker."""
         computes = isinstance(work, Prefill) or work.source is None
         decodes = isinstance(work, Decode)
         return Given(
-            number=self._links[part.place.address].num_sent,
+            number=self._links[assignment.place.address].num_sent,
             tier=work.tier,
-            num_tokens=len(work.token_ids) - client.cached.get(part.place, 0) if computes else 0,
+            num_tokens=len(work.token_ids) - client.cached.get(assignment.place, 0) if computes else 0,
             num_sequences=len(work.choices) if decodes else 0,
             num_blocks=-(-len(work.token_ids) // client.block_size) if decodes else 0,
             at=self._clock(),
@@ -739,9 +739,9 @@ class Dispatcher(Collector):
         self._trials.pop(link.address, None)
         open_requests = frozenset(welcome.open_requests)
         for client in list(self._open_clients):
-            for attempt, part in client.flow.parts_at(link.address):
-                if part.key in self._listed[link.address]:
-                    self._do(client, client.flow.on_resync(attempt, part, known=part.key in open_requests))
+            for attempt, assignment in client.flow.assignments_at(link.address):
+                if assignment.key in self._listed[link.address]:
+                    self._do(client, client.flow.on_resync(attempt, assignment, known=assignment.key in open_requests))
 
     def on_message(self, link: ControlClient, message: Message) -> None:
         """Handle a message from a worker."""
@@ -805,30 +805,30 @@ class Dispatcher(Collector):
         link = None if source is None else self._links.get(source.place.address)
         return link is not None and link.broken
 
-    def _on_part(self, client: _Client, attempt: Attempt, part: Assignment, message: RequestMessage) -> None:
+    def _on_part(self, client: _Client, attempt: Attempt, assignment: Assignment, message: RequestMessage) -> None:
         if self._is_early(attempt, message):
             # Wait for the gateway's own verdict on that worker: if it has crashed, its requests are suspects.
-            asyncio.get_running_loop().call_later(RECONNECT_S, self._on_request, part.place.address, message)
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._on_request, assignment.place.address, message)
             return
-        if isinstance(message, Tokens) and part.role is Role.DECODE:
+        if isinstance(message, Tokens) and assignment.role is Role.DECODE:
             if attempt.prefill is not None and not attempt.decode_has_spoken:
-                self.handoffs[attempt.prefill.place.address, part.place.address] += 1
+                self.handoffs[attempt.prefill.place.address, assignment.place.address] += 1
             if attempt.moving is not None and not attempt.decode_has_spoken:
                 self.recovery.moves["moved"] += 1
-                fields = client.about("moved", part.key, choice=message.choice, decode=part.place.address)
-                log.info("request %s: choice %d has moved", part.key.request, message.choice, extra=fields)
+                fields = client.about("moved", assignment.key, choice=message.choice, decode=assignment.place.address)
+                log.info("request %s: choice %d has moved", assignment.key.request, message.choice, extra=fields)
                 self.recovery.pause.observe(self._clock() - client.delivered_at.get(message.choice, self._clock()))
         elif isinstance(message, Failed) and attempt.moving is not None and not attempt.decode_has_spoken:
             self.recovery.moves["stayed"] += 1
         if isinstance(message, Failed):
-            self._note_refusal(attempt, part, message.cause)
-        self._do(client, client.flow.on_message(attempt, part, message))
+            self._note_refusal(attempt, assignment, message.cause)
+        self._do(client, client.flow.on_message(attempt, assignment, message))
 
-    def _note_refusal(self, attempt: Attempt, part: Assignment, cause: Cause) -> None:
+    def _note_refusal(self, attempt: Attempt, assignment: Assignment, cause: Cause) -> None:
         """Apply a refusal to the worker's other requests too, if it concerns them. Two do not: no room for a sequence
         that already runs elsewhere, and too many waiting for one more to be admitted."""
         if cause is Cause.DRAINING or (cause is Cause.CAPACITY and attempt.admitted and attempt.moving is None):
-            self._registry.declined(part.place.address, cause)
+            self._registry.declined(assignment.place.address, cause)
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         """Handle the end of a worker's session."""

@@ -4,14 +4,14 @@ Life cycle of an attempt:
 
     1. A prefill and a decode worker are chosen; Prefill and Decode are sent together. Or a decode worker alone is
        chosen and computes the prompt itself: then there is no Prefill and no step 2, and it sends every token. Or a
-       decode worker is chosen for an offer that another one has left: then the prefill worker's part continues.
+       decode worker is chosen for an offer that another one has left: then the prefill worker's assignment continues.
     2. The first token of each choice comes from the prefill worker (Tokens), and goes to the client at once.
     3. The decode worker's first frame repeats that token and continues. Duplicates are dropped; gaps are requested
        again (Resend). If the client wants log probabilities of the prompt, the worker that computes the prompt sends
        them first (PromptLogprobs). Until the client has all of them, the attempt cannot do without that worker, and
        no token is accepted.
-    4. Every choice has its finish reason: the decode worker may forget the request (Ack). Or a part fails or is lost:
-       the flow (`gateway.serving.flow`) decides what follows. Each end frees every worker.
+    4. Every choice has its finish reason: the decode worker may forget the request (Ack). Or an assignment fails or is
+       lost: the flow (`gateway.serving.flow`) decides what follows. Each end frees every worker.
 
 Pure state: events in, actions out.
 """
@@ -66,9 +66,9 @@ class Assignment:
     place: WorkerLife
     key: RequestKey
     num_tokens: int
-    """Tokens of the part's prompt, whichever worker computes it."""
+    """Tokens of the assignment's prompt, whichever worker computes it."""
     handles: tuple[Handle, ...] = ()
-    """A decode worker's part: the names of its choices in `StepTokens`, in their order."""
+    """A decode worker's assignment: the names of its choices in `StepTokens`, in their order."""
     over: bool = False
     """Whether the worker has nothing more to do for it."""
 
@@ -117,9 +117,9 @@ class PromptReport:
 
 
 class Send(NamedTuple):
-    """Action: send a message to the worker of this part."""
+    """Action: send a message to the worker of this assignment."""
 
-    part: Assignment
+    assignment: Assignment
     message: Message
 
 
@@ -143,20 +143,20 @@ class DeliverPrompt:
 class Broken:
     """Action: the attempt cannot go on."""
 
-    part: Assignment
-    """The part that failed."""
+    assignment: Assignment
+    """The assignment that failed."""
     cause: Cause
     message: str
     blame: Assignment | None
-    """The part whose worker is to be avoided; None if none is."""
+    """The assignment whose worker is to be avoided; None if none is."""
 
 
 Action = Send | Deliver | DeliverPrompt | Broken
 
 
-def abort(part: Assignment) -> Send:
-    """An Abort, which lets a worker free what it holds for this part."""
-    return Send(part, Abort(request=part.key.request, attempt=part.key.attempt))
+def abort(assignment: Assignment) -> Send:
+    """An Abort, which lets a worker free what it holds for this assignment."""
+    return Send(assignment, Abort(request=assignment.key.request, attempt=assignment.key.attempt))
 
 
 class Attempt:
@@ -177,8 +177,8 @@ class Attempt:
         now: float = 0.0,
     ) -> None:
         """An attempt on `decode` and `prefill`, or on `decode` alone. Alone, `decode` takes over the `offer` of a
-        prefill worker, or pulls the running sequence of the part `moving` from another decode worker, or else computes
-        the prompt."""
+        prefill worker, or pulls the running sequence of the assignment `moving` from another decode worker, or else
+        computes the prompt."""
         self.key = key
         self.generation = generation
         self.choices = {choice.index: choice for choice in choices}
@@ -190,8 +190,8 @@ class Attempt:
         num_tokens = len(self.token_ids)
         self.prefill = offer or (None if prefill is None else Assignment(Role.PREFILL, prefill, key, num_tokens))
         self.decode = Assignment(Role.DECODE, decode, key, num_tokens, tuple(new_handle() for _ in choices))
-        self.parts = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
-        """The prefill worker's part, if there is one, and the decode worker's."""
+        self.assignments = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+        """The prefill worker's assignment, if there is one, and the decode worker's."""
         self.moving = moving
         self.admitted = admitted
         self.begun_at = now
@@ -217,7 +217,8 @@ class Attempt:
     # --- events --------------------------------------------------------------------------------------------------
 
     def start(self, budget_s: float, prefix: PrefixHint | None = None) -> list[Action]:
-        """Give each worker its part. `prefix` tells the prefill worker which worker may have the prompt's beginning."""
+        """Give each worker its assignment. `prefix` tells the prefill worker which worker may have the prompt's
+        beginning."""
         generation = self.generation
         work: dict[str, Any] = {
             "request": self.key.request,
@@ -248,22 +249,22 @@ class Attempt:
         prefill = Prefill(**work, prefix=prefix, prompt_logprobs=report)
         return [Send(self.prefill, prefill), Send(self.decode, decode)]
 
-    def on_message(self, part: Assignment, message: Message) -> list[Action]:
-        """Handle a message from the worker of one of its parts."""
+    def on_message(self, assignment: Assignment, message: Message) -> list[Action]:
+        """Handle a message from the worker of one of its assignments."""
         match message:
             case Tokens():
-                return self._on_tokens(part, message)
+                return self._on_tokens(assignment, message)
             case PromptLogprobs():
-                return self._on_prompt(part, message)
+                return self._on_prompt(assignment, message)
             case Failed(cause=cause, message=text):
-                return [Broken(part, cause, text, self._to_blame(part, cause))]
-            case Finished() if part is self.decode and self.report.complete:
+                return [Broken(assignment, cause, text, self._to_blame(assignment, cause))]
+            case Finished() if assignment is self.decode and self.report.complete:
                 return self._ask_for_missing(again=False)
             case Cancelled():
-                return [self._fault(part, "cancelled what was not aborted")]
+                return [self._fault(assignment, "cancelled what was not aborted")]
             case Cut(choice=index) | Moved(choice=index):
-                if part is not self.decode or index not in self.choices:
-                    return [self._fault(part, "stopped a choice that it does not have")]
+                if assignment is not self.decode or index not in self.choices:
+                    return [self._fault(assignment, "stopped a choice that it does not have")]
                 self.cut.add(index)
         return []
 
@@ -280,24 +281,24 @@ class Attempt:
         choice.token_ids.append(token_id)
         return True
 
-    def on_resync(self, part: Assignment, *, known: bool) -> list[Action]:
-        """Handle the loss of messages to or from a worker. `known`: whether it still knows its part."""
-        if known and not self.report.complete and part is self._computing:
-            return [self._without_prompt(part)]
-        if known and part is self.decode:
+    def on_resync(self, assignment: Assignment, *, known: bool) -> list[Action]:
+        """Handle the loss of messages to or from a worker. `known`: whether it still knows its assignment."""
+        if known and not self.report.complete and assignment is self._computing:
+            return [self._without_prompt(assignment)]
+        if known and assignment is self.decode:
             return self._ask_for_missing(again=True)
-        if known or self._can_miss(part):
+        if known or self._can_miss(assignment):
             return []
-        message = f"the {part.role} worker does not know the request after lost messages"
-        return [Broken(part, Cause.WORKER_LOST, message, blame=None)]
+        message = f"the {assignment.role} worker does not know the request after lost messages"
+        return [Broken(assignment, Cause.WORKER_LOST, message, blame=None)]
 
-    def lost(self, part: Assignment, why: str) -> list[Action]:
+    def lost(self, assignment: Assignment, why: str) -> list[Action]:
         """Handle the end of a worker's session. Once a prefill worker has sent its first tokens, its loss concerns only
         the decode worker, which goes on if it has settled, and reports a failure if it has not."""
-        if self._can_miss(part):
+        if self._can_miss(assignment):
             return []
-        message = f"the {part.role} worker at {part.place.address} was lost: {why}"
-        return [Broken(part, Cause.WORKER_LOST, message, blame=part)]
+        message = f"the {assignment.role} worker at {assignment.place.address} was lost: {why}"
+        return [Broken(assignment, Cause.WORKER_LOST, message, blame=assignment)]
 
     def acknowledge(self) -> Send:
         """The message that ends a complete attempt. If the first tokens ended all choices, the decode worker still
@@ -308,14 +309,14 @@ class Attempt:
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
-    def _on_tokens(self, part: Assignment, message: Tokens) -> list[Action]:
+    def _on_tokens(self, assignment: Assignment, message: Tokens) -> list[Action]:
         choice = self.choices.get(message.choice)
         if choice is None:
-            return [self._fault(part, "sent a choice that was not asked for")]
-        if part is self.decode:
+            return [self._fault(assignment, "sent a choice that was not asked for")]
+        if assignment is self.decode:
             self.decode_has_spoken = True
         if not self.report.complete:  # the decode worker's tokens are requested again once the report is complete
-            return [self._without_prompt(part)] if part is self._computing else []
+            return [self._without_prompt(assignment)] if assignment is self._computing else []
         if choice.ended:
             self.num_duplicates += 1
             return []
@@ -331,19 +332,19 @@ class Attempt:
         self._asked.pop(choice.index, None)
         logprobs = None if message.logprobs is None else message.logprobs[skip:]
         delta = Delta(choice=choice.index, token_ids=token_ids, logprobs=logprobs, finish_reason=message.finish_reason)
-        return [Deliver(delta, self.key, part.role)]
+        return [Deliver(delta, self.key, assignment.role)]
 
-    def _on_prompt(self, part: Assignment, message: PromptLogprobs) -> list[Action]:
+    def _on_prompt(self, assignment: Assignment, message: PromptLogprobs) -> list[Action]:
         report = self.report
         end = message.position + len(message.scores)
-        if part is not self._computing or end > len(self.generation.token_ids):
-            return [self._fault(part, "sent log probabilities of a prompt that it was not asked for")]
+        if assignment is not self._computing or end > len(self.generation.token_ids):
+            return [self._fault(assignment, "sent log probabilities of a prompt that it was not asked for")]
         if report.complete or end <= report.next_position:
             self.num_duplicates += 1
             return []
         skip = report.next_position - message.position
         if skip < 0:
-            return [self._without_prompt(part)]
+            return [self._without_prompt(assignment)]
         report.next_position = end
         delta = PromptDelta(scores=message.scores.part(skip))
         actions: list[Action] = [DeliverPrompt(delta)]
@@ -351,14 +352,14 @@ class Attempt:
             actions += self._ask_for_missing(again=True)
         return actions
 
-    def _without_prompt(self, part: Assignment) -> Broken:
+    def _without_prompt(self, assignment: Assignment) -> Broken:
         """No worker keeps log probabilities of a prompt to send them again, so the prompt has to be computed again."""
-        message = f"log probabilities of the prompt were lost between the {part.role} worker and the gateway"
-        return Broken(part, Cause.WORKER_LOST, message, blame=None)
+        message = f"log probabilities of the prompt were lost between the {assignment.role} worker and the gateway"
+        return Broken(assignment, Cause.WORKER_LOST, message, blame=None)
 
     @property
     def _computing(self) -> Assignment:
-        """The part whose worker computes the prompt."""
+        """The assignment whose worker computes the prompt."""
         return self.prefill or self.decode
 
     def _ask_again(self, choice: Choice) -> list[Action]:
@@ -385,25 +386,26 @@ class Attempt:
             Resend(request=request, attempt=attempt, choice=choice.index, position=choice.next_position),
         )
 
-    def _can_miss(self, part: Assignment) -> bool:
+    def _can_miss(self, assignment: Assignment) -> bool:
         """Whether the attempt goes on without this worker. It does without a prefill worker once the first tokens are
         here, or sure to come: a decode worker sends tokens only after it has settled."""
-        if part is self.decode or not self.report.complete:
+        if assignment is self.decode or not self.report.complete:
             return False
         return self.decode_has_spoken or all(
             choice.next_position > len(self.token_ids) for choice in self.choices.values()
         )
 
-    def _to_blame(self, part: Assignment, cause: Cause) -> Assignment | None:
-        """The part to blame for a failure that a worker reports. A decode worker may report a failure of its source."""
+    def _to_blame(self, assignment: Assignment, cause: Cause) -> Assignment | None:
+        """The assignment to blame for a failure that a worker reports. A decode worker may report a failure of its
+        source."""
         source = self.moving or self.prefill
         if cause is Cause.LEASE_LOST:
             return None
-        if part is self.decode and cause in (Cause.WORKER_LOST, Cause.FINGERPRINT):
+        if assignment is self.decode and cause in (Cause.WORKER_LOST, Cause.FINGERPRINT):
             return source
-        if part is self.decode and cause is Cause.TRANSFER and any(c.num_failures for c in self.choices.values()):
+        if assignment is self.decode and cause is Cause.TRANSFER and any(c.num_failures for c in self.choices.values()):
             return source  # a second failure in a row; the first one is blamed on the reader
-        return part
+        return assignment
 
-    def _fault(self, part: Assignment, what: str) -> Broken:
-        return Broken(part, Cause.INTERNAL, f"the {part.role} worker {what}", blame=part)
+    def _fault(self, assignment: Assignment, what: str) -> Broken:
+        return Broken(assignment, Cause.INTERNAL, f"the {assignment.role} worker {what}", blame=assignment)

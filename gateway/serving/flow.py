@@ -79,7 +79,7 @@ class PlacementRequest:
     avoid: frozenset[WorkerLife] = frozenset()
     """Workers that have just failed these choices."""
     offer: Assignment | None = None
-    """A prefill worker's part whose offer still stands."""
+    """A prefill worker's assignment whose offer still stands."""
     delay_s: float = 0.0
     too_small: frozenset[WorkerLife] = frozenset()
     """Workers that can never hold these choices."""
@@ -97,9 +97,9 @@ class PlacementRequest:
 
 
 class AssignmentOver(NamedTuple):
-    """Action: a worker has nothing more to do for this part."""
+    """Action: a worker has nothing more to do for this assignment."""
 
-    part: Assignment
+    assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,24 +160,24 @@ class Flow:
         return self._newest.keys()
 
     def find(self, key: RequestKey, address: str) -> tuple[Attempt, Assignment] | None:
-        """The attempt under way, and its part at this address, that messages under `key` belong to; None if there is
-        none."""
+        """The attempt under way, and its assignment at this address, that messages under `key` belong to; None if there
+        is none."""
         for attempt in self.attempts:
-            for part in attempt.parts:
-                if part.key == key and part.place.address == address:
-                    return attempt, part
+            for assignment in attempt.assignments:
+                if assignment.key == key and assignment.place.address == address:
+                    return attempt, assignment
         return None
 
-    def parts_at(self, address: str) -> list[tuple[Attempt, Assignment]]:
-        """The parts at a worker, of the attempts under way."""
-        return [(a, part) for a in self.attempts for part in a.parts if part.place.address == address]
+    def assignments_at(self, address: str) -> list[tuple[Attempt, Assignment]]:
+        """The assignments at a worker, of the attempts under way."""
+        return [(a, each) for a in self.attempts for each in a.assignments if each.place.address == address]
 
     def keys_at(self, address: str) -> list[RequestKey]:
-        """Keys that a worker holds of this request: of parts, and of offers that stand while a decode worker is
+        """Keys that a worker holds of this request: of assignments, and of offers that stand while a decode worker is
         wanted."""
         offers = [want.offer for want in self.wants if want.offer is not None]
-        parts = [part for _, part in self.parts_at(address)]
-        return [part.key for part in (*parts, *offers) if part.place.address == address]
+        assignments = [assignment for _, assignment in self.assignments_at(address)]
+        return [assignment.key for assignment in (*assignments, *offers) if assignment.place.address == address]
 
     def beside(self, want: PlacementRequest) -> frozenset[WorkerLife]:
         """Places of this request's other suspects, where a want with a suspect should go too. Spread over the pool, the
@@ -185,7 +185,7 @@ class Flow:
         if not any(_suspected(choice) for choice in want.choices):
             return frozenset()
         suspected = [each for each in self.attempts if any(map(_suspected, each.unfinished))]
-        return frozenset(part.place for attempt in suspected for part in attempt.parts)
+        return frozenset(assignment.place for attempt in suspected for assignment in attempt.assignments)
 
     # --- events --------------------------------------------------------------------------------------------------
 
@@ -249,8 +249,8 @@ class Flow:
         yet."""
         return [
             (attempt, choice)
-            for attempt, part in self.parts_at(address)
-            if part is attempt.decode and attempt.decode_has_spoken
+            for attempt, assignment in self.assignments_at(address)
+            if assignment is attempt.decode and attempt.decode_has_spoken
             for choice in attempt.unfinished
             if self._may_move(attempt, choice)
         ]
@@ -259,30 +259,31 @@ class Flow:
         """Whether a sequence that was `movable` still is."""
         return attempt in self.attempts and choice in attempt.unfinished and self._may_move(attempt, choice)
 
-    def on_message(self, attempt: Attempt, part: Assignment, message: Message) -> list[Action]:
-        """Handle a message about a part of an attempt under way."""
+    def on_message(self, attempt: Attempt, assignment: Assignment, message: Message) -> list[Action]:
+        """Handle a message about an assignment of an attempt under way."""
         if not self.running:
             return []
         actions: list[Action] = []
-        if part.role is Role.PREFILL and not part.over and not isinstance(message, PromptLogprobs):
-            part.over = True  # the first message ends its work: its prompt is computed, or never will be
-            actions.append(AssignmentOver(part))
-        actions += self._do(attempt, attempt.on_message(part, message))
+        if assignment.role is Role.PREFILL and not assignment.over and not isinstance(message, PromptLogprobs):
+            assignment.over = True  # the first message ends its work: its prompt is computed, or never will be
+            actions.append(AssignmentOver(assignment))
+        actions += self._do(attempt, attempt.on_message(assignment, message))
         if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
             actions += self._cut(attempt, self.choices[message.choice])
         return actions
 
-    def on_resync(self, attempt: Attempt, part: Assignment, *, known: bool) -> list[Action]:
-        """Handle the loss of messages to or from a part's worker. `known`: whether it still knows its part."""
-        return self._do(attempt, attempt.on_resync(part, known=known)) if self.running else []
+    def on_resync(self, attempt: Attempt, assignment: Assignment, *, known: bool) -> list[Action]:
+        """Handle the loss of messages to or from an assignment's worker. `known`: whether it still knows its
+        assignment."""
+        return self._do(attempt, attempt.on_resync(assignment, known=known)) if self.running else []
 
     def worker_lost(self, address: str, why: str, crash: Crash | None = None) -> list[Action]:
         """Handle the end of a worker's session, by a crash (`crash`) or otherwise."""
         actions: list[Action] = []
-        for attempt, part in self.parts_at(address):
+        for attempt, assignment in self.assignments_at(address):
             if self.running and attempt in self.attempts:
-                share = Share.NONE if crash is None else crash.share_of(part.key, attempt.begun_at)
-                actions += self._do(attempt, attempt.lost(part, why), share)
+                share = Share.NONE if crash is None else crash.share_of(assignment.key, attempt.begun_at)
+                actions += self._do(attempt, attempt.lost(assignment, why), share)
         return actions
 
     def fail(self, cause: Cause, message: str) -> list[Action]:
@@ -341,7 +342,7 @@ class Flow:
         wanting = [choice for choice in attempt.unfinished if self._is_missing(choice, attempt)]
         end = self._last_straw(attempt, wanting, broken, share)
         offer = self._standing_offer(attempt, broken) if wanting and end is None else None
-        actions: list[Action] = [abort(part) for part in attempt.parts if part is not offer]
+        actions: list[Action] = [abort(assignment) for assignment in attempt.assignments if assignment is not offer]
         actions += self._close(attempt, keep=offer)
         for choice in wanting:
             source = self._source(attempt, choice)
@@ -424,11 +425,11 @@ class Flow:
         return want
 
     def _standing_offer(self, attempt: Attempt, broken: Broken) -> Assignment | None:
-        """The prefill worker's part, if its offer can serve another decode worker. It cannot while log probabilities of
-        the prompt are outstanding: they would arrive while no attempt listens."""
+        """The prefill worker's assignment, if its offer can serve another decode worker. It cannot while log
+        probabilities of the prompt are outstanding: they would arrive while no attempt listens."""
         if not self.report.complete:
             return None
-        if broken.part is not attempt.decode or attempt.decode_has_spoken or attempt.prefill is None:
+        if broken.assignment is not attempt.decode or attempt.decode_has_spoken or attempt.prefill is None:
             return None
         if broken.blame is attempt.prefill or broken.cause is Cause.LEASE_LOST:
             return None
@@ -488,15 +489,15 @@ class Flow:
         return RequestKey(request, number)
 
     def _close(self, attempt: Attempt, keep: Assignment | None = None) -> list[Action]:
-        """Remove an attempt from those under way; the part `keep` goes on."""
+        """Remove an attempt from those under way; the assignment `keep` goes on."""
         self.attempts.remove(attempt)
         self.num_duplicates += attempt.num_duplicates
         self.num_gaps += attempt.num_gaps
         actions: list[Action] = []
-        for part in attempt.parts:
-            if part is not keep and not part.over:
-                part.over = True
-                actions.append(AssignmentOver(part))
+        for assignment in attempt.assignments:
+            if assignment is not keep and not assignment.over:
+                assignment.over = True
+                actions.append(AssignmentOver(assignment))
         return actions
 
     def _end(self, state: FlowState, why: str) -> list[Action]:
@@ -507,7 +508,7 @@ class Flow:
             if state is FlowState.DONE:
                 actions.append(attempt.acknowledge())
             else:
-                actions += [abort(part) for part in attempt.parts]
+                actions += [abort(assignment) for assignment in attempt.assignments]
             actions += self._close(attempt)
         for want in self.wants:
             actions += self._let_go(want)
@@ -524,9 +525,9 @@ class Flow:
         if not self.running:
             assert not self.attempts, self.story
             assert not self.wants, self.story
-        parts = [part for attempt in self.attempts for part in attempt.parts]
-        parts += [want.offer for want in self.wants if want.offer is not None]
-        assert len({(part.place, part.key) for part in parts}) == len(parts), self.story
+        assignments = [assignment for attempt in self.attempts for assignment in attempt.assignments]
+        assignments += [want.offer for want in self.wants if want.offer is not None]
+        assert len({(assignment.place, assignment.key) for assignment in assignments}) == len(assignments), self.story
         for attempt in self.attempts:
             assert attempt.unfinished, self.story
         for choice in self.choices if self.running else ():

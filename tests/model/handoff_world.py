@@ -166,10 +166,10 @@ class Gateway:
             self.do(self.flow.on_message(*found, message))
 
     def listed(self, address: str) -> tuple[RequestKey, ...]:
-        return tuple(part.key for _, part in self.flow.parts_at(address))
+        return tuple(part.key for _, part in self.flow.assignments_at(address))
 
     def on_resync(self, link: Link, known: tuple[RequestKey, ...]) -> None:
-        for attempt, part in self.flow.parts_at(link.address):
+        for attempt, part in self.flow.assignments_at(link.address):
             if part.key in link.listed:
                 self.do(self.flow.on_resync(attempt, part, known=part.key in known))
 

@@ -694,7 +694,7 @@ class World:
         in_flight: Counter[str] = Counter()
         for client in self.gateway._open_clients:
             client.flow.check_invariants()
-            parts = [part for attempt in client.flow.attempts for part in attempt.parts]
+            parts = [part for attempt in client.flow.attempts for part in attempt.assignments]
             parts += [want.offer for want in client.flow.wants if want.offer is not None]
             for part in parts:
                 if not part.over and self.registry.workers[part.place.address].life == part.place.incarnation:

@@ -205,7 +205,7 @@ def test_an_offer_is_taken_over_as_often_as_need_be(run: Run) -> None:
         run.on(address, failed(Cause.CAPACITY))
         run.go(D2 if address == D else D3)
         assert run.sent(Decode)[-1][1].offered == KEY
-    assert [part.key.attempt for part in run.attempt.parts] == [1, 3]
+    assert [part.key.attempt for part in run.attempt.assignments] == [1, 3]
     assert len(run.sent(Prefill)) == 1
 
 
