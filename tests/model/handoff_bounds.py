@@ -54,7 +54,7 @@ class Bounds:
     attempts: int = 8
     """At the request; if they are used up, it may fail. The flow gives up sooner, and may not."""
     disturbances: int = 1
-    """Of all kinds together."""
+    """Disturbances of all kinds together."""
     kinds: frozenset[str] = frozenset(
         {"lose", "repeat", "replay", "silence", "crash", "expire", "abort", "refuse", "fail_read", "deadline", "move"}
     )
