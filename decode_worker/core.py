@@ -126,7 +126,7 @@ class DecodeCore:
         policy = Policy.of(settings, runner.config.max_sequence_tokens, self.block_size, runner.num_host_blocks)
         self._agenda = Agenda(self._decide, conclude=self._reserve)
         self.scheduler = DecodeScheduler(self.pool, policy, engine.costs)
-        self.front = Front(self._agenda, self.pool, self.scheduler.trials, lambda key: self.book.gateway_of(key))
+        self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
         self.exchange = Exchange(self._agenda, settings, region, self._find_prefix)
         self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
         self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self.block_size)
@@ -413,6 +413,9 @@ class DecodeCore:
             self.book.finish_if_ended(request)
         elif request is not None:
             self.book.fail(request, Cause.LEASE_LOST, "a sequence was cut, and nobody has taken it over")
+
+    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
+        return self.book.gateway_of(key)
 
     # --- room ----------------------------------------------------------------------------------------------------
 

@@ -1,76 +1,25 @@
-"""The protocol with one rule left out at a time, and the protocol with a look at the states that it goes through."""
+"""The protocol with one rule left out at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from handoff_scenarios import only
-from handoff_world import Bounds, Parts
+from handoff_bounds import Bounds, Parts
+from handoff_scenarios import TO_DECODE, TWO, only
 
-from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
-from common.contract.messages import PromptTimes, Settle, Settled, Tokens
+from common.contract.ids import Incarnation, LeaseId, RequestKey
+from common.contract.messages import AttachSequence, Settle, Settled
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
+from decode_worker.migration import Departures
+from decode_worker.request import Generation
+from decode_worker.scheduler import DecodeScheduler
 from kv_transfer import sink as pulls
 from kv_transfer.events import Unpinned
 from kv_transfer.lease import Lease
-from kv_transfer.sink import Pull, PullEvent, PullState
+from kv_transfer.sink import Pull, PullState
 from kv_transfer.source import LeaseTable
-
-# --- what the leases and pulls of a right world go through ---------------------------------------------------------
-
-LEASE_STEPS: set[tuple[str, str]] = set()
-PULL_STEPS: set[tuple[str, str]] = set()
-
-
-def state_of(lease: Lease) -> str:
-    """Where a lease is, in the words of `kv_transfer.source`."""
-    if lease.complete:
-        return "complete"
-    return "growing" if lease.num_ready else "open"
-
-
-class WatchedTable(LeaseTable):
-    """Notes every step of every lease."""
-
-    def blocks_ready(self, request: Any, num_ready: int, checksums: Sequence[int] = (), *, now: float) -> list[Any]:
-        lease = self._leases[request]
-        before = state_of(lease)
-        actions = super().blocks_ready(request, num_ready, checksums, now=now)
-        _note(before, state_of(lease))
-        return actions
-
-    def complete(
-        self, request: RequestId, first_tokens: Sequence[Tokens], times: PromptTimes | None = None
-    ) -> list[Any]:
-        lease = self._leases[request]
-        before = state_of(lease)
-        actions = super().complete(request, first_tokens, times)
-        _note(before, state_of(lease))
-        return actions
-
-    def _end(self, lease: Lease, *, settled: bool = False) -> Any:
-        _note(state_of(lease), "settled" if settled else "ended")
-        return super()._end(lease, settled=settled)
-
-
-def _note(before: str, after: str) -> None:
-    if before != after:
-        LEASE_STEPS.add((before, after))
-
-
-class WatchedPull(Pull):
-    """Notes every step of every pull."""
-
-    def _enter(self, event: PullEvent) -> None:
-        PULL_STEPS.add((self.state.value, event.value))
-        super()._enter(event)
-
-
-WATCHED = Parts(table=WatchedTable, pull=WatchedPull)
-
-# --- one rule less -------------------------------------------------------------------------------------------------
 
 
 class EarlyReuse(LeaseTable):
@@ -104,6 +53,8 @@ class NoSettle(Pull):
         if self.state is not PullState.SETTLING:
             return actions
         assert self._lease is not None
+        assert self.times is not None
+        self.times.read_at = 0.0
         lease, epoch = self._lease
         request, attempt = self.key
         valid = Settled(request=request, attempt=attempt, lease=lease, epoch=epoch, valid=True)
@@ -148,12 +99,35 @@ class NoQuarantine(Pull):
         return [each for each in super().read_done(start, error) if not (gone and isinstance(each, pulls.Release))]
 
 
+class EarlyCut(Departures):
+    """Cuts a sequence at once, even while a step computes it."""
+
+    def attach(self, sink: Incarnation, message: AttachSequence, generation: Generation | None) -> None:
+        super().attach(sink, message, generation)
+        self.cut()
+
+
+class NoCut(DecodeScheduler):
+    """Offers the blocks of a sequence, and goes on generating it."""
+
+    def leave(self, generation: Generation) -> list[int]:
+        blocks = list(generation.sequence.block_table)
+        self._pool.share(blocks)
+        return blocks
+
+
 BROKEN: dict[str, tuple[Parts, Bounds, str]] = {
     "reuse before the epoch ends": (Parts(table=EarlyReuse), only("deadline"), "unverified KV"),
     "no settle": (Parts(pull=NoSettle), only("deadline"), "unverified KV"),
     "freed during a step": (Parts(pool=NoLimbo), only("abort"), "two owners: a step in flight"),
-    "no attempt fence": (Parts(fence=NoFence), only("replay"), "the request never ends"),
+    "no attempt fence": (Parts(fence=NoFence), only("replay", links=TO_DECODE), "the request never ends"),
     "settle not idempotent": (Parts(table=ForgetfulSettle), only("lose"), "2 attempts where 1 would have done"),
+    "cut during a step": (
+        Parts(departures=EarlyCut),
+        only("move", **TWO),
+        "two owners: a step in flight names a block",
+    ),
+    "no cut": (Parts(scheduler=NoCut), only("move", **TWO), "two owners: a sequence goes on after its cut"),
     "no quarantine": (Parts(pull=NoQuarantine), only("abort"), "two owners: a read under way"),
 }
 """What is left out → the parts without it, bounds in which that shows, and what the search finds."""

@@ -53,7 +53,7 @@ class Link:
     torn: bool = False
     """Messages were lost: the client is to say Hello again."""
     number: int = 0
-    """Of the last Hello; `torn` stays until its answer comes."""
+    """Number of the last Hello; `torn` stays until its answer comes."""
     asked: bool = False
     """Whether the answer to it is under way."""
     listed: tuple[RequestKey, ...] = ()

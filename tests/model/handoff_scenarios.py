@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from handoff_bounds import Bounds
 from handoff_search import Violation, search
-from handoff_world import Bounds
 
 
 def only(kinds: str, **bounds: Any) -> Bounds:
@@ -18,8 +18,10 @@ def only(kinds: str, **bounds: Any) -> Bounds:
 
 
 TO_SOURCE = frozenset({"d0>p0"})
+TO_DECODE = frozenset({"g>d0"})
 MOVING = frozenset({"d1>d0"})
-TWO = {"decode_workers": 2, "output_tokens": 3}
+TWO = {"decode_workers": 2, "output_tokens": 4}
+"""Enough tokens for a sequence to be cut: the step in flight, which ends before, must not be its last."""
 
 SMALL = {
     "nothing goes wrong, chunk by chunk": only("", chunks=2, output_tokens=3),
@@ -34,9 +36,11 @@ SMALL = {
     "a reservation is taken back, and the client leaves": only("revoke abort", disturbances=2),
     "a read fails": only("fail_read", decode_workers=2, chunks=2),
     "a worker crashes": only("crash"),
+    "steps are planned ahead, and the client leaves": only("abort", runs_ahead=True, chunks=2, output_tokens=3),
     "a session with the source ends": only("silence", links=TO_SOURCE),
     "a sequence moves": only("move", **TWO),
     "a sequence moves, and the client leaves": only("move abort", disturbances=2, **TWO),
+    "a sequence moves while steps are planned ahead": only("move", runs_ahead=True, decode_workers=2, output_tokens=5),
 }
 LARGER = {
     "any session ends": only("silence"),

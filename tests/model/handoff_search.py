@@ -1,183 +1,47 @@
 """An exhaustive, stateful search: every event in every state that can be reached, breadth first.
 
-A state is the whole world of real objects. It is kept as a pickle, from which each event gets a world of its own, and
-known by a 128-bit digest of everything in it that can make a difference: states that differ only in stories and
-counters are one.
+A state is the whole world (`handoff_world`), from whose pickle each event gets a world of its own (`handoff_states`).
 """
 
 from __future__ import annotations
 
 import gc
-import io
-import marshal
-import pickle
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
-from hashlib import blake2b
-from types import MethodType
+from dataclasses import dataclass, field
+from enum import StrEnum
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import pytest
-from handoff_world import Bounds, Event, Parts, World, draw_id
+from handoff_bounds import Bounds, Parts
+from handoff_ids import draw_handle, draw_id
+from handoff_states import digest, dump, forget_values, load
+from handoff_world import Event, World
 
 from common.contract import messages
-from common.contract.ids import Handle
-from common.contract.sampling import SamplingParams
-from common.engine.block_pool import BlockPool
+from common.runtime.state_tables import follow
+from common.worker import front
+from decode_worker import core as decode_core
+from decode_worker import migration
+from decode_worker import request as decode_request
 from gateway.serving import attempt, flow
-from gateway.serving.attempt import WorkerLife
-from gateway.serving.generation import Generation
-from kv_transfer import source
-
-# --- states ------------------------------------------------------------------------------------------------------
-
-_SHARED = (*messages.MESSAGES, messages.Source, SamplingParams, Generation, WorkerLife, Bounds, Parts)
-"""What never changes is not copied: each value is kept once, and pickled as its number."""
-_numbers: dict[Any, int] = {}
-_values: list[Any] = []
-
-
-def _number(value: Any) -> int:
-    known = (type(value), value)
-    if known not in _numbers:
-        _numbers[known] = len(_values)
-        _values.append(value)
-    return _numbers[known]
-
-
-def _value(number: int) -> Any:
-    return _values[number]
-
-
-def _reduce(value: Any) -> tuple[Any, tuple[int]]:
-    return _value, (_number(value),)
-
-
-_DISPATCH = dict.fromkeys(_SHARED, _reduce)
-
-
-def dump(world: World) -> bytes:
-    """A world as bytes."""
-    world.forget_stories()
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, 5)
-    pickler.dispatch_table = _DISPATCH
-    pickler.dump(world)
-    return buffer.getvalue()
-
-
-load = pickle.loads
-
-_COUNTERS = "story num_drawn num_expired num_reclaimed num_duplicates num_gaps failures num_moved"
-_CONSTANTS = (
-    "bounds parts world generation address _unattached_ttl_s _checksums _scheduler _pool _lender _send _checksum"
-)
-_NO_DIFFERENCE = frozenset(f"{_COUNTERS} {_CONSTANTS}".split())
-"""Fields that do not tell states apart: stories, counters, and what is the same in all of a search."""
-_PLAIN = frozenset({int, str, bool, float, type(None), bytes})
-
-
-class _Reader:
-    """Makes a nested tuple of a world; equal worlds make equal tuples."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, int] = {}
-
-    def read(self, value: Any) -> Any:
-        """One value."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return value
-        reader = _READERS.get(kind)
-        if reader is None:
-            reader = _READERS[kind] = _reader_for(kind)
-        return reader(self, value)
-
-    def items(self, values: Any) -> Any:
-        """A list, tuple or queue."""
-        read = self.read
-        return tuple([each if type(each) in _PLAIN else read(each) for each in values])
-
-    def mapping(self, value: dict[Any, Any]) -> Any:
-        """A dictionary, in its order."""
-        read = self.read
-        return tuple([(read(key), read(each)) for key, each in value.items()])
-
-    def unordered(self, value: Any) -> Any:
-        """A set."""
-        return tuple(sorted(map(repr, map(self.read, value))))
-
-    def pool(self, pool: BlockPool) -> Any:
-        """A pool: steps are numbered from the oldest that matters; which free block is taken does not matter."""
-        first = min((*pool._in_flight, *pool._limbo.values()), default=pool._last_step)
-        limbo = tuple((block, step - first) for block, step in pool._limbo.items())
-        steps = tuple(step - first for step in pool._in_flight)
-        return tuple(pool._ref_counts), tuple(pool._free), limbo, steps, pool._last_step - first
-
-
-def _reader_for(kind: type) -> Callable[[_Reader, Any], Any]:
-    if issubclass(kind, Enum):
-        return lambda _, value: str(value.value)
-    if kind in _DISPATCH:
-        return lambda _, value: ("#", _number(value))
-    if issubclass(kind, BlockPool):
-        return _Reader.pool
-    if issubclass(kind, dict):
-        return _Reader.mapping
-    if issubclass(kind, set | frozenset):
-        return _Reader.unordered
-    if issubclass(kind, list | tuple | deque):
-        return _Reader.items
-    if kind in (MethodType, type):
-        return lambda _, value: value.__name__
-    return _object_reader(kind)
-
-
-def _object_reader(kind: type) -> Callable[[_Reader, Any], Any]:
-    """By its fields: those of a dataclass, or whatever an instance has."""
-    slots = [field.name for field in fields(kind)] if is_dataclass(kind) and not hasattr(kind, "__dict__") else None
-    names = None if slots is None else [name for name in slots if name not in _NO_DIFFERENCE]
-
-    def reader(self: _Reader, value: Any) -> Any:
-        known = self.seen.get(id(value))
-        if known is not None:
-            return ("=", known)
-        self.seen[id(value)] = len(self.seen)
-        read = self.read
-        if names is not None:
-            return (kind.__name__, *[read(getattr(value, name)) for name in names])
-        found = value.__dict__ if hasattr(value, "__dict__") else {f.name: getattr(value, f.name) for f in fields(kind)}
-        return (kind.__name__, *[read(each) for name, each in found.items() if name not in _NO_DIFFERENCE])
-
-    return reader
-
-
-_READERS: dict[type, Callable[[_Reader, Any], Any]] = {}
-
-
-def digest(world: World) -> bytes:
-    """What tells one state from another."""
-    return blake2b(marshal.dumps(_Reader().read(world), 2), digest_size=16).digest()
-
-
-def take_apart(world: World) -> None:
-    """End the cycles of a world that nobody needs any more."""
-    for worker in world.workers.values():
-        for job in (*getattr(worker, "jobs", {}).values(), *getattr(worker, "finished", {}).values()):
-            job.running = None
-        worker.__dict__.clear()
-    world.__dict__.clear()
-
+from kv_transfer import lease, lender, sink, source
+from prefill_worker import core as prefill_core
+from prefill_worker import request as prefill_request
 
 # --- the search --------------------------------------------------------------------------------------------------
 
 
 class Violation(AssertionError):  # noqa: N818
     """A promise is broken; the message tells by which events."""
+
+
+Steps = set[tuple[type[StrEnum], str, str]]
+"""(kind of state, state, event): the rows of the workers' state tables that were taken."""
 
 
 @dataclass
@@ -188,69 +52,100 @@ class Found:
     events: int = 0
     final: int = 0
     depth: int = 0
+    workers: int = 0
+    """States of single workers."""
     seconds: float = 0.0
     complete: bool = False
+    steps: Steps = field(default_factory=set)
 
     def __str__(self) -> str:
         end = "all of them" if self.complete else "not all of them"
         return (
             f"{self.states} states ({end}), {self.events} events, {self.final} final states, "
-            f"depth {self.depth}, {self.seconds:.1f} s"
+            f"depth {self.depth}, {self.workers} states of workers, {self.seconds:.1f} s"
         )
 
 
 @contextmanager
-def counted_ids() -> Iterator[None]:
-    """Ids are drawn by the world instead of at random. The model's workers name choices by their requests alone, so
-    there is one handle for all."""
+def playing(parts: Parts = Parts(), steps: Steps | None = None) -> Iterator[None]:  # noqa: B008 (frozen)
+    """Worlds are made of these parts, draw their ids by counting, and note the steps of all state tables."""
+    steps = set() if steps is None else steps
+
+    def noted(table: Any, state: Any, event: Any, story: object) -> Any:
+        steps.add((type(state), state.value, event.value))
+        return follow(table, state, event, story)
+
+    forget_values()
+    logging.disable(logging.ERROR)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attempt, "new_handle", lambda: Handle(0))
+        patch.setattr(attempt, "new_handle", draw_handle)
         patch.setattr(source, "new_lease_id", draw_id)
-        patch.setattr(flow, "new_request_id", draw_id)
-        yield
+        for user in (flow, migration):
+            patch.setattr(user, "new_request_id", draw_id)
+        patch.setattr(lender, "LeaseTable", parts.table)
+        patch.setattr(front, "AttemptFence", parts.fence)
+        for core in (prefill_core, decode_core):
+            patch.setattr(core, "BlockPool", parts.pool)
+        for user in (decode_core, migration):
+            patch.setattr(user, "Pull", parts.pull)
+        patch.setattr(decode_core, "Departures", parts.departures)
+        patch.setattr(decode_core, "DecodeScheduler", parts.scheduler)
+        for module in (decode_request, prefill_request, lease, sink):
+            patch.setattr(module, "follow", noted)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def search(bounds: Bounds, parts: Parts = Parts(), *, most_states: int = 10**9) -> Found:  # noqa: B008 (frozen)
     """Visit every state within `bounds`. Raises `Violation`."""
-    with counted_ids():
-        return _Search(bounds, parts, most_states).run()
+    found = Found()
+    with playing(parts, found.steps):
+        _Search(bounds, most_states, found).run()
+    return found
 
 
 class _Search:
-    def __init__(self, bounds: Bounds, parts: Parts, most_states: int) -> None:
+    def __init__(self, bounds: Bounds, most_states: int, found: Found) -> None:
         self.bounds = bounds
-        self.parts = parts
         self.most_states = most_states
-        self.found = Found()
+        self.found = found
         self.before: dict[bytes, tuple[bytes, Event]] = {}
         """A state → the one before it on the shortest way, and the event."""
+        self.all_before: dict[bytes, set[bytes]] = {}
+        """A state → every state from which an event leads to it."""
         self.frontier: deque[tuple[bytes, bytes, int]] = deque()
 
     def first(self) -> World:
-        world = World(self.bounds, self.parts)
+        world = World(self.bounds)
         world.begin()
         return world
 
-    def run(self) -> Found:
+    def run(self) -> None:
         began = time.process_time()
-        gc.collect()
-        gc.disable()  # worlds are taken apart by hand: looking for cycles would cost more than all the rest
+        gc.freeze()  # what was there before is not looked at again and again
         try:
             self.visit_all()
         finally:
-            gc.enable()
+            gc.unfreeze()
+        self.found.workers = len(self.workers)
         self.found.states = len(self.before)
         self.found.complete = not self.frontier
         self.found.seconds = time.process_time() - began
-        return self.found
 
     def visit_all(self) -> None:
         world = self.first()
+        self.workers = world.states
         start = digest(world)
         self.before[start] = (b"", ())
         self.frontier.append((start, dump(world), 0))
         while self.frontier and len(self.before) < self.most_states:
             self.expand(*self.frontier.popleft())
+        try:
+            TopologicalSorter(self.all_before).prepare()
+        except CycleError as error:
+            raise Violation("a state comes twice in a run, which need not end then") from error
 
     def expand(self, state: bytes, packed: bytes, depth: int) -> None:
         """Everything that can happen next."""
@@ -262,7 +157,6 @@ class _Search:
             self.found.final += 1
             self.judge(world, state, ("the end",), lambda _: world.check_final())
         disturbances = world.disturbances()
-        take_apart(world)
         for event in (*progress, *timers):
             self.follow(state, packed, depth, event, World.apply)
         for event in disturbances:
@@ -273,10 +167,10 @@ class _Search:
         self.found.events += 1
         self.judge(world, state, event, lambda event: how(world, event))
         after = digest(world)
+        self.all_before.setdefault(after, set()).add(state)
         if after not in self.before:
             self.before[after] = (state, event)
             self.frontier.append((after, dump(world), depth + 1))
-        take_apart(world)
 
     def judge(self, world: World, state: bytes, event: Event, act: Callable[[Event], None]) -> None:
         try:
