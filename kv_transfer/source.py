@@ -312,13 +312,6 @@ class LeaseTable:
                 actions += self._drop(lease, Cause.LEASE_LOST, "reclaimed under pressure before a sink attached")
         return actions
 
-    def next_expiry(self) -> float:
-        """Time at which `expire` has something to do next; infinity if never."""
-        return min(
-            min((self._expiry(lease) for lease in self._leases.values()), default=math.inf),
-            min((parked.until for parked in self._parked.values()), default=math.inf),
-        )
-
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         epochs = [lease.epoch for lease in self._leases.values()]

@@ -8,7 +8,6 @@ of its own. Until it has settled, none of its blocks are offered, and no later t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,7 +136,3 @@ class PrefixPulls:
     def overdue(self, now: float) -> list[PrefixPull]:
         """Pulls whose patience has run out."""
         return [prefix for prefix in self._pulls.values() if prefix.until <= now]
-
-    def next_expiry(self) -> float:
-        """Monotonic seconds at which the next pull is overdue; infinity if none is under way."""
-        return min((prefix.until for prefix in self._pulls.values()), default=math.inf)

@@ -12,7 +12,6 @@ The life cycle of a request is `prefill_worker.request.PROMPT_TABLE`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from common.contract.block_hashes import BlockChain
@@ -232,11 +231,6 @@ class PrefillScheduler:
         return live
 
     # --- the way out ---------------------------------------------------------------------------------------------
-
-    def next_deadline(self) -> float:
-        """Monotonic seconds at which the first request's budget ends; infinity without requests."""
-        request = self._deadlines.first()
-        return math.inf if request is None else request.deadline
 
     def expired(self, now: float) -> list[PrefillRequest]:
         """Requests whose budget has ended. Each is returned once; the caller removes it."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from next_times import next_deadline
 
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Prefill
@@ -172,7 +173,7 @@ class Traffic:
         assert set(self.scheduler.expired(self.now)) == late
         for request in late:
             self.end(request)
-        assert self.scheduler.next_deadline() == min((request.deadline for request in self.here), default=float("inf"))
+        assert next_deadline(self.scheduler) == min((request.deadline for request in self.here), default=float("inf"))
 
     # --- prefixes from elsewhere ---------------------------------------------------------------------------------
 

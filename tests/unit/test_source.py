@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import pytest
+from next_times import next_expiry
 
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
@@ -345,7 +346,7 @@ def test_a_sink_that_attaches_only_to_hear_its_verdict_again_is_not_kept_waiting
     assert verdict(table.settle(settle(offer), D1))
     assert table.attach(attach(), D1, 5.0) == []
     assert verdict(table.settle(settle(offer), D1))
-    assert (table.num_parked, table.next_expiry()) == (0, math.inf)
+    assert (table.num_parked, next_expiry(table)) == (0, math.inf)
 
 
 @pytest.mark.parametrize(("attempt", "sink"), [(1, D2), (2, D1)], ids=["another sink", "another attempt"])
@@ -431,7 +432,7 @@ def test_a_lost_sink_is_detached_from_everything(table: LeaseTable) -> None:
     assert table.sink_said_hello(D1, (), 5.0) == []
     assert (table.num_parked, table.num_readers, len(table)) == (0, 1, 2)
     assert not verdict(table.settle(settle(offer), D1))
-    assert table.next_expiry() == 5.0 + TTL_S
+    assert next_expiry(table) == 5.0 + TTL_S
 
 
 def test_a_sink_that_says_hello_keeps_what_it_names(table: LeaseTable) -> None:
@@ -448,7 +449,7 @@ def test_a_sink_that_says_hello_gives_up_what_it_does_not_name(table: LeaseTable
     table.attach(attach(request=R2), D1, 0.0)
     assert table.sink_said_hello(D1, {key(1)}, 5.0) == [], "an older attempt is not what holds the lease"
     assert (table.num_parked, table.num_readers) == (0, 0)
-    assert table.next_expiry() == 5.0 + TTL_S
+    assert next_expiry(table) == 5.0 + TTL_S
     assert not verdict(table.settle(settle(offer), D1))
 
 
@@ -497,11 +498,11 @@ def test_a_sink_reads_until_it_says_that_it_does_not(table: LeaseTable, end: str
 
 def test_an_attach_whose_prefill_never_comes_is_refused(table: LeaseTable) -> None:
     table.attach(attach(), D1, 1.0)
-    assert table.next_expiry() == 1.0 + TTL_S
+    assert next_expiry(table) == 1.0 + TTL_S
     assert table.expire(1.0 + TTL_S - 0.1) == []
     assert withdrawals(table.expire(1.0 + TTL_S)) == [(D1, 1, Cause.LEASE_LOST)]
     assert table.num_parked == 0
-    assert table.next_expiry() == math.inf
+    assert next_expiry(table) == math.inf
 
 
 def test_parked_attaches_are_bounded_and_the_oldest_is_told(table: LeaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +526,7 @@ def test_an_attach_that_is_parked_again_is_parked_once(table: LeaseTable) -> Non
     table.attach(attach(), D1, 0.0)
     assert table.attach(attach(), D1, 10.0) == []
     assert table.num_parked == 1
-    assert table.next_expiry() == 10.0 + TTL_S
+    assert next_expiry(table) == 10.0 + TTL_S
     assert told(table.open(key(), BLOCKS, 600.0, 11.0)) == [(D1, BlocksReady)]
 
 
@@ -576,7 +577,7 @@ def test_a_sink_does_not_wait_for_a_request_that_is_given_up(table: LeaseTable) 
     table.attach(attach(), D1, 0.0)
     assert withdrawals(table.withdraw(R1, Cause.DEADLINE, "too late", now=1.0)) == [(D1, 1, Cause.DEADLINE)]
     assert withdrawals(table.attach(attach(), D1, 2.0)) == [(D1, 1, Cause.LEASE_LOST)]
-    assert (table.num_parked, table.next_expiry()) == (0, math.inf)
+    assert (table.num_parked, next_expiry(table)) == (0, math.inf)
 
 
 def test_a_newer_attempt_outlives_the_end_of_the_older_one(table: LeaseTable) -> None:
@@ -586,7 +587,7 @@ def test_a_newer_attempt_outlives_the_end_of_the_older_one(table: LeaseTable) ->
     ended = table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=1.5)
     assert withdrawals(ended) == [(D1, 1, Cause.SUPERSEDED)], "the newest attempt is superseded by itself"
     assert unpinned(ended) == [BLOCKS]
-    assert table.next_expiry() == 1.0 + TTL_S
+    assert next_expiry(table) == 1.0 + TTL_S
     assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
 
 
@@ -754,7 +755,7 @@ def test_a_withdrawal_after_a_valid_settle_is_inert(table: LeaseTable) -> None:
 @pytest.mark.parametrize("sink", [None, D1])
 def test_a_lease_ends_with_the_time_of_its_request(table: LeaseTable, sink: Incarnation | None) -> None:
     opened(table, sink=sink)
-    assert table.next_expiry() == 600.0
+    assert next_expiry(table) == 600.0
     assert table.expire(599.9) == []
     actions = table.expire(600.0)
     assert unpinned(actions) == [BLOCKS]
@@ -772,13 +773,13 @@ def test_a_settle_after_expiry_is_invalid(table: LeaseTable) -> None:
 def test_a_settle_at_the_deadline_is_valid_while_the_blocks_are_pinned(table: LeaseTable) -> None:
     """No correctness argument rests on a timer: what counts is whether the lease has ended."""
     offer = completed(table)
-    assert table.next_expiry() == 600.0
+    assert next_expiry(table) == 600.0
     assert verdict(table.settle(settle(offer), D1))
 
 
 def test_a_complete_offer_does_not_wait_for_ever_for_a_sink(table: LeaseTable) -> None:
     completed(table, sink=None)
-    assert table.next_expiry() == TTL_S
+    assert next_expiry(table) == TTL_S
     assert table.expire(TTL_S - 0.1) == []
     actions = table.expire(TTL_S)
     assert unpinned(actions) == [BLOCKS]
@@ -792,7 +793,7 @@ def test_progress_renews_the_wait_for_a_sink(table: LeaseTable) -> None:
     opened(table, sink=None)
     table.blocks_ready(R1, 3, now=20.0)
     table.complete(R1, [first_token()])
-    assert table.next_expiry() == 20.0 + TTL_S
+    assert next_expiry(table) == 20.0 + TTL_S
 
 
 def test_a_prefill_that_is_still_computing_does_not_expire_for_want_of_a_sink(table: LeaseTable) -> None:
@@ -803,7 +804,7 @@ def test_a_prefill_that_is_still_computing_does_not_expire_for_want_of_a_sink(ta
 def test_a_detach_starts_the_wait_for_another_sink(table: LeaseTable) -> None:
     completed(table)
     table.detach(Detach(request=R1, attempt=1), D1, 100.0)
-    assert table.next_expiry() == 100.0 + TTL_S
+    assert next_expiry(table) == 100.0 + TTL_S
 
 
 def test_pressure_drops_what_nobody_has_attached_to_oldest_first(table: LeaseTable) -> None:
@@ -832,11 +833,11 @@ def test_pressure_drops_what_nobody_has_attached_to_oldest_first(table: LeaseTab
 
 
 def test_nothing_is_pinned_twice_or_for_ever(table: LeaseTable) -> None:
-    assert (len(table), table.num_blocks, table.next_expiry()) == (0, 0, math.inf)
+    assert (len(table), table.num_blocks, next_expiry(table)) == (0, 0, math.inf)
     offer = completed(table)
     assert table.num_blocks == 3
     table.settle(settle(offer), D1)
-    assert (len(table), table.num_blocks, table.next_expiry()) == (0, 0, math.inf)
+    assert (len(table), table.num_blocks, next_expiry(table)) == (0, 0, math.inf)
 
 
 # --- cached prefixes, lent ---------------------------------------------------------------------------------------
@@ -919,7 +920,7 @@ def test_a_lent_prefix_outlasts_what_is_not_its_sinks(table: LeaseTable, attempt
 
 def test_a_lent_prefix_expires_and_only_its_sink_is_told(table: LeaseTable) -> None:
     offer = lent(table)
-    assert table.next_expiry() == 30.0
+    assert next_expiry(table) == 30.0
     assert table.expire(29.9) == []
     actions = table.expire(30.0)
     assert returned(actions) == [BLOCKS]
