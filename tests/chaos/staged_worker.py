@@ -23,14 +23,17 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.contract.ids import Incarnation
 from common.contract.messages import Message
 from common.runtime.config import DecodeSettings, PrefillSettings, WorkerSettings
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
+
+if TYPE_CHECKING:
+    from common.engine.batch import Decodes, Slice
 
 
 class Stage:
@@ -95,21 +98,23 @@ class StagedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def submit(self, *arguments: Any) -> Any:
+    def submit(self, slices: Sequence[Slice], decodes: Decodes | None = None) -> Any:
         """Wait, then compute."""
         with self._stage.step_opened:
             if self._stage.stops("step"):
                 self._stage.come("step")
                 self._stage.step_opened.wait_for(lambda: "step" not in self._stage.closed)
                 self._stage.go("step")
-        if any(slice_.token_ids and self._begins(slice_) == self._poison for slice_ in arguments[0]):
+        sequences = () if decodes is None else decodes.sequences
+        firsts = [*(each.token_ids[0] for each in sequences), *(self._begins(each) for each in slices)]
+        if self._poison in firsts:
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._runner.submit(*arguments)
+        return self._runner.submit(slices, decodes)
 
     @staticmethod
-    def _begins(slice_: Any) -> int:
+    def _begins(slice_: Slice) -> int:
         """The first token of a sequence, as far as a slice tells."""
-        return int(slice_.samples[0].token_ids[0] if slice_.samples else slice_.token_ids[0])
+        return slice_.samples[0].token_ids[0] if slice_.samples else slice_.token_ids[0]
 
 
 class StagedSend:
