@@ -291,6 +291,31 @@ async def post(
             return response.status, json.loads(await response.read()), response.headers
 
 
+@dataclass
+class Refusing:
+    """A server that refuses whatever a test sends, and so can be shared by many."""
+
+    url: str
+    session: aiohttp.ClientSession
+    generator: ScriptedGenerator
+
+    async def refusal(self, path: str, body: Any) -> Any:
+        """The answer, of status 400, to a request that generates nothing."""
+        async with self.session.post(self.url + path, data=json.dumps(body).encode()) as response:
+            answer = json.loads(await response.read())
+            assert response.status == 400, answer
+        assert not self.generator.generations
+        return answer
+
+
+@asynccontextmanager
+async def serve_refusing(**options: Any) -> AsyncIterator[Refusing]:
+    """Serve, with the options of `serve`."""
+    generator = ScriptedGenerator()
+    async with serve(generator, **options) as server, aiohttp.ClientSession() as session:
+        yield Refusing(server.url, session, generator)
+
+
 def assert_error(answer: Any, param: str | None, code: str | None = None) -> None:
     assert set(answer) == {"error"}
     error = answer["error"]
