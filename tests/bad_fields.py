@@ -1,6 +1,7 @@
 """Fields of a request that are refused, and the parameter that the refusal names: what a client may get wrong.
 
-`unit/test_gateway_errors.py` looks at the refusals, `e2e/test_hostile_input.py` sends them to a process, many at once.
+`unit/test_gateway_errors.py` looks at the refusals, `unit/test_openapi.py` at what the document says of them, and
+`e2e/test_hostile_input.py` sends them to a process, many at once.
 """
 
 from __future__ import annotations
