@@ -38,7 +38,7 @@ from gateway.workers.prefix_index import PrefixIndex
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_end, "_HELLO_RETRY_S", 0.05)
-    monkeypatch.setattr(client_end, "_HELLO_RETRY_MAX_S", 1.0)
+    monkeypatch.setattr(client_end, "_HELLO_RETRY_MAX_S", 0.3)
 
 
 @pytest.fixture

@@ -288,7 +288,7 @@ async def test_nobody_is_judged_silent_for_the_time_in_which_this_process_stood_
     """What the others have said meanwhile lies unread; here it is not even said, as both ends share the loop."""
     worker = net.worker(BRISK, clock=time.monotonic)
     client = await net.client(worker.address, BRISK, clock=time.monotonic).opened()
-    for _ in range(3):
+    for _ in range(2):
         await client.beats(2)
         time.sleep(3 * BRISK.timeout_s)
     await client.beats(3)
@@ -330,7 +330,7 @@ async def test_a_worker_that_hears_nothing_is_lost_before_the_timeout(net: Net) 
 async def test_a_worker_that_hears_is_not_taken_for_deaf(net: Net) -> None:
     worker = net.worker(BRISK, clock=lambda: worker.beat * BRISK.interval_s)
     client = await net.client(worker.address, BRISK, clock=lambda: worker.beat * BRISK.interval_s).opened()
-    await client.beats(4 * DEAF_BEATS)
+    await client.beats(2 * DEAF_BEATS)
     assert client.losses == []
 
 
