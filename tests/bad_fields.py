@@ -6,11 +6,58 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from gateway_fixtures import CONTEXT
 
 Cases = list[tuple[dict[str, Any], str]]
+
+
+def nested(opening: str, inner: str, closing: str, depth: int) -> bytes:
+    """Something of so many levels."""
+    return (opening * depth + inner + closing * depth).encode()
+
+
+NOT_JSON: dict[str, bytes] = {
+    "nothing": b"",
+    "spaces": b" " * 1000,
+    "null bytes": b"\0" * 100,
+    "a null byte within": b'{"prompt": "a\0b"}',
+    "random bytes": random.Random(1).randbytes(5000),
+    "half an object": b'{"prompt": "hello"',
+    "an unfinished string": b'{"prompt": "hello',
+    "two objects": b'{"prompt": "a"}{"prompt": "b"}',
+    "single quotes": b"{'prompt': 'hello'}",
+    "a comment": b'{"prompt": "hello"} // x',
+    "a comma too many": b'{"prompt": "hello",}',
+    "NaN": b'{"prompt": "hello", "temperature": NaN}',
+    "Infinity": b'{"prompt": "hello", "temperature": Infinity}',
+    "-Infinity": b'{"prompt": "hello", "logit_bias": {"1": -Infinity}}',
+    "a number of 5000 digits": b'{"prompt": "hello", "seed": ' + b"9" * 5000 + b"}",
+    "a number of 500000 digits": b'{"prompt": "hello", "seed": ' + b"9" * 500_000 + b"}",
+    "hex": b'{"prompt": "hello", "seed": 0x10}',
+    "invalid UTF-8": b'{"prompt": "\xff\xfe\xfd"}',
+    "overlong UTF-8": b'{"prompt": "\xc0\xaf"}',
+    "cut UTF-8": '{"prompt": "日本'.encode()[:-1] + b'"}',
+    "a bare carriage return": b'{"prompt": "a\rb"}',
+    "90000 arrays": nested("[", "", "]", 90_000),
+    "90000 objects": nested('{"a":', "1", "}", 90_000),
+    "90000 brackets": b"[" * 90_000,
+    "90000 braces": b'{"a":' * 90_000,
+    "an array": b"[]",
+    "a string": b'"hello"',
+    "a number": b"1",
+    "null": b"null",
+    "true": b"true",
+    "a form": b"prompt=hello&max_tokens=4",
+    "XML": b"<?xml version='1.0'?><!DOCTYPE a [<!ENTITY b SYSTEM 'file:///etc/passwd'>]><a>&b;</a>",
+    "multipart": b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nhello\r\n--x--\r\n',
+    "a pickle": b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system\x94\x93\x94.",
+    "a YAML object": b"!!python/object/apply:os.system ['true']",
+    "UTF-16 without its mark, cut": '{"prompt": "hello"}'.encode("utf-16-le")[:-1],
+}
+"""Bodies that are no JSON object."""
 COMMON: Cases = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),

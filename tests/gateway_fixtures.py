@@ -301,7 +301,8 @@ class Refusing:
 
     async def refusal(self, path: str, body: Any) -> Any:
         """The answer, of status 400, to a request that generates nothing."""
-        async with self.session.post(self.url + path, data=json.dumps(body).encode()) as response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data) as response:
             answer = json.loads(await response.read())
             assert response.status == 400, answer
         assert not self.generator.generations

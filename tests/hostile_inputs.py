@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import bad_fields
+from bad_fields import nested
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BAD: Final = frozenset({400})
@@ -61,55 +62,12 @@ def _chat(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4} | fields
 
 
-def _nested(opening: str, inner: str, closing: str, depth: int) -> bytes:
-    return (opening * depth + inner + closing * depth).encode()
-
-
 def _schema_of_depth(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     return schema
 
-
-_NOT_JSON: Final[dict[str, bytes]] = {
-    "nothing": b"",
-    "spaces": b" " * 1000,
-    "null bytes": b"\0" * 100,
-    "a null byte within": b'{"prompt": "a\0b"}',
-    "random bytes": random.Random(1).randbytes(5000),
-    "half an object": b'{"prompt": "hello"',
-    "an unfinished string": b'{"prompt": "hello',
-    "two objects": b'{"prompt": "a"}{"prompt": "b"}',
-    "single quotes": b"{'prompt': 'hello'}",
-    "a comment": b'{"prompt": "hello"} // x',
-    "a comma too many": b'{"prompt": "hello",}',
-    "NaN": b'{"prompt": "hello", "temperature": NaN}',
-    "Infinity": b'{"prompt": "hello", "temperature": Infinity}',
-    "-Infinity": b'{"prompt": "hello", "logit_bias": {"1": -Infinity}}',
-    "a number of 5000 digits": b'{"prompt": "hello", "seed": ' + b"9" * 5000 + b"}",
-    "a number of 500000 digits": b'{"prompt": "hello", "seed": ' + b"9" * 500_000 + b"}",
-    "hex": b'{"prompt": "hello", "seed": 0x10}',
-    "invalid UTF-8": b'{"prompt": "\xff\xfe\xfd"}',
-    "overlong UTF-8": b'{"prompt": "\xc0\xaf"}',
-    "cut UTF-8": '{"prompt": "日本'.encode()[:-1] + b'"}',
-    "a bare carriage return": b'{"prompt": "a\rb"}',
-    "90000 arrays": _nested("[", "", "]", 90_000),
-    "90000 objects": _nested('{"a":', "1", "}", 90_000),
-    "90000 brackets": b"[" * 90_000,
-    "90000 braces": b'{"a":' * 90_000,
-    "an array": b"[]",
-    "a string": b'"hello"',
-    "a number": b"1",
-    "null": b"null",
-    "true": b"true",
-    "a form": b"prompt=hello&max_tokens=4",
-    "XML": b"<?xml version='1.0'?><!DOCTYPE a [<!ENTITY b SYSTEM 'file:///etc/passwd'>]><a>&b;</a>",
-    "multipart": b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nhello\r\n--x--\r\n',
-    "a pickle": b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system\x94\x93\x94.",
-    "a YAML object": b"!!python/object/apply:os.system ['true']",
-    "UTF-16 without its mark, cut": '{"prompt": "hello"}'.encode("utf-16-le")[:-1],
-}
 
 _FIELDS: Final[dict[str, tuple[object, ...]]] = {
     "prompt": ([[5]] * 2049, [[[5]]], [1.5], ["ok", "\udfff"], "x" * 500_000, "\0" * 10_000),
@@ -166,7 +124,7 @@ _FINE: Final[dict[str, tuple[str, object]]] = {
     "10000 unknown fields": (COMPLETIONS, _completion(**{f"field{i}": i for i in range(10_000)})),
     "a field's name of 500000 characters": (COMPLETIONS, _completion(**{"x" * 500_000: 1})),
     "a lone surrogate as a field's name": (COMPLETIONS, _completion(**{"\ud800": 1})),
-    "deep values of an unknown field": (COMPLETIONS, b'{"prompt": "a", "x": ' + _nested("[", "", "]", 500) + b"}"),
+    "deep values of an unknown field": (COMPLETIONS, b'{"prompt": "a", "x": ' + nested("[", "", "]", 500) + b"}"),
     "a template in a message": (CHAT, _chat(messages=[{"role": "user", "content": "{{ [].__class__ }}{% for %}"}])),
     "internal fields": (
         CHAT,
@@ -211,7 +169,7 @@ _BOMBS: Final[dict[str, dict[str, Any]]] = {
 
 
 def _bodies() -> Iterator[Hostile]:
-    for name, body in _NOT_JSON.items():
+    for name, body in bad_fields.NOT_JSON.items():
         yield Hostile(f"no JSON object: {name}", post(COMPLETIONS, body), BAD)
     for field, values in _FIELDS.items():
         expected = frozenset({400, 404}) if field == "model" else BAD
