@@ -60,10 +60,10 @@ def test_a_prefix_that_is_lent_is_not_evicted_while_it_is_read() -> None:
     core.pool.name(blocks, names)
     core.pool.release(blocks)
     assert core.pool.num_free == NUM_BLOCKS, "cached, and anybody's who needs them"
-    sink, about = Incarnation("d0"), {"request": RequestId("r"), "attempt": 1}
+    sink, request = Incarnation("d0"), RequestId("r")
     core.handle(HelloReceived(sink, ()), 0.0)
-    actions = core.handle(Received(sink, AttachPrefix(**about, block_hashes=tuple(names))), 0.0)
+    actions = core.handle(Received(sink, AttachPrefix(request=request, attempt=1, block_hashes=tuple(names))), 0.0)
     [offer] = [each.message for each in actions if isinstance(each, Send) and isinstance(each.message, BlocksReady)]
     assert (list(offer.block_ids), core.pool.num_free) == (blocks, 0)
-    core.handle(Received(sink, Detach(**about)), 0.0)
+    core.handle(Received(sink, Detach(request=request, attempt=1)), 0.0)
     assert core.pool.num_free == NUM_BLOCKS
