@@ -3,7 +3,7 @@
     python -m benchmarks.all [--only NAME ...] [--skip NAME ...]
 
 A measurement that fails, or takes twice its expected time, is reported at the end; the others are recorded all the
-same, and the documents' tables are made again. Nothing else should run on the machine. `versus` and `agreement` need
+same, and the documents' tables are made again. Nothing else should run on the machine. `versus` needs
 `python -m benchmarks.peers.install_vllm`; the soaks need root and iproute2.
 """
 
@@ -45,7 +45,6 @@ MEASUREMENTS = (
     Measurement("benchmarks.routing_cost", 0.5),
     Measurement("benchmarks.gateway", 13),
     Measurement("benchmarks.overload", 6.5),
-    Measurement("benchmarks.routing", 6),
     Measurement("benchmarks.modes --rate 6 --requests 240", 6),
     Measurement("benchmarks.steady --requests 5000", 7),
     Measurement("benchmarks.memory", 4),
@@ -61,7 +60,6 @@ MEASUREMENTS = (
         "--minutes 8",
         10,
     ),
-    Measurement("benchmarks.agreement --rounds 8", 8),
     Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 1 --minutes 33", 40),
     Measurement("pytest -q -s tests/chaos/test_soak.py", 8),
 )

@@ -103,15 +103,6 @@ def steady(run: Run) -> str:
     return table(["process", "MiB after the first stage", "half-way", "at the end"], rows)
 
 
-def agreement(run: Run) -> str:
-    """Figures of the two load generators on the same load."""
-    rows = [
-        [name.replace("_", " "), f"{each['ours']:.4g}", f"{each['theirs']:.4g}", f"{100 * (each['ratio'] - 1):+.1f} %"]
-        for name, each in run["figures"]["ratios"].items()
-    ]
-    return table(["figure", "`baton bench`", "`vllm bench serve`", "difference"], rows)
-
-
 def modes(run: Run) -> str:
     """One trace in every mode."""
     rows = [
@@ -213,28 +204,6 @@ def gateway_requests(run: Run) -> str:
     share = f"{figures['gateway_share']['p50']:.0%}".replace("%", " %")
     row = [of_rounds(figures["requests_per_s"], "{:.0f}"), of_rounds(figures["cpu_us_per_request"], "{:.0f}"), share]
     return table(["requests/s", "µs a request", "of a core"], [row])
-
-
-def routing(run: Run) -> str:
-    """Routing by expected time, and in turn: medians of the rounds, and the ratios of the rounds."""
-    runs = run["figures"]["runs"]
-    rows = []
-    for workload in dict.fromkeys(each["workload"] for each in runs):
-        row = [workload]
-        for figure, form in (("ttft_mean_ms", "{:.0f}"), ("ttft_p99_ms", "{:.0f}"), ("tokens_computed", "{:,.0f}")):
-            by = {
-                policy: [each[figure] for each in runs if (each["workload"], each["routing"]) == (workload, policy)]
-                for policy in ("expected", "round_robin")
-            }
-            ratios = sorted(a / b for a, b in zip(by["expected"], by["round_robin"], strict=True))
-            ours, theirs = (form.format(statistics.median(each)) for each in by.values())
-            middle = statistics.median(ratios)
-            row.append(f"{ours} / {theirs} (**{middle:.2f}**; {ratios[0]:.2f} to {ratios[-1]:.2f})")
-            if figure == "ttft_mean_ms":
-                lost = f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
-        rows.append([*row, lost])
-    head = ["workload", "mean TTFT, ms", "TTFT P99, ms", "prompt tokens computed", "rounds lost, by mean TTFT"]
-    return table(head, rows)
 
 
 def interval(values: Sequence[float], form: str = "{:.1f}") -> str:
@@ -361,7 +330,6 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "recovery": recovery,
     "chaos": matrix,
     "gateway": gateway,
-    "routing": routing,
     "overload": overload,
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,
@@ -373,7 +341,6 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "step-overhead": step_overhead,
     "routing-cost": routing_cost,
     "steady": steady,
-    "bench-agreement": agreement,
     "modes": modes,
     "interference-long-prompt": interference,
     "interference-grammar": grammars,

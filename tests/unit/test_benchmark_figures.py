@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import agreement, modes, versus
+from benchmarks import modes, versus
 from benchmarks.driver import Arrival
 from benchmarks.figures import compared, cpu_seconds, quantile, spread
 from benchmarks.interference import gaps_around, summary_ms
@@ -148,12 +148,6 @@ def test_every_concurrency_and_every_pair_of_systems_is_by_itself() -> None:
         ("baton colocated", 32, 4.0),
     ]
     assert found[1]["output_tokens_per_s"]["ours"] == 192.0
-
-
-def test_clients_are_compared_round_by_round() -> None:
-    rounds = [(10.0, 20.0), (90.0, 100.0), (30.0, 10.0)]
-    found = agreement.summary([{"ours": {"ttft": ours}, "theirs": {"ttft": theirs}} for ours, theirs in rounds])
-    assert found == {"ttft": {"ours": 30.0, "theirs": 20.0, "ratio": 0.9, "ratio_min": 0.5, "ratio_max": 3.0}}
 
 
 def test_of_a_run_of_the_load_comparisons_keep_who_failed() -> None:
