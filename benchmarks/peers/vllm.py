@@ -8,7 +8,6 @@ show what is set and why; `vllm_plugin/` changes the things that have no setting
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -18,7 +17,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
 
+from benchmarks.command import call
 from benchmarks.peers.install_vllm import ENVIRONMENT, installed
 from benchmarks.peers.process import PeerError, free_port, running, wait_until_it_answers
 
@@ -195,23 +196,23 @@ def _logs() -> Iterator[Path]:
             yield Path(folder)
 
 
-def main() -> None:
+def main(
+    form: Literal["single", "pair"],
+    *,
+    model: Annotated[Path, "a checkpoint's folder"],
+    port: int,
+    dtype: str = Settings.dtype,
+    kv_cache_gib: int = Settings.kv_cache_gib,
+) -> None:
     """Serve until SIGINT or SIGTERM."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("form", choices=("single", "pair"))
-    parser.add_argument("--model", type=Path, required=True, help="a checkpoint's folder")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--dtype", default=Settings.dtype)
-    parser.add_argument("--kv-cache-gib", type=int, default=Settings.kv_cache_gib)
-    options = parser.parse_args()
-    settings = Settings(dtype=options.dtype, kv_cache_gib=options.kv_cache_gib)
+    settings = Settings(dtype=dtype, kv_cache_gib=kv_cache_gib)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
-    start = single if options.form == "single" else pair
-    with start(options.model, port=options.port, settings=settings) as url:
-        print(f"vLLM serves {options.model} on {url}", flush=True)
+    start = single if form == "single" else pair
+    with start(model, port=port, settings=settings) as url:
+        print(f"vLLM serves {model} on {url}", flush=True)
         signal.pause()
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__)
