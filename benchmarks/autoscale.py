@@ -25,9 +25,9 @@ from typing import Annotated, Any, Final
 import yaml
 
 from benchmarks.command import Result, run, show
-from benchmarks.figures import quantile
 from benchmarks.horizontal import Autoscaler
 from benchmarks.load.lengths import WORKLOADS, clipped
+from benchmarks.load.summary import percentile
 from common.contract.ids import Incarnation, RequestId
 from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
@@ -193,7 +193,7 @@ class Story:
     def p90_ttft_s(self, begin_s: float, end_s: float) -> float:
         """90th percentile of the time to first token of requests that arrived in `[begin_s, end_s)`."""
         some = [ttft for arrived, ttft in self.ttft_s if begin_s <= arrived < end_s]
-        return quantile(some, 0.9) if some else math.nan
+        return percentile(some, 90) if some else math.nan
 
     def met_after_s(self, target_s: float, since_s: float) -> float:
         """Seconds from `since_s` until a minute began in which 90 % of the first tokens came within `target_s`."""

@@ -35,8 +35,9 @@ import uvloop
 
 from benchmarks.command import Result, UsageError, run, show
 from benchmarks.event_client import EventClient, post
-from benchmarks.figures import cpu_seconds, quantile, spread
+from benchmarks.figures import cpu_seconds, spread
 from benchmarks.load.prompts import WORDS
+from benchmarks.load.summary import percentile
 from benchmarks.pinned_processes import (
     Pool,
     Through,
@@ -85,7 +86,7 @@ def stream_figures(moderate: Figures, journeys: list[float], paces: list[Figures
     best = max(paces, key=lambda pace: pace["received_per_s"])
     return {
         "added_p50_ms": statistics.median(journeys),
-        "added_p99_ms": quantile(journeys, 0.99),
+        "added_p99_ms": percentile(journeys, 99),
         "moderate_cpu_us_per_token": moderate["cpu_us_per_token"],
         "moderate": moderate,
         "tokens_per_s": best["received_per_s"],

@@ -33,7 +33,7 @@ from llguidance import grammar_from
 
 from benchmarks.command import Result, run, show
 from benchmarks.dispatched import greedy, on_stack, stream
-from benchmarks.figures import quantile
+from benchmarks.load.summary import percentile
 from benchmarks.models import llama_15m, llama_long
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
@@ -50,8 +50,8 @@ BEFORE_S = 2.0
 def summary_ms(values: Sequence[float]) -> dict[str, float]:
     """P50, P99 and maximum, in milliseconds."""
     return {
-        "p50_ms": 1000 * quantile(values, 0.5),
-        "p99_ms": 1000 * quantile(values, 0.99),
+        "p50_ms": 1000 * percentile(values, 50),
+        "p99_ms": 1000 * percentile(values, 99),
         "max_ms": 1000 * max(values),
         "n": len(values),
     }

@@ -29,8 +29,8 @@ from benchmarks.baselines import BatchAtATime
 from benchmarks.command import Result, run, show
 from benchmarks.dispatched import greedy, on_stack, stream
 from benchmarks.driver import Arrival, Driver, Real
-from benchmarks.figures import quantile
 from benchmarks.load.lengths import Clipped, LogNormal
+from benchmarks.load.summary import percentile
 from benchmarks.models import llama_15m
 from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
@@ -124,9 +124,9 @@ def summary(arrivals: list[Arrival], outcomes: list[Outcome]) -> dict[str, float
     last = max(arrival.time_s + times[-1] for arrival, (_, times) in zip(arrivals, outcomes, strict=True))
     return {
         "ttft_mean_s": statistics.mean(ttfts),
-        "ttft_p99_s": quantile(ttfts, 0.99),
-        "itl_p50_ms": 1000 * quantile(gaps, 0.5),
-        "itl_p99_ms": 1000 * quantile(gaps, 0.99),
+        "ttft_p99_s": percentile(ttfts, 99),
+        "itl_p50_ms": 1000 * percentile(gaps, 50),
+        "itl_p99_ms": 1000 * percentile(gaps, 99),
         "latency_mean_s": statistics.mean(times[-1] for _, times in outcomes),
         "tokens_per_s": sum(len(tokens) for tokens, _ in outcomes) / last,
     }

@@ -22,7 +22,8 @@ import aiohttp
 
 from benchmarks.command import Result, run
 from benchmarks.dispatched import greedy, stream
-from benchmarks.figures import quantile, spread
+from benchmarks.figures import spread
+from benchmarks.load.summary import percentile
 from benchmarks.models import llama_long
 from benchmarks.process import Process
 from common.contract.ids import new_incarnation
@@ -108,7 +109,7 @@ class Bench:
         self.dispatcher.tell(leaving.address, drain=False)
         await self.usable()
         gaps = [b - a for a, b in itertools.pairwise(arrivals[1:])]
-        return longest_gap(arrivals[BEFORE - 1 :]), quantile(gaps, 0.5)
+        return longest_gap(arrivals[BEFORE - 1 :]), percentile(gaps, 50)
 
     async def lose_gateway(self) -> float:
         """Seconds from the death of a gateway with four streams until its workers hold nothing."""
@@ -189,7 +190,7 @@ def measure(scratch: Path, *, rounds: int = 100, seed: int = 0) -> Result:
         ]
         taken = asyncio.run(in_turns(Bench(folder, prefill, decode, random.Random(seed)), rounds))
     figures = {
-        name: {what: spread(values) | {"p99": quantile(values, 0.99)} for what, values in each.items()}
+        name: {what: spread(values) | {"p99": percentile(values, 99)} for what, values in each.items()}
         for name, each in taken.items()
     }
     return Result(name="recovery", figures=figures, workload={"model": "llama_long", "prefill": 1, "decode": 2})

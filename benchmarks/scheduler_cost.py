@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks.command import Result, run, show
-from benchmarks.figures import quantile
+from benchmarks.load.summary import percentile
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, Source, Tokens
@@ -138,7 +138,7 @@ def measure(num_running: int, num_queued: int, num_steps: int, seed: int, *, pre
     gc.unfreeze()
     return {
         "p50_us": statistics.median(taken),
-        "p99_us": quantile(taken, 0.99),
+        "p99_us": percentile(taken, 99),
         "max_us": max(taken),
         "running": load.scheduler.num_running,
         "preemptions": load.scheduler.num_swapped + load.scheduler.num_recomputed,

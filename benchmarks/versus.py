@@ -33,16 +33,15 @@ SYSTEMS = tuple(name for pair in PAIRS for name in pair)
 def start(stack: ExitStack, name: str, folder: Path, dtype: str) -> str:
     """Start a system; return its base URL."""
     common = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**30)]
-    settings = vllm.Settings(dtype=dtype)
     match name:
         case "baton pair":
             return stack.enter_context(local_stack([*common, "--prefill", "1", "--decode", "1"])).url
         case "baton colocated":
             return stack.enter_context(local_stack([*common, "--prefill", "0", "--decode", "1"])).url
         case "vllm single":
-            return stack.enter_context(vllm.single(folder, cores=[0, 1], settings=settings))
+            return stack.enter_context(vllm.single(folder, dtype=dtype))
         case "vllm pair":
-            return stack.enter_context(vllm.pair(folder, prefill_core=0, decode_core=1, settings=settings))
+            return stack.enter_context(vllm.pair(folder, dtype=dtype))
     raise SystemExit(f"no such system: {name}")
 
 
@@ -95,7 +94,7 @@ def measure(
         lengths += ["--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
     else:
         lengths += ["--max-input-tokens", "1500", "--max-output-tokens", "300"]
-    peers = {"vllm": vllm.Settings(dtype=dtype).described()}
+    peers = {"vllm": vllm.described(dtype)}
     runs: list[dict[str, Any]] = []
     end = time.monotonic() + 60 * minutes
     with ExitStack() as stack:
