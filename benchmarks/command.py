@@ -72,7 +72,7 @@ class Result:
     """What a measurement records."""
 
     name: str
-    """Of the record."""
+    """The name of the record."""
     figures: dict[str, Any]
     workload: Mapping[str, Any] = field(default_factory=dict)
     """What there is besides the options."""
@@ -107,17 +107,17 @@ def keep(result: Result, options: Mapping[str, Any]) -> Path:
 
 def show(name: str, figures: Mapping[str, Any]) -> None:
     """Print figures, a line for each group of them; lists are left out."""
-    for line in _lines(name, figures):
-        print(line, flush=True)
-
-
-def _lines(name: str, figures: Mapping[str, Any]) -> Iterator[str]:
-    told = [f"{key} {_told(value)}" for key, value in figures.items() if not _is_group(value)]
-    if told:
-        yield f"{name:<27} {'  '.join(told)}"
+    if any(not _is_group(value) for value in figures.values()):
+        print(line_of(name, figures), flush=True)
     for key, value in figures.items():
         if _is_group(value) and isinstance(value, Mapping):
-            yield from _lines(f"{name} {key}".strip(), value)
+            show(f"{name} {key}".strip(), value)
+
+
+def line_of(name: str, figures: Mapping[str, Any]) -> str:
+    """The figures that are no groups, in a line."""
+    told = (f"{key} {_told(value)}" for key, value in figures.items() if not _is_group(value))
+    return f"{name:<27} {'  '.join(told)}"
 
 
 def _is_group(value: Any) -> bool:
