@@ -94,7 +94,7 @@ def measure(
         lengths += ["--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
     else:
         lengths += ["--max-input-tokens", "1500", "--max-output-tokens", "300"]
-    peers = {"vllm": vllm.described(dtype)}
+    peers = {"vllm": vllm.described(dtype)} if any(name.startswith("vllm") for name in systems) else None
     runs: list[dict[str, Any]] = []
     end = time.monotonic() + 60 * minutes
     with ExitStack() as stack:
