@@ -86,10 +86,13 @@ def run(measure: Callable[..., Result | Iterator[Result]], doc: str | None) -> R
     record the result with the options as its workload. Of several results, each replaces the one before."""
 
     def entry(*, no_record: Annotated[bool, "print only"] = False, **options: Any) -> Result:
+        result = path = None
         with TemporaryDirectory() as scratch:
             made = measure(Path(scratch), **options)
             for result in made if isinstance(made, Iterator) else (made,):
                 path = None if no_record else keep(result, options)
+        if result is None:
+            raise SystemExit("nothing was measured")
         show("", result.figures)
         print(path or "not recorded")
         return result

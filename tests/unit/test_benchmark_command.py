@@ -103,3 +103,9 @@ def test_figures_are_told_by_groups(capsys: pytest.CaptureFixture[str]) -> None:
         f"{'all one':<28}rate 1234",
         f"{'all one two':<28}x y",
     ]
+
+
+def test_nothing_measured_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--rounds", "0"])
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        run(measured, "")
