@@ -17,8 +17,8 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
-from gateway.routing.router import Routing
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.router import Routing
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 

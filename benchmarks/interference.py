@@ -39,7 +39,7 @@ from benchmarks.record import record
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import DEMO_FOLDER
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Generation, GenerationFailed
 
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)

@@ -30,7 +30,7 @@ from common.contract.ids import new_incarnation
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
 from common.runtime.config import DEFAULTS_BY_DEVICE
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.workers.registry import Registry
 
 BEFORE = 20

@@ -29,8 +29,8 @@ from benchmarks.models import llama_15m
 from benchmarks.record import record
 from common.runtime.config import ServeSettings
 from common.runtime.local_stack import LocalStack
-from gateway.routing.dispatcher import Dispatcher
-from gateway.routing.router import Routing
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.router import Routing
 
 POLICIES: Final[tuple[Routing, ...]] = ("expected", "round_robin")
 COMPUTED = "baton_prompt_tokens_computed_total"

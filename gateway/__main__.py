@@ -39,11 +39,11 @@ from gateway.api import create_app, create_runner
 from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target, version
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.handlers import Dashboard
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.observability.metrics import GatewayMetrics
 from gateway.operators.admin import create_admin_app
 from gateway.processes import Share, run_processes
-from gateway.routing.admission import Admission
-from gateway.routing.dispatcher import Dispatcher
 from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
 from gateway.web.ending import GOODBYE_S
 from gateway.web.tls import ServerTls
@@ -155,9 +155,9 @@ def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing 
     return tracing
 
 
-def admission_of(settings: GatewaySettings) -> Admission:
+def ttft_limits_of(settings: GatewaySettings) -> TtftLimits:
     """The admission with the limits of the settings."""
-    return Admission(
+    return TtftLimits(
         {
             Tier.INTERACTIVE: settings.interactive_limit_s,
             Tier.STANDARD: settings.standard_limit_s,
@@ -183,7 +183,7 @@ def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
         local_prefill_tokens=settings.local_prefill_tokens,
         routing=settings.routing,
         max_prefix_names=settings.prefix_index_names,
-        admission=admission_of(settings),
+        ttft_limits=ttft_limits_of(settings),
         patience_s=settings.patience_s,
         silence_s=settings.silence_s,
         keys=CurveKeys.load(settings.curve_keys),

@@ -35,7 +35,7 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed, PromptDelta
 from gateway.workers.registry import Registry
 

@@ -31,7 +31,7 @@ from common.contract.tiers import Tier
 from common.runtime.channel import ControlClient
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
@@ -376,17 +376,17 @@ class Busy(deque[Given]):
 @contextmanager
 def avoided(registry: Registry, *processes: Process) -> Iterator[None]:
     """As if requests of others kept these workers busy: new ones go elsewhere."""
-    places = [registry.workers[process.facts["control"]].place for process in processes]
-    for place in places:
-        registry.workers[place.address].unseen = Busy(registry.workers[place.address].unseen)
-        registry.took(place.address, BUSY)
+    lives = [registry.workers[process.facts["control"]].life for process in processes]
+    for life in lives:
+        registry.workers[life.address].unseen = Busy(registry.workers[life.address].unseen)
+        registry.took(life.address, BUSY)
     try:
         yield
     finally:
-        for place in places:
-            worker = registry.workers[place.address]
+        for life in lives:
+            worker = registry.workers[life.address]
             worker.unseen = deque(given for given in worker.unseen if given is not BUSY)
-            registry.left(place.address, place.incarnation)
+            registry.left(life.address, life.incarnation)
 
 
 @dataclass

@@ -22,7 +22,7 @@ _PROMPTS_AT_ONCE = 64
 that may be in flight have no more open generations than one message to a worker can list."""
 
 
-class Choice(Protocol):
+class ChoicePieces(Protocol):
     """One choice's conversion of deltas into pieces."""
 
     ended: bool
@@ -61,7 +61,7 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
             )
             for number in numbers
         ]
-        choices: Sequence[Choice] = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
+        choices: Sequence[ChoicePieces] = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
         if job.generates_nothing:
             choices = [_NoText(number) for number in numbers]
         streams.append(_one_generation(generator, generation, choices, prompt))
@@ -92,7 +92,7 @@ class _NoText:
 
 
 async def _one_generation(
-    generator: Generator, generation: Generation, choices: Sequence[Choice], prompt: PromptText | None
+    generator: Generator, generation: Generation, choices: Sequence[ChoicePieces], prompt: PromptText | None
 ) -> AsyncGenerator[Piece, None]:
     num_open = len(choices)
     async with aclosing(generator.generate(generation)) as deltas:

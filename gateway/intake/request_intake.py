@@ -107,13 +107,13 @@ class Job(NamedTuple):
         return self.generations[0].sampling.logprobs is not None
 
 
-Admit = Callable[[int], None]
+ChargeAhead = Callable[[int], None]
 """Charges the least tokens that a request's prompts can have, before they are tokenised; raises as
 `Caller.expect_prompt` does."""
 
 
 def _for_nothing(num_tokens: int) -> None:
-    """An `Admit` that charges nobody."""
+    """A `ChargeAhead` that charges nobody."""
 
 
 class _LengthLimit(NamedTuple):
@@ -145,14 +145,14 @@ class Intake:
         self._rendered_short = False
         """Whether a short conversation has been rendered."""
 
-    async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
+    async def completion(self, form: CompletionRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
         """A job with one generation for each prompt."""
         self._check_form(form)
         num_prompts = len(form.prompt)
         self._most_tokens(form, num_prompts, form.logprobs)  # refuse before tokenising
         grammar = await grammar_of(form, self._tokenizer)
         context = self._context()
-        self._expect(form.prompt, "prompt", context, admit)
+        self._expect(form.prompt, "prompt", context, charge)
         prompts: list[list[int]] = []
         for number, prompt in enumerate(form.prompt):
             if number:
@@ -175,7 +175,7 @@ class Intake:
         echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
         return self._job(form, generations, echoes)
 
-    async def chat(self, form: ChatRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
+    async def chat(self, form: ChatRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
         """A job with one generation."""
         self._check_form(form)
         if form.top_logprobs is not None and not form.logprobs:
@@ -188,7 +188,7 @@ class Intake:
         ending = _ending(form)
         prompt = await self._render(form.messages, tools, switches, ending)
         context = self._context()
-        token_ids = await self._conversation_tokens(prompt, context, admit)
+        token_ids = await self._conversation_tokens(prompt, context, charge)
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
             prompt,
@@ -205,7 +205,7 @@ class Intake:
         generation = self._generation(form, tenant, token_ids, "messages", context, length, num_logprobs, grammar)
         return self._job(form, [generation], plan=plan)
 
-    async def tokenize(self, form: TokenizeRequest, admit: Admit = _for_nothing) -> list[int]:
+    async def tokenize(self, form: TokenizeRequest, charge: ChargeAhead = _for_nothing) -> list[int]:
         """The tokens of a text or a conversation, at most `max_sequence_tokens`."""
         self.check_model(form.model)
         if (form.prompt is None) == (form.messages is None):
@@ -213,10 +213,10 @@ class Intake:
         most = self._limits.max_sequence_tokens
         if form.messages is not None:
             prompt = await self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
-            token_ids = await self._conversation_tokens(prompt, most, admit)
+            token_ids = await self._conversation_tokens(prompt, most, charge)
         else:
             assert form.prompt is not None
-            self._expect([form.prompt], "prompt", most, admit)
+            self._expect([form.prompt], "prompt", most, charge)
             token_ids = await self._prompt_tokens(form.prompt, most)
         if len(token_ids) > most:
             raise _too_long("prompt" if form.messages is None else "messages", len(token_ids), most)
@@ -280,7 +280,7 @@ class Intake:
             raise invalid("n", "so many prompts, choices and log probabilities are more than one answer may have")
         return most
 
-    def _expect(self, prompts: Sequence[Prompt], param: str, context: int, admit: Admit) -> None:
+    def _expect(self, prompts: Sequence[Prompt], param: str, context: int, charge: ChargeAhead) -> None:
         """Before tokenising, refuse texts whose length alone exceeds the context, and charge long texts for the least
         tokens that they can have. Short texts are cheap to tokenise; they are charged afterwards, for their actual
         tokens."""
@@ -292,7 +292,7 @@ class Intake:
                     raise _too_long(param, least, context)
                 expected += least if len(text) >= _LONG_CHARS else 0
         if expected:
-            admit(expected)
+            charge(expected)
 
     async def _prompt_tokens(self, prompt: Prompt, context: int) -> list[int]:
         if not isinstance(prompt, str):
@@ -302,8 +302,8 @@ class Intake:
         except TextTooLong as error:
             raise _too_long("prompt", None, context) from error
 
-    async def _conversation_tokens(self, prompt: str, context: int, admit: Admit) -> list[int]:
-        self._expect([prompt], "messages", context, admit)
+    async def _conversation_tokens(self, prompt: str, context: int, charge: ChargeAhead) -> list[int]:
+        self._expect([prompt], "messages", context, charge)
         try:
             return await self._tokenizer.encode_rendered(prompt, context)
         except TextTooLong as error:

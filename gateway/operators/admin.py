@@ -10,8 +10,8 @@ import json
 
 from aiohttp import web
 
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.operators.admin_guard import MAX_BODY_BYTES, admin_guard
-from gateway.routing.dispatcher import Dispatcher
 
 
 def create_admin_app(dispatcher: Dispatcher) -> web.Application:

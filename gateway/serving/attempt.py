@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from common.contract.errors import Cause
-from common.contract.ids import Handle, Incarnation, RequestKey, new_handle
+from common.contract.ids import Handle, RequestKey, new_handle
 from common.contract.messages import (
     Abort,
     Ack,
@@ -39,23 +39,11 @@ from common.contract.messages import (
     PromptLogprobs,
     Resend,
     Role,
-    Source,
     Suspicion,
     Tokens,
 )
 from gateway.serving.generation import Delta, Generation, PromptDelta
-
-
-class WorkerLife(NamedTuple):
-    """A worker process: an address and the incarnation there."""
-
-    address: str
-    incarnation: Incarnation
-
-    @property
-    def source(self) -> Source:
-        """The place in the form that a sink receives."""
-        return Source(address=self.address, incarnation=self.incarnation)
+from gateway.workers.worker_life import WorkerLife
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +51,7 @@ class Assignment:
     """The share of a request that one worker was given."""
 
     role: Role
-    place: WorkerLife
+    life: WorkerLife
     key: RequestKey
     num_tokens: int
     """Tokens of the assignment's prompt, whichever worker computes it."""
@@ -116,7 +104,7 @@ class PromptReport:
         return self.next_position >= self.end
 
 
-class Send(NamedTuple):
+class SendToWorker(NamedTuple):
     """Action: send a message to the worker of this assignment."""
 
     assignment: Assignment
@@ -151,12 +139,12 @@ class Broken:
     """The assignment whose worker is to be avoided; None if none is."""
 
 
-Action = Send | Deliver | DeliverPrompt | Broken
+AttemptAction = SendToWorker | Deliver | DeliverPrompt | Broken
 
 
-def abort(assignment: Assignment) -> Send:
+def abort(assignment: Assignment) -> SendToWorker:
     """An Abort, which lets a worker free what it holds for this assignment."""
-    return Send(assignment, Abort(request=assignment.key.request, attempt=assignment.key.attempt))
+    return SendToWorker(assignment, Abort(request=assignment.key.request, attempt=assignment.key.attempt))
 
 
 class Attempt:
@@ -216,7 +204,7 @@ class Attempt:
 
     # --- events --------------------------------------------------------------------------------------------------
 
-    def start(self, budget_s: float, prefix: PrefixHint | None = None) -> list[Action]:
+    def start(self, budget_s: float, prefix: PrefixHint | None = None) -> list[AttemptAction]:
         """Give each worker its assignment. `prefix` tells the prefill worker which worker may have the prompt's
         beginning."""
         generation = self.generation
@@ -239,17 +227,17 @@ class Attempt:
         decode = Decode(
             **work,
             handles=self.decode.handles,
-            source=None if source is None else source.place.source,
+            source=None if source is None else source.life.source,
             offered=None if source is None else source.key,
             moving=self.moving is not None,
             prompt_logprobs=report if source is None else None,
         )
         if self.prefill is None or self.prefill.key != self.key:
-            return [Send(self.decode, decode)]
+            return [SendToWorker(self.decode, decode)]
         prefill = Prefill(**work, prefix=prefix, prompt_logprobs=report)
-        return [Send(self.prefill, prefill), Send(self.decode, decode)]
+        return [SendToWorker(self.prefill, prefill), SendToWorker(self.decode, decode)]
 
-    def on_message(self, assignment: Assignment, message: Message) -> list[Action]:
+    def on_message(self, assignment: Assignment, message: Message) -> list[AttemptAction]:
         """Handle a message from the worker of one of its assignments."""
         match message:
             case Tokens():
@@ -281,7 +269,7 @@ class Attempt:
         choice.token_ids.append(token_id)
         return True
 
-    def on_resync(self, assignment: Assignment, *, known: bool) -> list[Action]:
+    def on_resync(self, assignment: Assignment, *, known: bool) -> list[AttemptAction]:
         """Handle the loss of messages to or from a worker. `known`: whether it still knows its assignment."""
         if known and not self.report.complete and assignment is self._computing:
             return [self._without_prompt(assignment)]
@@ -292,24 +280,24 @@ class Attempt:
         message = f"the {assignment.role} worker does not know the request after lost messages"
         return [Broken(assignment, Cause.WORKER_LOST, message, blame=None)]
 
-    def lost(self, assignment: Assignment, why: str) -> list[Action]:
+    def lost(self, assignment: Assignment, why: str) -> list[AttemptAction]:
         """Handle the end of a worker's session. Once a prefill worker has sent its first tokens, its loss concerns only
         the decode worker, which goes on if it has settled, and reports a failure if it has not."""
         if self._can_miss(assignment):
             return []
-        message = f"the {assignment.role} worker at {assignment.place.address} was lost: {why}"
+        message = f"the {assignment.role} worker at {assignment.life.address} was lost: {why}"
         return [Broken(assignment, Cause.WORKER_LOST, message, blame=assignment)]
 
-    def acknowledge(self) -> Send:
+    def acknowledge(self) -> SendToWorker:
         """The message that ends a complete attempt. If the first tokens ended all choices, the decode worker still
         waits for the handoff, and is aborted."""
         if self.decode_has_spoken:
-            return Send(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))
+            return SendToWorker(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))
         return abort(self.decode)
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
-    def _on_tokens(self, assignment: Assignment, message: Tokens) -> list[Action]:
+    def _on_tokens(self, assignment: Assignment, message: Tokens) -> list[AttemptAction]:
         choice = self.choices.get(message.choice)
         if choice is None:
             return [self._fault(assignment, "sent a choice that was not asked for")]
@@ -334,7 +322,7 @@ class Attempt:
         delta = Delta(choice=choice.index, token_ids=token_ids, logprobs=logprobs, finish_reason=message.finish_reason)
         return [Deliver(delta, self.key, assignment.role)]
 
-    def _on_prompt(self, assignment: Assignment, message: PromptLogprobs) -> list[Action]:
+    def _on_prompt(self, assignment: Assignment, message: PromptLogprobs) -> list[AttemptAction]:
         report = self.report
         end = message.position + len(message.scores)
         if assignment is not self._computing or end > len(self.generation.token_ids):
@@ -347,7 +335,7 @@ class Attempt:
             return [self._without_prompt(assignment)]
         report.next_position = end
         delta = PromptDelta(scores=message.scores.part(skip))
-        actions: list[Action] = [DeliverPrompt(delta)]
+        actions: list[AttemptAction] = [DeliverPrompt(delta)]
         if report.complete and self.decode_has_spoken:
             actions += self._ask_for_missing(again=True)
         return actions
@@ -362,14 +350,14 @@ class Attempt:
         """The assignment whose worker computes the prompt."""
         return self.prefill or self.decode
 
-    def _ask_again(self, choice: Choice) -> list[Action]:
+    def _ask_again(self, choice: Choice) -> list[AttemptAction]:
         self.num_gaps += 1
         if self._asked.get(choice.index) == choice.next_position:
             return []
         self._asked[choice.index] = choice.next_position
         return [self._resend(choice)]
 
-    def _ask_for_missing(self, *, again: bool) -> list[Action]:
+    def _ask_for_missing(self, *, again: bool) -> list[AttemptAction]:
         """Request every missing token of the unfinished choices; `again` repeats requests whose answers may be lost.
         Otherwise none is repeated: a worker that has finished sends Finished with each answer, and may lack a choice
         that another worker continues."""
@@ -379,9 +367,9 @@ class Attempt:
         self._asked |= {choice.index: choice.next_position for choice in missing}
         return [self._resend(choice) for choice in missing]
 
-    def _resend(self, choice: Choice) -> Send:
+    def _resend(self, choice: Choice) -> SendToWorker:
         request, attempt = self.key
-        return Send(
+        return SendToWorker(
             self.decode,
             Resend(request=request, attempt=attempt, choice=choice.index, position=choice.next_position),
         )

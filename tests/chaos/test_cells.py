@@ -22,7 +22,7 @@ from chaos.client import Outcome, ask
 from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, begun_anew_if_collapsed, theatre
 from common.contract.errors import Cause
 from common.contract.messages import Role
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import GenerationFailed
 from gateway.workers.registry import Registry
 

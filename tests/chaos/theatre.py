@@ -21,7 +21,7 @@ from stack import BLOCK_SIZE, Process, Workers, until, wait_until
 
 from chaos.net import Host, hosts
 from common.contract.messages import Role
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.workers.registry import Registry
 
 _UCX_ABORT = re.compile(r"^\[[^\]]+:\d+ *:\d+(:\d+)?\]\s+\w+\.(c|inl):\d+\s+(Assertion |Fatal: )")

@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint
 from stack import Process, Workers, answer, generation, prompt, until
 
 from common.contract.errors import Cause
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta
 
 NUM_SEQS, NUM_WAITING = 2, 1

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from stack import Answer, Process, Workers, answer, generation, prompt, until
 
-from gateway.routing.dispatcher import Dispatcher
-from gateway.routing.router import LocalPrefill
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.router import LocalPrefill
 from gateway.serving.generation import Delta, Generation
 
 CHUNK = 16

@@ -31,9 +31,9 @@ from common.contract.messages import (
     Welcome,
 )
 from common.contract.sampling import SamplingParams
-from gateway.routing import router
-from gateway.routing.dispatcher import Dispatcher
-from gateway.routing.router import LocalPrefill
+from gateway.dispatch import router
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.router import LocalPrefill
 
 NEW_TEXT = (100, 1, 15, 16, 17, 33, 5, 48)
 """Tokens that each turn adds to the prompt, besides the answer before."""

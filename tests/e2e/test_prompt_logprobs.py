@@ -27,7 +27,7 @@ from common.engine.batch import InvalidLogitsError
 from common.engine.engine import Engine
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 

@@ -49,7 +49,7 @@ from common.contract.sampling import SamplingParams
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Pulse
 from common.scheduling.trials import TRIAL_TOKENS, TrialFeed, Trials
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation, GenerationFailed
 from gateway.workers.registry import Registry
 
@@ -697,8 +697,8 @@ class World:
             parts = [part for attempt in client.flow.attempts for part in attempt.assignments]
             parts += [want.offer for want in client.flow.wants if want.offer is not None]
             for part in parts:
-                if not part.over and self.registry.workers[part.place.address].life == part.place.incarnation:
-                    in_flight[part.place.address] += 1
+                if not part.over and self.registry.workers[part.life.address].last_incarnation == part.life.incarnation:
+                    in_flight[part.life.address] += 1
         for address, worker in self.registry.workers.items():
             assert worker.in_flight == in_flight[address], address
 

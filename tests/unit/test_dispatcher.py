@@ -28,9 +28,9 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.config import GatewaySettings, load
-from gateway.__main__ import admission_of
-from gateway.routing import dispatcher
-from gateway.routing.admission import Admission
+from gateway.__main__ import ttft_limits_of
+from gateway.dispatch import dispatcher
+from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed
 from gateway.serving.waterfall import Waterfall
 
@@ -197,7 +197,7 @@ async def test_a_worker_that_refuses_gets_no_work(bench: Bench) -> None:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="gateway.routing.dispatcher")
+    caplog.set_level(logging.INFO, logger="gateway.dispatch.dispatcher")
     return caplog
 
 
@@ -405,14 +405,14 @@ async def test_in_turn_nothing_that_is_cached_counts() -> None:
 # --- admission -------------------------------------------------------------------------------------------------------
 
 
-def limits() -> Admission:
-    return Admission({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0})
+def limits() -> TtftLimits:
+    return TtftLimits({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0})
 
 
 async def test_a_fresh_installation_refuses_nobody_but_those_who_ask_for_an_answer_at_once() -> None:
     """A closed loop of 1,024 clients waits, before workers that need hours for what they have: no operator has said
     that it should not. Whoever says `interactive` is told rather than kept waiting."""
-    bench = Bench(admission=admission_of(load(GatewaySettings, "baton gateway", [])))
+    bench = Bench(ttft_limits=ttft_limits_of(load(GatewaySettings, "baton gateway", [])))
     bench.say(P, replace(heartbeat(), queued_tokens=(10**6, 10**6, 10**6), token_s=0.01))
     bench.say(D, replace(heartbeat(), sequences=(0, 1000, 0), places=2, sequence_s=60.0))
     sampling = SamplingParams(max_tokens=9)
@@ -435,7 +435,7 @@ async def test_a_fresh_installation_refuses_nobody_but_those_who_ask_for_an_answ
 
 
 async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_back() -> None:
-    bench = Bench(admission=limits())
+    bench = Bench(ttft_limits=limits())
     bench.say(P, replace(heartbeat(), queued_tokens=(0, 15_500, 99_000), token_s=0.001))
     with pytest.raises(GenerationFailed, match="to wait for a prompt's turn") as refusal:
         await bench.whole(PROMPT, (1, 2))
@@ -455,8 +455,8 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_
 
 async def test_admission_learns_from_first_tokens_but_not_from_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt: list[tuple[Tier, float]] = []
-    monkeypatch.setattr(Admission, "observe", lambda _, tier, expected, ttft_s, now: learnt.append((tier, ttft_s)))
-    bench = Bench(decode=(D, D2), admission=limits())
+    monkeypatch.setattr(TtftLimits, "observe", lambda _, tier, expected, ttft_s, now: learnt.append((tier, ttft_s)))
+    bench = Bench(decode=(D, D2), ttft_limits=limits())
     key, task = await bench.request(PROMPT)
     assert learnt == []
     bench.tokens(P, key, 0, 1)
@@ -475,8 +475,8 @@ async def test_admission_learns_from_first_tokens_but_not_from_failures(monkeypa
 
 async def test_who_gives_up_waiting_for_the_first_token_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt: list[float] = []
-    monkeypatch.setattr(Admission, "observe", lambda _, tier, expected, ttft_s, now: learnt.append(ttft_s))
-    bench = Bench(admission=limits())
+    monkeypatch.setattr(TtftLimits, "observe", lambda _, tier, expected, ttft_s, now: learnt.append(ttft_s))
+    bench = Bench(ttft_limits=limits())
     _, task = await bench.request(PROMPT)
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -487,7 +487,7 @@ async def test_who_gives_up_waiting_for_the_first_token_is_learnt_from(monkeypat
 
 async def test_before_anybody_is_refused_the_worker_where_least_is_waited_for_counts() -> None:
     """The one from which the first token is expected first is not the one that is free."""
-    bench = Bench(prefill=(P, P2), admission=limits())
+    bench = Bench(prefill=(P, P2), ttft_limits=limits())
     bench.say(P, replace(heartbeat(), queued_tokens=(0, 11_000, 0), token_s=0.001))
     bench.say(P2, replace(heartbeat(), token_s=10.0))
     key, task = await bench.request(PROMPT)
@@ -500,7 +500,7 @@ async def test_before_anybody_is_refused_the_worker_where_least_is_waited_for_co
 
 async def test_a_burst_is_refused_by_what_it_brings_itself() -> None:
     """No heartbeat comes between these: what was given counts at once."""
-    bench = Bench(admission=limits())
+    bench = Bench(ttft_limits=limits())
     bench.say(P, replace(heartbeat(), token_s=0.01))
     for _ in range(3):
         await bench.request(range(300))
@@ -514,7 +514,7 @@ async def test_a_burst_is_refused_by_what_it_brings_itself() -> None:
 
 async def test_the_prompts_of_one_request_are_let_in_together_or_not_at_all() -> None:
     """What its first prompt brings is not a queue for the others: it would never be let in."""
-    bench = Bench(admission=limits())
+    bench = Bench(ttft_limits=limits())
     bench.say(P, replace(heartbeat(), token_s=0.01))
     together = Admittance()
     for _ in range(5):
@@ -533,7 +533,7 @@ async def test_the_prompts_of_one_request_are_let_in_together_or_not_at_all() ->
 
 
 async def test_a_request_that_has_begun_is_never_refused() -> None:
-    bench = Bench(decode=(D, D2), admission=limits())
+    bench = Bench(decode=(D, D2), ttft_limits=limits())
     key, task = await bench.request(PROMPT)
     bench.tokens(P, key, 0, 1)
     bench.tokens(D, key, 0, 1, 2)

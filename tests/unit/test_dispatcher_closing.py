@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from dispatcher_bench import D2, Bench, D, Time, settle
 
-from gateway.routing.dispatcher import _MOST_A_TURN, Dispatcher
+from gateway.dispatch.dispatcher import _MOST_A_TURN, Dispatcher
 
 MANY = 100
 KEPT = ("_open_clients", "_clients", "_impatient")

@@ -20,7 +20,7 @@ from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import HelloRefused, Role
 from common.contract.sampling import SamplingParams
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.discovery import Discovery, DiscoveryMetrics, Endpoint
 from gateway.workers.endpoint_slices import EndpointSliceSource

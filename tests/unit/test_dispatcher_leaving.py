@@ -12,8 +12,8 @@ from dispatcher_bench import D2, D3, Bench, D, P, Time, heartbeat, settle, text
 from common.contract.ids import RequestKey
 from common.contract.messages import Cut, Decode, Phase
 from common.contract.sampling import MAX_CHOICES
-from gateway.routing import leaving
-from gateway.routing.dispatcher import _MOST_A_TURN
+from gateway.dispatch import leaving
+from gateway.dispatch.dispatcher import _MOST_A_TURN
 from gateway.serving.flow import Flow
 from gateway.serving.generation import Delta
 

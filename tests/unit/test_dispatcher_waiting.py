@@ -13,7 +13,7 @@ from dispatcher_bench import D2, D3, P2, Bench, D, P, Time, failure, heartbeat, 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import Decode, Phase, Prefill
-from gateway.routing.dispatcher import _MOST_A_TURN
+from gateway.dispatch.dispatcher import _MOST_A_TURN
 from gateway.serving.flow import MAX_FAILURES
 from gateway.serving.generation import Delta, GenerationFailed
 

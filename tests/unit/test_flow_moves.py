@@ -21,8 +21,8 @@ from flow_run import (
     Sent,
     cut,
     failed,
+    life,
     moved,
-    place,
     resend,
     tokens,
 )
@@ -95,7 +95,7 @@ def test_a_decode_worker_is_told_where_the_sequence_runs(run: Run) -> None:
     address, decode = run.sent(Decode)[-1]
     assert address == D2
     assert (decode.key, decode.choices, decode.moving) == (RequestKey(REQUEST, 2), (0,), True)
-    assert (decode.source, decode.offered) == (place(D).source, KEY)
+    assert (decode.source, decode.offered) == (life(D).source, KEY)
     assert (decode.token_ids, decode.prompt_len, decode.budget_s) == ((*PROMPT, 1, 2), START, 5)
     assert run.sent(Abort) == [], "it goes on where it is"
 
@@ -153,7 +153,7 @@ def test_a_sequence_that_has_moved_can_move_again(run: Run) -> None:
     assert movable(run, D2) == [0]
     run.move(D3, source=D2)
     decode = run.sent(Decode)[-1][1]
-    assert (decode.offered, decode.source) == (RequestKey(REQUEST, 2), place(D2).source)
+    assert (decode.offered, decode.source) == (RequestKey(REQUEST, 2), life(D2).source)
     run.on(D2, tokens(START + 3, 4), cut(START + 4), moved(), attempt=run.attempts[1])
     run.on(D3, tokens(START + 4, 5, end="stop"))
     assert run.text() == [1, 2, 3, 4, 5]
@@ -350,7 +350,7 @@ def test_a_new_one_that_lost_the_old_one_is_followed_by_another(run: Run, was_cu
         run.on(D, cut(START + 2), attempt=run.attempts[0])
     run.lose(D)
     run.on(D2, failed(Cause.WORKER_LOST, "the source is gone"))
-    assert run.want.avoid == {place(D)}
+    assert run.want.avoid == {life(D)}
     assert run.flow.attempts == []
     run.go(D2, P)
     run.on(D2, tokens(START + 2, 3, end="stop"))

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from dispatcher_bench import D2, D3, LAYOUT, P2, D, P, heartbeat, role_of, welcome
-from flow_run import Run, place
+from flow_run import Run, life
 
 from common.contract.errors import Cause
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
-from gateway.routing.placement import Placement, Rebind
-from gateway.routing.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
+from gateway.dispatch.placement import Placement, Rebind
+from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
 from gateway.serving.attempt import Choice
 from gateway.serving.flow import PlacementRequest
 from gateway.workers.registry import Registry
@@ -29,7 +29,7 @@ class Pool:
     def __init__(self, *, prefill: Sequence[str] = (P, P2), decode: Sequence[str] = (D, D2, D3)) -> None:
         self.registry = Registry(tuple(prefill), tuple(decode), "c")
         for address in (*prefill, *decode):
-            self.registry.opened(address, place(address).incarnation, welcome(role_of(address)))
+            self.registry.opened(address, life(address).incarnation, welcome(role_of(address)))
         self.placement = Placement(self.registry, Router(self.registry))
 
     def choose(self, **wanted: Any) -> tuple[str, ...] | None:
@@ -54,8 +54,8 @@ class Pool:
         run.lose(D)
         return replace(
             run.want,
-            avoid=frozenset(place(each) for each in avoid),
-            too_small=frozenset(place(each) for each in too_small),
+            avoid=frozenset(life(each) for each in avoid),
+            too_small=frozenset(life(each) for each in too_small),
             offer=run.want.offer if offer else None,
             admitted=admitted,
             most_tokens=most_tokens,
@@ -88,7 +88,7 @@ def test_a_worker_that_has_failed_is_avoided_where_there_is_another_way(
 def test_another_life_of_a_worker_that_has_failed_is_not_avoided() -> None:
     pool = Pool()
     pool.registry.lost(D)
-    pool.registry.opened(D, place(D, 2).incarnation, welcome(Role.DECODE))
+    pool.registry.opened(D, life(D, 2).incarnation, welcome(Role.DECODE))
     assert pool.choose(avoid=(D,)) == (P, D)
 
 
@@ -113,7 +113,7 @@ def test_an_offer_stands_as_long_as_its_worker() -> None:
     assert pool.placement.stands(want)
     pool.registry.lost(P)
     assert not pool.placement.stands(want)
-    pool.registry.opened(P, place(P, 2).incarnation, welcome(Role.PREFILL))
+    pool.registry.opened(P, life(P, 2).incarnation, welcome(Role.PREFILL))
     assert not pool.placement.stands(want), "another life"
 
 
@@ -140,8 +140,8 @@ class Sizes(Pool):
     def __init__(self) -> None:
         super().__init__()
         for address, num_tokens in {P: 2, P2: 1000, D: 100, D2: 200, D3: 100}.items():
-            life, role = place(address).incarnation, role_of(address)
-            self.registry.opened(address, life, welcome(role, max_sequence_tokens=num_tokens))
+            incarnation, role = life(address).incarnation, role_of(address)
+            self.registry.opened(address, incarnation, welcome(role, max_sequence_tokens=num_tokens))
 
     def occupy(self, address: str) -> None:
         self.registry.took(address, Given(number=1, tier=Tier.STANDARD, num_sequences=9, num_blocks=9))
@@ -248,7 +248,7 @@ def test_a_refuge_can_hold_the_sequence_to_its_end() -> None:
     worker = pool.placement.refuge(D, choice, most_tokens=150)
     assert worker is not None
     assert worker.address == D2
-    choice.too_small.add(place(D2))
+    choice.too_small.add(life(D2))
     worker = pool.placement.refuge(D, choice, most_tokens=50)
     assert worker is not None
     assert worker.address == D3

@@ -9,11 +9,12 @@ import numpy as np
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
-from gateway.routing.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
-from gateway.serving.attempt import Choice, WorkerLife
+from gateway.dispatch.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
+from gateway.serving.attempt import Choice
 from gateway.serving.flow import PlacementRequest
 from gateway.workers.load_table import Rows
 from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import WorkerView
 
 
@@ -38,9 +39,9 @@ class Placement:
     def stands(self, want: PlacementRequest) -> bool:
         """Whether the worker that made the want's offer is still there."""
         assert want.offer is not None
-        place = want.offer.place
-        worker = self._registry.workers.get(place.address)
-        return worker is not None and worker.incarnation == place.incarnation
+        life = want.offer.life
+        worker = self._registry.workers.get(life.address)
+        return worker is not None and worker.incarnation == life.incarnation
 
     def places(self, want: PlacementRequest, fits: Fingerprint | None) -> list[WorkerView]:
         """The decode workers that may take these choices, full ones included."""

@@ -6,7 +6,7 @@ Life cycle of a choice here:
     new ──► discarded: it goes on
      │▲
      ▼│ usability changes (`look_again`)
-    parked ──► discarded, once one of the places that it is parked for takes work
+    parked ──► discarded, once one of the worker lives that it is parked for takes work
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from gateway.serving.attempt import WorkerLife
 from gateway.serving.flow import PlacementRequest
+from gateway.workers.worker_life import WorkerLife
 
 Client = TypeVar("Client", bound=Hashable)
 _Group = tuple[int, frozenset[WorkerLife]]
-"""(rank of the tier, places that may take the choices as soon as they take work)."""
+"""(rank of the tier, worker lives that may take the choices as soon as they take work)."""
 
 
 class Waiting(Generic[Client]):
@@ -45,10 +45,10 @@ class Waiting(Generic[Client]):
         self._wants.setdefault(client, {})[want] = None
         self._new[want] = None
 
-    def park(self, want: PlacementRequest, rank: int, places: frozenset[WorkerLife]) -> None:
-        """Park a want that was looked at and that none of `places` takes now. `rank` is its tier's rank."""
+    def park(self, want: PlacementRequest, rank: int, lives: frozenset[WorkerLife]) -> None:
+        """Park a want that was looked at and that none of `lives` takes now. `rank` is its tier's rank."""
         self._new.pop(want, None)
-        group = self._groups[want] = rank, places
+        group = self._groups[want] = rank, lives
         self._parked.setdefault(group, {})[want] = None
 
     def discard(self, want: PlacementRequest) -> None:
@@ -77,13 +77,13 @@ class Waiting(Generic[Client]):
         return list(self._wants.get(client, ()))
 
     def look_again(self) -> None:
-        """Make all wants new, because other places may take them now."""
+        """Make all wants new, because other workers may take them now."""
         self._new = dict.fromkeys(self._clients)
         self._parked.clear()
         self._groups.clear()
 
     def next(self, takes: Callable[[WorkerLife], bool]) -> tuple[PlacementRequest, Client] | None:
-        """The next want to look at: first the new ones, then those of the highest tier that are parked for a place that
+        """The next want to look at: first the new ones, then those of the highest tier that are parked for a life that
         takes work. None if there are none."""
         if self._new:
             want = next(iter(self._new))

@@ -47,21 +47,22 @@ from common.runtime.channel import RECONNECT_S, ControlClient
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
 from common.runtime.logs import about
-from gateway.routing.admission import Admission
-from gateway.routing.leaving import Leaving
-from gateway.routing.mailbox import Mailbox
-from gateway.routing.placement import Placement, Rebind, Route
-from gateway.routing.recovery_metrics import RecoveryMetrics
-from gateway.routing.router import Cached, Expected, Handoff, Local, LocalPrefill, Router, Routing
-from gateway.routing.waiting import Waiting
-from gateway.serving.attempt import Assignment, Attempt, Choice, Deliver, DeliverPrompt, Send, WorkerLife
-from gateway.serving.flow import Action, AssignmentOver, Done, Fail, Flow, PlacementRequest
+from gateway.dispatch.leaving import Leaving
+from gateway.dispatch.mailbox import Mailbox
+from gateway.dispatch.placement import Placement, Rebind, Route
+from gateway.dispatch.recovery_metrics import RecoveryMetrics
+from gateway.dispatch.router import Cached, Expected, Handoff, Local, LocalPrefill, Router, Routing
+from gateway.dispatch.ttft_limits import TtftLimits
+from gateway.dispatch.waiting import Waiting
+from gateway.serving.attempt import Assignment, Attempt, Choice, Deliver, DeliverPrompt, SendToWorker
+from gateway.serving.flow import AssignmentOver, Done, Fail, Flow, FlowAction, PlacementRequest
 from gateway.serving.generation import Delta, Details, Generation, GenerationFailed, PromptDelta, Readiness, Refusal
 from gateway.serving.suspicion import Crash
 from gateway.serving.waterfall import Leg
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import Given, WorkerView
 
 log = logging.getLogger(__name__)
@@ -138,14 +139,14 @@ class Dispatcher(Collector):
         local_prefill_tokens: int = 0,
         routing: Routing = "expected",
         max_prefix_names: int = 2_000_000,
-        admission: Admission | None = None,
+        ttft_limits: TtftLimits | None = None,
         patience_s: float = 10.0,
         silence_s: float = math.inf,
         keys: CurveKeys | None = None,
     ) -> None:
         """`local_prefill_tokens`: a decode worker computes a prompt of which it has at most so many tokens to compute.
         With 0 there is none, because the last token is never cached. `max_prefix_names` bounds the prefix index.
-        Without `admission` no request is refused because of expected times. An admitted request waits up to
+        Without `ttft_limits` no request is refused because of expected times. An admitted request waits up to
         `patience_s` while no suitable worker exists. A request that gets no token for `silence_s` fails.
         """
         self._me = me
@@ -158,7 +159,7 @@ class Dispatcher(Collector):
         self._placement = Placement(
             registry, Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing)
         )
-        self._admission = admission
+        self._ttft_limits = ttft_limits
         self._index = PrefixIndex(max_prefix_names)
         self._context = zmq.asyncio.Context()
         self._links: dict[str, ControlClient] = {}
@@ -388,12 +389,12 @@ class Dispatcher(Collector):
         for role, tier in itertools.product((Role.PREFILL, Role.DECODE), Tier):
             refused.add_metric([role, tier], self.num_refused[role, tier])
         yield refused
-        if self._admission is not None:
+        if self._ttft_limits is not None:
             margins = GaugeMetricFamily(
                 "baton_gateway_admission_margin", "Share of the time allowed that may be waited for.", labels=["tier"]
             )
             for tier in Tier:
-                margins.add_metric([tier], self._admission.margin(tier, self._clock()))
+                margins.add_metric([tier], self._ttft_limits.margin(tier, self._clock()))
             yield margins
         yield from self.recovery.collect()
 
@@ -447,16 +448,16 @@ class Dispatcher(Collector):
             self.recovery.failovers[cause] += number
         log.debug("request %s: %s", next(iter(flow.requests)), flow.story[-1])
 
-    def _do(self, client: _Client, actions: Iterable[Action]) -> None:
+    def _do(self, client: _Client, actions: Iterable[FlowAction]) -> None:
         for action in actions:
             match action:
-                case Send(assignment, message):
-                    if (link := self._links.get(assignment.place.address)) is None:
+                case SendToWorker(assignment, message):
+                    if (link := self._links.get(assignment.life.address)) is None:
                         continue  # the worker is forgotten: its assignments are over
                     link.send(message)
                     if isinstance(message, Prefill | Decode):
                         given = client.given[assignment] = self._given(client, assignment, message)
-                        self._registry.took(assignment.place.address, given)
+                        self._registry.took(assignment.life.address, given)
                         self.recovery.trials[message.suspicion] += 1
                 case Deliver():
                     self._deliver(client, action)
@@ -466,7 +467,7 @@ class Dispatcher(Collector):
                     self._want(client, action)
                 case AssignmentOver(assignment):
                     had = client.given.pop(assignment, None)
-                    self._registry.left(assignment.place.address, assignment.place.incarnation, had, self._clock())
+                    self._registry.left(assignment.life.address, assignment.life.incarnation, had, self._clock())
                     for handle in assignment.handles:
                         self._rows.pop(handle, None)
                 case Done() | Fail():
@@ -477,9 +478,9 @@ class Dispatcher(Collector):
         computes = isinstance(work, Prefill) or work.source is None
         decodes = isinstance(work, Decode)
         return Given(
-            number=self._links[assignment.place.address].num_sent,
+            number=self._links[assignment.life.address].num_sent,
             tier=work.tier,
-            num_tokens=len(work.token_ids) - client.cached.get(assignment.place, 0) if computes else 0,
+            num_tokens=len(work.token_ids) - client.cached.get(assignment.life, 0) if computes else 0,
             num_sequences=len(work.choices) if decodes else 0,
             num_blocks=-(-len(work.token_ids) // client.block_size) if decodes else 0,
             at=self._clock(),
@@ -498,10 +499,10 @@ class Dispatcher(Collector):
     def _observe(self, client: _Client, now: float) -> None:
         """Report to admission that an admitted request has its first token, or will never have one."""
         expected, client.expected = client.expected, None
-        if expected is not None and self._admission is not None:
+        if expected is not None and self._ttft_limits is not None:
             generation = client.flow.generation
             came_at = generation.waterfall.arrived_at or generation.waterfall.opened_at or now
-            self._admission.observe(generation.tier, expected, now - came_at, now)
+            self._ttft_limits.observe(generation.tier, expected, now - came_at, now)
 
     # --- workers for a request -----------------------------------------------------------------------------------
 
@@ -576,7 +577,7 @@ class Dispatcher(Collector):
             self._stop_waiting(want)
             self._do(client, client.flow.fail(want.refusal.cause, want.refusal.message))
         elif not places or (want.admitted and all(worker.full for worker in places)):
-            self._waiting.park(want, generation.tier.rank, frozenset(worker.place for worker in places))
+            self._waiting.park(want, generation.tier.rank, frozenset(worker.life for worker in places))
             self._be_patient(want, want.admitted and self._placement.hope(want, fits))
         elif want.offer is not None and not self._placement.stands(want):
             self._stop_waiting(want)
@@ -597,7 +598,7 @@ class Dispatcher(Collector):
     def _route(self, want: PlacementRequest, client: _Client) -> None:
         # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
         num_blocks = self._index.longest(client.block_hashes) if client.flow.report.complete else {}
-        client.cached = {place: num * client.block_size for place, num in num_blocks.items()}
+        client.cached = {life: num * client.block_size for life, num in num_blocks.items()}
         generation = client.flow.generation
         beside = client.flow.beside(want)
         route = self._placement.choose(want, generation.tier, client.cached, self._clock(), client.fingerprint, beside)
@@ -617,15 +618,15 @@ class Dispatcher(Collector):
         the route with the least wait is tried."""
         generation = client.flow.generation
         admittance = generation.admittance
-        if self._admission is None or admittance.decided or isinstance(route, Rebind):
+        if self._ttft_limits is None or admittance.decided or isinstance(route, Rebind):
             admittance.decided = True
             return route, admittance.refusal
         admittance.decided = True
         now, tier = self._clock(), generation.tier
-        admittance.refusal = self._admission.refusal(tier, route.expected, now)
+        admittance.refusal = self._ttft_limits.refusal(tier, route.expected, now)
         if admittance.refusal is not None:
             other = self._placement.choose(want, tier, client.cached, now, client.fingerprint, least_wait=True)
-            if isinstance(other, Handoff | Local) and self._admission.refusal(tier, other.expected, now) is None:
+            if isinstance(other, Handoff | Local) and self._ttft_limits.refusal(tier, other.expected, now) is None:
                 route, admittance.refusal = other, None
         if admittance.refusal is None:
             client.expected = route.expected
@@ -650,7 +651,7 @@ class Dispatcher(Collector):
     def _go(self, client: _Client, want: PlacementRequest, route: Route) -> None:
         flow = client.flow
         self._clients[want.key.request] = client
-        prefill = route.prefill.place if isinstance(route, Handoff) else None
+        prefill = route.prefill.life if isinstance(route, Handoff) else None
         prefix = route.prefix if isinstance(route, Handoff) else None
         if isinstance(route, Local):
             self.num_local_prefills[route.reason] += 1
@@ -661,13 +662,13 @@ class Dispatcher(Collector):
             client.fingerprint = route.decode.welcome.fingerprint
         now = self._clock()
         budget_s = max(0.001, client.deadline - now)
-        source = prefill if want.offer is None else want.offer.place
-        at, source_at = route.decode.place.address, None if source is None else source.address
+        source = prefill if want.offer is None else want.offer.life
+        at, source_at = route.decode.life.address, None if source is None else source.address
         choices = [choice.index for choice in want.choices]
         flow.generation.waterfall.began(
             want.key, choices, now, decode=at, prefill=source_at, takes_over=want.offer is not None
         )
-        self._do(client, flow.go(want, route.decode.place, prefill, budget_s, prefix, now=now))
+        self._do(client, flow.go(want, route.decode.life, prefill, budget_s, prefix, now=now))
         self._add_rows(client, flow.attempts[-1])
         why = flow.generation.waterfall.route
         fields = client.about("routed", want.key, lambda: {"why": why()}, prefill=source_at, decode=at)
@@ -694,13 +695,13 @@ class Dispatcher(Collector):
         client, choice = leaver.client, leaver.choice
         generation = client.flow.generation
         most_tokens = len(generation.token_ids) + generation.sampling.max_tokens
-        address = leaver.attempt.decode.place.address
+        address = leaver.attempt.decode.life.address
         refuge = self._placement.refuge(address, choice, most_tokens, client.fingerprint)
         if refuge is None:
             return  # there may be room for a shorter sequence
         now = self._clock()
         budget_s = max(0.001, client.deadline - now)
-        self._do(client, client.flow.move(leaver.attempt, choice, refuge.place, budget_s, now=now))
+        self._do(client, client.flow.move(leaver.attempt, choice, refuge.life, budget_s, now=now))
         moving = client.flow.attempts[-1]
         generation.waterfall.began(moving.key, [choice.index], now, decode=refuge.address, moving=True)
         self._add_rows(client, moving)
@@ -766,7 +767,7 @@ class Dispatcher(Collector):
         now = self._clock()
         for handle, position, token_id in zip(message.handles, message.positions, message.token_ids, strict=True):
             row = self._rows.get(handle)
-            if row is None or row.attempt.decode.place.address != address:
+            if row is None or row.attempt.decode.life.address != address:
                 self.num_stale_messages += 1
                 continue
             client, choice = row.client, row.choice
@@ -802,20 +803,20 @@ class Dispatcher(Collector):
         if not isinstance(message, Failed) or message.cause is not Cause.WORKER_LOST:
             return False
         source = attempt.moving or attempt.prefill
-        link = None if source is None else self._links.get(source.place.address)
+        link = None if source is None else self._links.get(source.life.address)
         return link is not None and link.broken
 
     def _on_part(self, client: _Client, attempt: Attempt, assignment: Assignment, message: RequestMessage) -> None:
         if self._is_early(attempt, message):
             # Wait for the gateway's own verdict on that worker: if it has crashed, its requests are suspects.
-            asyncio.get_running_loop().call_later(RECONNECT_S, self._on_request, assignment.place.address, message)
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._on_request, assignment.life.address, message)
             return
         if isinstance(message, Tokens) and assignment.role is Role.DECODE:
             if attempt.prefill is not None and not attempt.decode_has_spoken:
-                self.handoffs[attempt.prefill.place.address, assignment.place.address] += 1
+                self.handoffs[attempt.prefill.life.address, assignment.life.address] += 1
             if attempt.moving is not None and not attempt.decode_has_spoken:
                 self.recovery.moves["moved"] += 1
-                fields = client.about("moved", assignment.key, choice=message.choice, decode=assignment.place.address)
+                fields = client.about("moved", assignment.key, choice=message.choice, decode=assignment.life.address)
                 log.info("request %s: choice %d has moved", assignment.key.request, message.choice, extra=fields)
                 self.recovery.pause.observe(self._clock() - client.delivered_at.get(message.choice, self._clock()))
         elif isinstance(message, Failed) and attempt.moving is not None and not attempt.decode_has_spoken:
@@ -828,7 +829,7 @@ class Dispatcher(Collector):
         """Apply a refusal to the worker's other requests too, if it concerns them. Two do not: no room for a sequence
         that already runs elsewhere, and too many waiting for one more to be admitted."""
         if cause is Cause.DRAINING or (cause is Cause.CAPACITY and attempt.admitted and attempt.moving is None):
-            self._registry.declined(assignment.place.address, cause)
+            self._registry.declined(assignment.life.address, cause)
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         """Handle the end of a worker's session."""
