@@ -31,7 +31,8 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
-from gateway.serving.flow import AssignmentOver, Done, Fail, Flow, FlowAction, FlowState, PlacementRequest
+from gateway.serving.flow import Flow, FlowState
+from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, Fail, FlowAction, PlacementRequest
 from gateway.serving.generation import Delta, Generation
 from gateway.serving.suspicion import Crash
 from gateway.workers.worker_life import WorkerLife
@@ -156,6 +157,10 @@ class Run:
                     elif isinstance(message, Abort | Ack):
                         self.goodbyes[part].append(message)
                     seen.append(Sent(part.life.address, self._shown(message)))
+                case AttemptBegan(attempt):
+                    self.attempts.append(attempt)
+                    for part in attempt.assignments:
+                        self.last[part.life.address] = (attempt, part)
                 case AssignmentOver(part):
                     assert part in self.goodbyes
                     self._left[part] += 1
@@ -179,12 +184,12 @@ class Run:
         if want is None:
             (want,) = self.flow.wants
         first = None if prefill is None else life(prefill)
-        return self._begun(self.flow.go(want, life(decode), first, budget_s, prefix, now=self.now))
+        return self.do(self.flow.go(want, life(decode), first, budget_s, prefix, now=self.now))
 
     def move(self, decode: str, choice: int = 0, *, source: str = D) -> list[Seen]:
         """Let a running sequence leave its worker."""
-        attempt, each = next(pair for pair in self.flow.movable(source) if pair[1].index == choice)
-        return self._begun(self.flow.move(attempt, each, life(decode), 5, now=self.now))
+        attempt, each = next(pair for pair in self.flow.attempts.movable(source) if pair[1].index == choice)
+        return self.do(self.flow.move(attempt, each, life(decode), 5, now=self.now))
 
     def on(self, address: str, *messages: Any, attempt: Attempt | None = None) -> list[Seen]:
         """Messages about the newest part there, or about an attempt's, whatever their names."""
@@ -270,19 +275,13 @@ class Run:
             for known in (False, True):
                 assert self.flow.on_resync(attempt, part, known=known) == []
             assert self.flow.worker_lost(part.life.address, "dead", Crash(self.now)) == []
-            assert self.flow.movable(part.life.address) == []
+            assert self.flow.attempts.movable(part.life.address) == []
             assert self.flow.keys_at(part.life.address) == []
         assert self.flow.fail(Cause.DEADLINE, "late") == []
         assert self.flow.cancel() == []
         assert (self.flow.state, self.flow.story) == (state, story)
 
     # --- the steps between ---------------------------------------------------------------------------------------
-
-    def _begun(self, actions: list[FlowAction]) -> list[Seen]:
-        self.attempts.append(self.attempt)
-        for part in self.attempt.assignments:
-            self.last[part.life.address] = (self.attempt, part)
-        return self.do(actions)
 
     def _shown(self, message: Any) -> Message:
         """The message, with names that do not depend on chance."""

@@ -54,8 +54,10 @@ from gateway.dispatch.recovery_metrics import RecoveryMetrics
 from gateway.dispatch.router import Cached, Expected, Handoff, Local, LocalPrefill, Router, Routing
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.dispatch.waiting import Waiting
-from gateway.serving.attempt import Assignment, Attempt, Choice, Deliver, DeliverPrompt, SendToWorker
-from gateway.serving.flow import AssignmentOver, Done, Fail, Flow, FlowAction, PlacementRequest
+from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
+from gateway.serving.choice import Choice
+from gateway.serving.flow import Flow
+from gateway.serving.flow_actions import AssignmentOver, Done, Fail, FlowAction, PlacementRequest
 from gateway.serving.generation import Delta, Details, Generation, GenerationFailed, PromptDelta, Readiness, Refusal
 from gateway.serving.suspicion import Crash
 from gateway.serving.waterfall import Leg
@@ -740,7 +742,7 @@ class Dispatcher(Collector):
         self._trials.pop(link.address, None)
         open_requests = frozenset(welcome.open_requests)
         for client in list(self._open_clients):
-            for attempt, assignment in client.flow.assignments_at(link.address):
+            for attempt, assignment in client.flow.attempts.at(link.address):
                 if assignment.key in self._listed[link.address]:
                     self._do(client, client.flow.on_resync(attempt, assignment, known=assignment.key in open_requests))
 
@@ -789,7 +791,7 @@ class Dispatcher(Collector):
 
     def _on_request(self, address: str, message: RequestMessage) -> None:
         client = self._clients.get(message.request)
-        found = None if client is None else client.flow.find(message.key, address)
+        found = None if client is None else client.flow.attempts.find(message.key, address)
         if client is None or found is None:
             self.num_stale_messages += 1
             return

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from gateway.serving.attempt import Attempt, Choice
+from gateway.serving.attempt import Attempt
+from gateway.serving.choice import Choice
 from gateway.serving.flow import Flow
 
 MOST_LOOKED_AT = 64
@@ -58,7 +59,7 @@ class Leaving(Generic[Client]):
         address, leavers = next(iter(self._rounds.items()))
         if may_leave(address):
             for leaver in leavers:
-                if leaver is None or leaver.client.flow.can_move(leaver.attempt, leaver.choice):
+                if leaver is None or leaver.client.flow.attempts.can_move(leaver.attempt, leaver.choice):
                     return leaver
         del self._rounds[address]
         return None
@@ -70,7 +71,7 @@ def _look_through(address: str, clients: Sequence[Client]) -> Iterator[Leaver[Cl
     num_looked_at = 0
     for client in clients:
         num_looked_at += 1 + len(client.flow.attempts)
-        for attempt, choice in client.flow.movable(address):
+        for attempt, choice in client.flow.attempts.movable(address):
             num_looked_at = 0
             yield Leaver(client, attempt, choice)
         if num_looked_at >= MOST_LOOKED_AT:

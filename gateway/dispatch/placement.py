@@ -10,8 +10,8 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
 from gateway.dispatch.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
-from gateway.serving.attempt import Choice
-from gateway.serving.flow import PlacementRequest
+from gateway.serving.choice import Choice
+from gateway.serving.flow_actions import PlacementRequest
 from gateway.workers.load_table import Rows
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from gateway.serving.flow import PlacementRequest
+from gateway.serving.flow_actions import PlacementRequest
 from gateway.workers.worker_life import WorkerLife
 
 Client = TypeVar("Client", bound=Hashable)

@@ -19,7 +19,7 @@ Pure state: events in, actions out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.contract.errors import Cause
@@ -42,6 +42,7 @@ from common.contract.messages import (
     Suspicion,
     Tokens,
 )
+from gateway.serving.choice import Choice, PromptReport
 from gateway.serving.generation import Delta, Generation, PromptDelta
 from gateway.workers.worker_life import WorkerLife
 
@@ -59,49 +60,6 @@ class Assignment:
     """A decode worker's assignment: the names of its choices in `StepTokens`, in their order."""
     over: bool = False
     """Whether the worker has nothing more to do for it."""
-
-
-@dataclass(slots=True, eq=False)
-class Choice:
-    """One choice as its client has it. Several attempts may bring its tokens; each position is accepted once."""
-
-    index: int
-    token_ids: list[int]
-    """The prompt, and every token that the client has."""
-    ended: bool = False
-    num_failures: int = 0
-    """Failed attempts since its last token."""
-    num_bugs: int = 0
-    """Failed attempts since its last token whose worker reported an internal error."""
-    num_crashes: int = 0
-    """Workers that crashed with this choice while they computed everybody's steps together."""
-    suspicion: Suspicion = Suspicion.NONE
-    innocent_at: int = 0
-    """Position at which the choice is no longer suspected."""
-    avoid: set[WorkerLife] = field(default_factory=set)
-    """Workers that have failed it since its last token."""
-    too_small: set[WorkerLife] = field(default_factory=set)
-    """Workers that have said that they can never hold it."""
-
-    @property
-    def next_position(self) -> int:
-        """Position of the next token for the client."""
-        return len(self.token_ids)
-
-
-@dataclass(slots=True, eq=False)
-class PromptReport:
-    """The client's log probabilities of the prompt. Several attempts may bring them; each position is accepted once."""
-
-    end: int
-    """End of the positions that the client wants; 0 for none."""
-    next_position: int = 1
-    """Position of the next log probability for the client. The first token has none."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the client has all that it wants."""
-        return self.next_position >= self.end
 
 
 class SendToWorker(NamedTuple):
@@ -287,6 +245,17 @@ class Attempt:
             return []
         message = f"the {assignment.role} worker at {assignment.life.address} was lost: {why}"
         return [Broken(assignment, Cause.WORKER_LOST, message, blame=assignment)]
+
+    def standing_offer(self, broken: Broken) -> Assignment | None:
+        """The prefill worker's assignment, if its offer can serve another decode worker after this failure. It cannot
+        while log probabilities of the prompt are outstanding: they would arrive while no attempt listens."""
+        if not self.report.complete:
+            return None
+        if broken.assignment is not self.decode or self.decode_has_spoken or self.prefill is None:
+            return None
+        if broken.blame is self.prefill or broken.cause is Cause.LEASE_LOST:
+            return None
+        return self.prefill
 
     def acknowledge(self) -> SendToWorker:
         """The message that ends a complete attempt. If the first tokens ended all choices, the decode worker still

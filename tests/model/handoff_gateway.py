@@ -13,9 +13,9 @@ from common.contract.errors import Cause
 from common.contract.ids import Handle, Incarnation, RequestKey
 from common.contract.messages import Message, RequestMessage, Role, StepTokens, Tokens
 from common.contract.sampling import SamplingParams
-from gateway.serving import flow as flows
 from gateway.serving.attempt import Deliver, SendToWorker
-from gateway.serving.flow import Flow, PlacementRequest
+from gateway.serving.flow import Flow
+from gateway.serving.flow_actions import Done, Fail, FlowAction, PlacementRequest
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import Crash
 from gateway.workers.worker_life import WorkerLife
@@ -52,7 +52,7 @@ class Gateway:
         self.excused = False
         """Whether the request may fail: its time was up."""
 
-    def do(self, actions: Iterable[flows.FlowAction]) -> None:
+    def do(self, actions: Iterable[FlowAction]) -> None:
         """Carry out what the flow decided."""
         for action in actions:
             match action:
@@ -63,7 +63,7 @@ class Gateway:
                 case PlacementRequest():
                     self.waiting.append(action)
                     self.look_again()
-                case flows.Done() | flows.Fail():
+                case Done() | Fail():
                     self.ends += 1
                     assert self.ends == 1, "two ends"
 
@@ -108,11 +108,11 @@ class Gateway:
     def can_move(self, address: str) -> bool:
         """Whether another worker could take over what this one generates."""
         others = [life for life in self.usable(Role.DECODE) if life.address != address]
-        return bool(others) and bool(self.flow.movable(address))
+        return bool(others) and bool(self.flow.attempts.movable(address))
 
     def move(self, address: str) -> None:
         """A decode worker drains: others take over what it generates."""
-        for attempt, choice in self.flow.movable(address):
+        for attempt, choice in self.flow.attempts.movable(address):
             refuge = next(life for life in self.usable(Role.DECODE) if life.address != address)
             self.do(self.flow.move(attempt, choice, refuge, DEADLINE, now=0.0))
 
@@ -129,7 +129,7 @@ class Gateway:
                 self.take(address, handle, position, token_id)
             return
         assert isinstance(message, RequestMessage)
-        found = self.flow.find(message.key, address)
+        found = self.flow.attempts.find(message.key, address)
         if found is not None:
             self.do(self.flow.on_message(*found, message))
 
@@ -147,10 +147,10 @@ class Gateway:
                 return
 
     def listed(self, address: str) -> tuple[RequestKey, ...]:
-        return tuple(part.key for _, part in self.flow.assignments_at(address))
+        return tuple(part.key for _, part in self.flow.attempts.at(address))
 
     def on_resync(self, link: Link, known: tuple[RequestKey, ...]) -> None:
-        for attempt, part in self.flow.assignments_at(link.address):
+        for attempt, part in self.flow.attempts.at(link.address):
             if part.key in link.listed:
                 self.do(self.flow.on_resync(attempt, part, known=part.key in known))
 

@@ -29,7 +29,8 @@ from common.contract.ids import RequestKey
 from common.contract.messages import Abort, Ack, Decode, Prefill, Role, Suspicion
 from gateway.serving import flow as rules
 from gateway.serving.attempt import Deliver
-from gateway.serving.flow import Fail, FlowState
+from gateway.serving.flow import FlowState
+from gateway.serving.flow_actions import Fail
 from gateway.serving.generation import Delta
 from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash
 
@@ -100,11 +101,11 @@ def test_late_tokens_of_an_older_attempt_are_about_nothing_under_way(run: Run) -
     old, decode = run.last[D]
     run.on(P, tokens(START, 1))
     run.on(D, tokens(START, 1, 2), failed(Cause.LEASE_LOST))
-    assert run.flow.find(decode.key, D) is None, "while workers are wanted"
+    assert run.flow.attempts.find(decode.key, D) is None, "while workers are wanted"
     run.go(D, P)
-    assert run.flow.find(decode.key, D) is None, "and while the same worker has the next attempt"
-    assert run.flow.find(run.attempt.key, D) == (run.attempt, run.attempt.decode)
-    assert run.flow.find(run.attempt.key, D2) is None
+    assert run.flow.attempts.find(decode.key, D) is None, "and while the same worker has the next attempt"
+    assert run.flow.attempts.find(run.attempt.key, D) == (run.attempt, run.attempt.decode)
+    assert run.flow.attempts.find(run.attempt.key, D2) is None
     assert old is not run.attempt
 
 

@@ -55,7 +55,8 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Deliver
-from gateway.serving.flow import Done, Fail, FlowState, PlacementRequest
+from gateway.serving.flow import FlowState
+from gateway.serving.flow_actions import Done, Fail, PlacementRequest
 from gateway.serving.generation import Delta
 
 

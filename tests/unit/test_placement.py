@@ -15,8 +15,8 @@ from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
 from gateway.dispatch.placement import Placement, Rebind
 from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
-from gateway.serving.attempt import Choice
-from gateway.serving.flow import PlacementRequest
+from gateway.serving.choice import Choice
+from gateway.serving.flow_actions import PlacementRequest
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
 
