@@ -33,8 +33,8 @@ async def connected(url: str, folder: Path, routing: Routing = "expected") -> As
     at = {role: tuple(w["id"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
     registry = Registry(at["prefill"], at["decode"], config_hash(folder))
     dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=60), routing=routing)
-    running = asyncio.create_task(dispatcher.run())
-    await dispatcher.wait_usable()
+    running = asyncio.create_task(dispatcher.links.run())
+    await dispatcher.links.wait_usable()
     try:
         yield dispatcher
     finally:

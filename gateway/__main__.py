@@ -235,7 +235,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         app.middlewares.append(share.middleware)
     runner = create_runner(app, shutdown_timeout_s=settings.shutdown_grace_s)
     await runner.setup()
-    admin_app = create_admin_app(dispatcher)
+    admin_app = create_admin_app(dispatcher.links)
     admin = web.AppRunner(admin_app, access_log=None, handle_signals=False, shutdown_timeout=GOODBYE_S)
     await admin.setup()
     allow_descriptors(settings.max_connections)
@@ -259,13 +259,13 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         admin_port = settings.admin_port if admin_url is None else urlsplit(admin_url).port
         if dashboard is not None and admin_port:
             dashboard.admin = AdminLink(settings.admin_host, admin_port)
-        working.append(asyncio.create_task(dispatcher.run()))
+        working.append(asyncio.create_task(dispatcher.links.run()))
         if settings.discovery != "static":
             lists = DiscoveryMetrics(metrics.registry, monotonic)
             discovery = Discovery(await _sources(settings, stack), lists, monotonic)
-            working.append(asyncio.create_task(discovery.run(dispatcher.follow)))
+            working.append(asyncio.create_task(discovery.run(dispatcher.links.follow)))
         stopping = asyncio.create_task(stop.wait())
-        usable = asyncio.create_task(dispatcher.wait_usable())
+        usable = asyncio.create_task(dispatcher.links.wait_usable())
         await asyncio.wait([*working, stopping, usable], return_when=asyncio.FIRST_COMPLETED)
         if usable.done():
             freeze_startup_objects()

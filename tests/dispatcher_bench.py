@@ -131,7 +131,7 @@ class Bench:
         self.registry = Registry(prefill, decode, "c")
         self.dispatcher = Dispatcher(new_incarnation(), self.registry, clock, Pulse(), **options)
         self.links = {address: Link(address) for address in (*prefill, *decode)}
-        self.dispatcher._links.update(self.links)  # type: ignore[arg-type]
+        self.dispatcher.links._links.update(self.links)  # type: ignore[arg-type]
         for address in self.links if opened else ():
             self.open(address)
         self.tasks: list[asyncio.Task[list[Delta]]] = []
@@ -143,17 +143,17 @@ class Bench:
         """A session opens; the worker still holds some requests."""
         if restarted:
             self.links[address].worker = new_incarnation()
-        self.dispatcher.on_open(self.link(address), welcome(role_of(address), open_requests, **says))
+        self.dispatcher.links.on_open(self.link(address), welcome(role_of(address), open_requests, **says))
 
     def lose(self, address: str, why: str = "silent", *, crashed: bool = False) -> None:
         """The session is over; a process that has crashed has done so half a second ago."""
         if crashed:
             assert isinstance(self.clock, Time), "only in the test's own time"
             self.clock.now += 0.5
-        self.dispatcher.on_lost(self.link(address), why, crashed=crashed)
+        self.dispatcher.links.on_lost(self.link(address), why, crashed=crashed)
 
     def say(self, address: str, message: Message) -> None:
-        self.dispatcher.on_message(self.link(address), message)
+        self.dispatcher.links.on_message(self.link(address), message)
 
     def fail(self, address: str, key: RequestKey, cause: Cause) -> None:
         self.say(address, Failed(request=key.request, attempt=key.attempt, cause=cause, message="why"))
@@ -311,11 +311,11 @@ class Bench:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         assert self.dispatcher.ready().details["in_flight"] == 0
-        assert not self.dispatcher._clients
-        assert not self.dispatcher._waiting
+        assert not self.dispatcher._by_id
+        assert not self.dispatcher.placement.waiting
         for address in self.links:
             assert self.in_flight(address) == (0,), address
-        self.dispatcher._context.destroy(linger=0)
+        self.dispatcher.links._context.destroy(linger=0)
 
 
 async def failure(task: asyncio.Task[list[Delta]]) -> Cause:

@@ -286,8 +286,8 @@ class Workers:
         """A gateway's dispatcher in this process, connected to the workers; they are lost after `timeout_s`."""
         registry = registry or self.registry()
         dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=timeout_s), **options)
-        running = asyncio.create_task(dispatcher.run())
-        usable = asyncio.create_task(dispatcher.wait_usable())
+        running = asyncio.create_task(dispatcher.links.run())
+        usable = asyncio.create_task(dispatcher.links.wait_usable())
         try:
             await asyncio.wait([running, usable], return_when=asyncio.FIRST_COMPLETED, timeout=30)
             if running.done():

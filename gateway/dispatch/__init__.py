@@ -1,2 +1,2 @@
-"""Routing: the workers that a request goes to, whether they can serve it in time, and the dispatcher that acts on
-it."""
+"""All requests over all workers: the links to the workers, the placement of requests, and the dispatcher, which carries
+out what is decided."""

@@ -11,38 +11,37 @@ Life cycle of a choice here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable
 
+from gateway.dispatch.open_request import OpenRequest
 from gateway.serving.flow_actions import PlacementRequest
 from gateway.workers.worker_life import WorkerLife
 
-Client = TypeVar("Client", bound=Hashable)
 _Group = tuple[int, frozenset[WorkerLife]]
 """(rank of the tier, worker lives that may take the choices as soon as they take work)."""
 
 
-class Waiting(Generic[Client]):
-    """Wants of clients, in order of arrival."""
+class Waiting:
+    """Wants of open requests, in order of arrival."""
 
     def __init__(self) -> None:
-        self._clients: dict[PlacementRequest, Client] = {}
-        self._wants: dict[Client, dict[PlacementRequest, None]] = {}
+        self._requests: dict[PlacementRequest, OpenRequest] = {}
+        self._wants: dict[OpenRequest, dict[PlacementRequest, None]] = {}
         self._new: dict[PlacementRequest, None] = {}
         """Wants to look at."""
         self._parked: dict[_Group, dict[PlacementRequest, None]] = {}
         self._groups: dict[PlacementRequest, _Group] = {}
 
     def __len__(self) -> int:
-        return len(self._clients)
+        return len(self._requests)
 
     def __contains__(self, want: PlacementRequest) -> bool:
-        return want in self._clients
+        return want in self._requests
 
-    def add(self, want: PlacementRequest, client: Client) -> None:
+    def add(self, want: PlacementRequest, request: OpenRequest) -> None:
         """Add a want, to be looked at."""
-        self._clients[want] = client
-        self._wants.setdefault(client, {})[want] = None
+        self._requests[want] = request
+        self._wants.setdefault(request, {})[want] = None
         self._new[want] = None
 
     def park(self, want: PlacementRequest, rank: int, lives: frozenset[WorkerLife]) -> None:
@@ -53,14 +52,14 @@ class Waiting(Generic[Client]):
 
     def discard(self, want: PlacementRequest) -> None:
         """Remove a want; inert if it does not wait."""
-        client = self._clients.pop(want, None)
-        if client is None:
+        request = self._requests.pop(want, None)
+        if request is None:
             return
         self._new.pop(want, None)
-        wants = self._wants[client]
+        wants = self._wants[request]
         del wants[want]
         if not wants:
-            del self._wants[client]
+            del self._wants[request]
         group = self._groups.pop(want, None)
         if group is not None:
             parked = self._parked[group]
@@ -68,38 +67,34 @@ class Waiting(Generic[Client]):
             if not parked:
                 del self._parked[group]
 
-    def client(self, want: PlacementRequest) -> Client:
-        """The client of a want."""
-        return self._clients[want]
-
-    def of(self, client: Client) -> list[PlacementRequest]:
-        """The waiting wants of a client."""
-        return list(self._wants.get(client, ()))
+    def of(self, request: OpenRequest) -> list[PlacementRequest]:
+        """The waiting wants of a request."""
+        return list(self._wants.get(request, ()))
 
     def look_again(self) -> None:
         """Make all wants new, because other workers may take them now."""
-        self._new = dict.fromkeys(self._clients)
+        self._new = dict.fromkeys(self._requests)
         self._parked.clear()
         self._groups.clear()
 
-    def next(self, takes: Callable[[WorkerLife], bool]) -> tuple[PlacementRequest, Client] | None:
+    def next(self, takes: Callable[[WorkerLife], bool]) -> tuple[PlacementRequest, OpenRequest] | None:
         """The next want to look at: first the new ones, then those of the highest tier that are parked for a life that
         takes work. None if there are none."""
         if self._new:
             want = next(iter(self._new))
-            return want, self._clients[want]
+            return want, self._requests[want]
         groups = [group for group in self._parked if any(map(takes, group[1]))]
         if not groups:
             return None
         want = next(iter(self._parked[min(groups, key=lambda group: group[0])]))
-        return want, self._clients[want]
+        return want, self._requests[want]
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         parked = [want for wants in self._parked.values() for want in wants]
         assert all(self._parked.values())
-        assert sorted(map(id, [*self._new, *parked])) == sorted(map(id, self._clients)), "one is lost, or named twice"
+        assert sorted(map(id, [*self._new, *parked])) == sorted(map(id, self._requests)), "one is lost, or named twice"
         assert set(parked) == set(self._groups)
-        by_client = {want: client for client, wants in self._wants.items() for want in wants}
-        assert by_client == self._clients
+        by_request = {want: request for request, wants in self._wants.items() for want in wants}
+        assert by_request == self._requests
         assert all(self._wants.values())

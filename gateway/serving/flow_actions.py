@@ -31,6 +31,8 @@ class PlacementRequest:
     """Whether the request was admitted. An admitted request waits until a worker takes it."""
     refusal: Fail | None = None
     """How the request ends if no worker is left that may take it."""
+    hopeless_at: float | None = None
+    """When no worker was left that could take these choices now or later; None while there is one."""
 
     @property
     def num_tokens(self) -> int:

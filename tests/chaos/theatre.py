@@ -196,7 +196,7 @@ class Theatre:
                     if last_try:
                         raise
             for actor in self.actors:
-                dispatcher.tell(actor.address, drain=False)
+                dispatcher.links.tell(actor.address, drain=False)
             yield dispatcher, registry
 
 

@@ -62,7 +62,7 @@ def pulled(bench: Bench, address: str = D2) -> list[RequestKey | None]:
 async def turns_until_all_are_looked_at(bench: Bench) -> list[int]:
     """How many moves began in each turn of the loop."""
     begun = []
-    while bench.dispatcher._leaving:
+    while bench.dispatcher.placement.leaving:
         before = len(moves(bench))
         await asyncio.sleep(0)
         begun.append(len(moves(bench)) - before)
@@ -91,13 +91,13 @@ async def test_many_leave_a_worker_a_few_in_each_turn_of_the_loop_in_order_and_o
     bench = make()
     asked = await streams(bench)
     refuges: list[int] = []
-    refuge = bench.dispatcher._placement.refuge
+    refuge = bench.dispatcher.placement.candidates.refuge
 
     def count(*args: Any) -> Any:
         refuges.append(len(refuges))
         return refuge(*args)
 
-    bench.dispatcher._placement.refuge = count
+    bench.dispatcher.placement.candidates.refuge = count
     bench.say(D, heartbeat(Phase.DRAINING))
     assert 0 < len(moves(bench)) <= _MOST_A_TURN
     most = len(refuges)

@@ -13,7 +13,7 @@ from flow_run import Run, life
 from common.contract.errors import Cause
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
-from gateway.dispatch.placement import Placement, Rebind
+from gateway.dispatch.candidates import Candidates, Rebind
 from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
 from gateway.serving.choice import Choice
 from gateway.serving.flow_actions import PlacementRequest
@@ -30,11 +30,11 @@ class Pool:
         self.registry = Registry(tuple(prefill), tuple(decode), "c")
         for address in (*prefill, *decode):
             self.registry.opened(address, life(address).incarnation, welcome(role_of(address)))
-        self.placement = Placement(self.registry, Router(self.registry))
+        self.candidates = Candidates(self.registry, Router(self.registry))
 
     def choose(self, **wanted: Any) -> tuple[str, ...] | None:
         """Where a request would go."""
-        match self.placement.choose(self.want(**wanted), Tier.STANDARD, {}, 0.0):
+        match self.candidates.choose(self.want(**wanted), Tier.STANDARD, {}, 0.0):
             case Handoff(prefill=prefill, decode=decode):
                 return prefill.address, decode.address
             case Local(decode=decode) | Rebind(decode=decode):
@@ -110,11 +110,11 @@ def test_without_a_decode_worker_everybody_waits() -> None:
 def test_an_offer_stands_as_long_as_its_worker() -> None:
     pool = Pool()
     want = pool.want(offer=True)
-    assert pool.placement.stands(want)
+    assert pool.candidates.stands(want)
     pool.registry.lost(P)
-    assert not pool.placement.stands(want)
+    assert not pool.candidates.stands(want)
     pool.registry.opened(P, life(P, 2).incarnation, welcome(Role.PREFILL))
-    assert not pool.placement.stands(want), "another life"
+    assert not pool.candidates.stands(want), "another life"
 
 
 def test_no_caution_changes_nothing() -> None:
@@ -126,7 +126,7 @@ def test_no_caution_changes_nothing() -> None:
 
 def test_where_all_prefill_workers_have_failed_that_is_said() -> None:
     pool = Pool()
-    route = pool.placement.choose(pool.want(avoid=(P, P2)), Tier.STANDARD, {}, 0.0)
+    route = pool.candidates.choose(pool.want(avoid=(P, P2)), Tier.STANDARD, {}, 0.0)
     assert isinstance(route, Local)
     assert route.reason is LocalPrefill.NO_PREFILL_WORKER
 
@@ -197,13 +197,13 @@ def test_a_worker_that_refuses_since_it_leaves_is_not_usable_until_it_says_other
 def test_there_is_hope_as_long_as_somebody_is_there_who_can_hold_it() -> None:
     pool = Sizes()
     want = pool.want(too_small=(D, D3), most_tokens=150)
-    assert pool.placement.hope(want, None)
+    assert pool.candidates.hope(want, None)
     pool.registry.declined(D2, Cause.DRAINING)
-    assert pool.placement.places(want, None) == []
-    assert pool.placement.hope(want, None), "it may serve again"
-    assert pool.placement.all_too_small(want, None)
+    assert pool.candidates.able(want, None) == []
+    assert pool.candidates.hope(want, None), "it may serve again"
+    assert pool.candidates.all_too_small(want, None)
     pool.registry.lost(D2)
-    assert not pool.placement.hope(want, None)
+    assert not pool.candidates.hope(want, None)
 
 
 def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
@@ -211,15 +211,15 @@ def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
     [worker] = pool.registry.usable(Role.DECODE)
     assert worker.welcome is not None
     pool.registry.declined(D, Cause.DRAINING)
-    assert pool.placement.hope(pool.want(), worker.welcome.fingerprint)
-    assert not pool.placement.hope(pool.want(), replace(worker.welcome.fingerprint, weights_hash="other"))
+    assert pool.candidates.hope(pool.want(), worker.welcome.fingerprint)
+    assert not pool.candidates.hope(pool.want(), replace(worker.welcome.fingerprint, weights_hash="other"))
 
 
 # --- refuges ---------------------------------------------------------------------------------------------------------
 
 
 def refuge(pool: Pool, address: str, num_tokens: int) -> str | None:
-    worker = pool.placement.refuge(address, Choice(0, [1] * num_tokens), most_tokens=num_tokens)
+    worker = pool.candidates.refuge(address, Choice(0, [1] * num_tokens), most_tokens=num_tokens)
     return None if worker is None else worker.address
 
 
@@ -245,10 +245,10 @@ def test_a_refuge_can_hold_the_sequence_to_its_end() -> None:
     for address in NEAR:
         pool.registry.heartbeat(address, heartbeat(used=0, total=10), 0.0)
     choice = Choice(0, [1, 2, 3])
-    worker = pool.placement.refuge(D, choice, most_tokens=150)
+    worker = pool.candidates.refuge(D, choice, most_tokens=150)
     assert worker is not None
     assert worker.address == D2
     choice.too_small.add(life(D2))
-    worker = pool.placement.refuge(D, choice, most_tokens=50)
+    worker = pool.candidates.refuge(D, choice, most_tokens=50)
     assert worker is not None
     assert worker.address == D3

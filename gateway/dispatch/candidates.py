@@ -1,0 +1,136 @@
+"""Which workers may take the choices of a want, or a sequence that leaves its worker, and which is the best. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages import Phase, Role
+from common.contract.tiers import Tier
+from gateway.dispatch.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
+from gateway.serving.choice import Choice
+from gateway.serving.flow_actions import PlacementRequest
+from gateway.workers.load_table import Rows
+from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
+from gateway.workers.worker_view import WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class Rebind:
+    """Route to another decode worker, for an offer that still stands."""
+
+    decode: WorkerView
+
+
+_NOTHING = Ask(num_tokens=1)
+Route = Handoff | Local | Rebind
+
+
+class Candidates:
+    """Questions about the registry's workers."""
+
+    def __init__(self, registry: Registry, router: Router) -> None:
+        self._registry = registry
+        self._router = router
+
+    def stands(self, want: PlacementRequest) -> bool:
+        """Whether the worker that made the want's offer is still there."""
+        assert want.offer is not None
+        life = want.offer.life
+        worker = self._registry.workers.get(life.address)
+        return worker is not None and worker.incarnation == life.incarnation
+
+    def able(self, want: PlacementRequest, fits: Fingerprint | None) -> list[WorkerView]:
+        """The decode workers that may take these choices, full ones included."""
+        return self._registry.table.views(self._rows(_caution(want, fits), _ask(want)))
+
+    def hope(self, want: PlacementRequest, fits: Fingerprint | None) -> bool:
+        """Whether a decode worker exists that may take these choices, now or after draining."""
+        caution, table = _caution(want, None), self._registry.table
+        there = [
+            row
+            for row, worker in enumerate(table.workers)
+            if worker.role is Role.DECODE and worker.there and worker.refused is None and worker.fits(fits)
+        ]
+        return len(caution.able(table, np.array(there, dtype=np.intp), _ask(want))) > 0
+
+    def all_too_small(self, want: PlacementRequest, fits: Fingerprint | None) -> bool:
+        """Whether decode workers are usable, and all have said that they can never hold these choices."""
+        ask = _ask(want)
+        return len(self._rows(Caution(fits=fits), ask)) > 0 and not len(self._rows(_caution(want, fits), ask))
+
+    def choose(
+        self,
+        want: PlacementRequest,
+        tier: Tier,
+        cached: Cached,
+        now: float,
+        fits: Fingerprint | None = None,
+        beside: frozenset[WorkerLife] = frozenset(),
+        *,
+        least_wait: bool = False,
+    ) -> Route | None:
+        """Workers for these choices; None if they have to wait.
+
+        They have the fingerprint `fits`, if given. Workers in `beside` are preferred. `least_wait` minimises the wait,
+        however long the prompt then takes.
+        """
+        caution = _caution(want, fits, beside)
+        ask = _ask(want, tier, now, least_wait=least_wait)
+        if want.offer is None:
+            return self._router.choose(ask, cached, caution)
+        table = self._registry.table
+        decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
+        if not len(decode):
+            return None
+        return Rebind(table.workers[least_loaded_decode(table, decode, ask, table.spread(cached))])
+
+    def may_leave(self, address: str) -> bool:
+        """Whether the worker at `address` is a draining decode worker, and another one may have room for its
+        sequences."""
+        leaving = self._registry.workers.get(address)
+        if leaving is None or leaving.role is not Role.DECODE:
+            return False
+        if leaving.welcome is None or leaving.load is None or leaving.load.phase is Phase.SERVING:
+            return False
+        others = self._rows(Caution(fits=leaving.welcome.fingerprint), _NOTHING)
+        return any(worker.has_room(_NOTHING.num_tokens) for worker in self._registry.table.views(others))
+
+    def refuge(
+        self, address: str, choice: Choice, most_tokens: int, fits: Fingerprint | None = None
+    ) -> WorkerView | None:
+        """A decode worker other than the one at `address` that probably has room for a leaving sequence; None without
+        one."""
+        ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens)
+        caution = Caution(fits=fits, too_small=frozenset(choice.too_small), admitted=True)
+        table = self._registry.table
+        decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
+        others = [
+            row
+            for row, worker in zip(decode.tolist(), table.views(decode), strict=True)
+            if worker.address != address and worker.has_room(ask.num_tokens)
+        ]
+        if not others:
+            return None
+        return table.workers[least_loaded_decode(table, np.array(others), ask, table.spread({}))]
+
+    def _rows(self, caution: Caution, ask: Ask) -> Rows:
+        return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
+
+
+def _caution(want: PlacementRequest, fits: Fingerprint | None, beside: frozenset[WorkerLife] = frozenset()) -> Caution:
+    return Caution(avoid=want.avoid, fits=fits, beside=beside, too_small=want.too_small, admitted=want.admitted)
+
+
+def _ask(want: PlacementRequest, tier: Tier = Tier.STANDARD, now: float = 0.0, *, least_wait: bool = False) -> Ask:
+    return Ask(
+        num_tokens=want.num_tokens,
+        tier=tier,
+        num_choices=len(want.choices),
+        most_tokens=want.most_tokens,
+        now=now,
+        least_wait=least_wait,
+    )
