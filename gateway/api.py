@@ -202,7 +202,7 @@ class _Api:
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         readiness = self._generator.ready()
-        body = answers.Readiness(ready=readiness.ready, reason=readiness.reason, details=dict(readiness.details))
+        body = answers.Readiness(ready=readiness.ready, reason=readiness.reason, details=readiness.details())
         return web.json_response(body, status=200 if readiness.ready else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:

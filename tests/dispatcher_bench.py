@@ -310,7 +310,7 @@ class Bench:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        assert self.dispatcher.ready().details["in_flight"] == 0
+        assert self.dispatcher.ready().details()["in_flight"] == 0
         assert not self.dispatcher._by_id
         assert not self.dispatcher.placement.waiting
         for address in self.links:

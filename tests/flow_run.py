@@ -32,7 +32,15 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
 from gateway.serving.flow import Flow, FlowState
-from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, Fail, FlowAction, PlacementRequest
+from gateway.serving.flow_actions import (
+    AssignmentOver,
+    AttemptBegan,
+    Done,
+    Fail,
+    FlowAction,
+    PlacementRequest,
+    Unwanted,
+)
 from gateway.serving.generation import Delta, Generation
 from gateway.serving.suspicion import Crash
 from gateway.workers.worker_life import WorkerLife
@@ -161,6 +169,8 @@ class Run:
                     self.attempts.append(attempt)
                     for part in attempt.assignments:
                         self.last[part.life.address] = (attempt, part)
+                case Unwanted():
+                    pass
                 case AssignmentOver(part):
                     assert part in self.goodbyes
                     self._left[part] += 1

@@ -304,7 +304,7 @@ class Workers:
 
 def all_usable(dispatcher: Dispatcher) -> bool:
     """True if every worker that the dispatcher knows can be given work."""
-    workers: Any = dispatcher.ready().details["workers"]
+    workers: Any = dispatcher.ready().details()["workers"]
     return all(worker["usable"] for worker in workers)
 
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable
 from operator import itemgetter
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -37,6 +36,7 @@ from common.contract.messages import (
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
+from common.runtime.probes import counter, gauge
 from gateway.dispatch.links import Links
 from gateway.dispatch.open_request import OpenRequest
 from gateway.dispatch.placement import DEGRADED, Hopeless, Placement
@@ -46,8 +46,16 @@ from gateway.dispatch.token_rows import TokenRows
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
 from gateway.serving.flow import Flow
-from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, Fail, FlowAction, PlacementRequest
-from gateway.serving.generation import Delta, Details, Generation, GenerationFailed, PromptDelta, Readiness
+from gateway.serving.flow_actions import (
+    AssignmentOver,
+    AttemptBegan,
+    Done,
+    Fail,
+    FlowAction,
+    PlacementRequest,
+    Unwanted,
+)
+from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness
 from gateway.serving.suspicion import Crash
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
@@ -105,7 +113,6 @@ class Dispatcher(Collector):
         self.handoffs: Counter[tuple[str, str]] = Counter()
         """Sequences that a decode worker took over, by (address of the prefill worker, its own address)."""
         self.recovery = RecoveryMetrics()
-        self._details = Details(workers=self.links.workers, in_flight=lambda: len(self._open))
 
     # --- the Generator -------------------------------------------------------------------------------------------
 
@@ -139,7 +146,7 @@ class Dispatcher(Collector):
             ready=Role.DECODE not in missing,
             reason=reason,
             max_sequence_tokens=self._registry.max_sequence_tokens,
-            details=self._details,
+            details=lambda: {"workers": self.links.workers(), "in_flight": len(self._open)},
         )
 
     def _begin(self, generation: Generation) -> OpenRequest:
@@ -160,8 +167,8 @@ class Dispatcher(Collector):
         flow = request.flow
         if request.timer is not None:
             request.timer.cancel()
-        self.placement.close(request, self._clock())
         self._settle(request, flow.cancel())
+        self.placement.answered(request, self._clock())
         del self._open[request]
         for request_id in flow.requests:
             self._by_id.pop(request_id, None)
@@ -275,6 +282,8 @@ class Dispatcher(Collector):
                 request.mailbox.put(delta)
             case PlacementRequest():
                 self._want(request, action)
+            case Unwanted(want):
+                self.placement.waiting.discard(want)
             case AttemptBegan(attempt):
                 self._began(request, attempt)
             case AssignmentOver(assignment):
@@ -375,13 +384,13 @@ class Dispatcher(Collector):
     def collect(self) -> Iterable[Metric]:
         """Current values of the Prometheus metrics (`prometheus_client.registry.Collector`)."""
         yield from self.links.collect()
-        yield GaugeMetricFamily("baton_gateway_flows", "Requests between workers and clients.", len(self._open))
+        yield gauge("baton_gateway_flows", "Requests between workers and clients.", len(self._open))
         for name, text, value in (
             ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),
             ("duplicates", "Token frames that repeated what was known.", self.num_duplicates),
             ("gaps", "Token frames that came before an earlier one.", self.num_gaps),
             ("handoffs", "Sequences that a decode worker took over from a prefill worker.", self.handoffs.total()),
         ):
-            yield CounterMetricFamily(f"baton_gateway_{name}", text, value)
+            yield counter(f"baton_gateway_{name}", text, value)
         yield from self.placement.collect(self._clock())
         yield from self.recovery.collect()

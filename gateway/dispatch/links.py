@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import zmq.asyncio
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import FingerprintMismatchError
@@ -41,6 +41,7 @@ from common.contract.messages import (
 from common.runtime.channel import RECONNECT_S, ControlClient
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
+from common.runtime.probes import counter, gauge
 from gateway.serving.suspicion import Crash
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
@@ -304,23 +305,15 @@ class Links:
 
     def collect(self) -> Iterable[Metric]:
         """Metrics of the workers, and of what they tell of their caches."""
+        roles, index = (Role.PREFILL, Role.DECODE), self._index
         usable = GaugeMetricFamily("baton_gateway_workers_usable", "Workers that may be given work.", labels=["role"])
-        restarts = CounterMetricFamily(
-            "baton_gateway_worker_restarts", "Times that a worker's address was another process's.", labels=["role"]
-        )
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in roles:
             usable.add_metric([role], len(self._registry.usable(role)))
-            restarts.add_metric([role], self._registry.num_restarts[role])
         yield usable
-        yield restarts
-        yield GaugeMetricFamily(
-            "baton_gateway_prefix_blocks", "Cached blocks that workers have told of.", self._index.num_blocks
-        )
-        yield GaugeMetricFamily(
-            "baton_gateway_prefix_names", "Blocks in the prefix index, whoever holds them.", self._index.num_names
-        )
-        yield CounterMetricFamily(
-            "baton_gateway_prefix_names_forgotten",
-            "Blocks dropped from the full prefix index.",
-            self._index.num_forgotten,
-        )
+        restarts = {role.value: self._registry.num_restarts[role] for role in roles}
+        text = "Times that a worker's address was another process's."
+        yield counter("baton_gateway_worker_restarts", text, restarts, "role")
+        yield gauge("baton_gateway_prefix_blocks", "Cached blocks that workers have told of.", index.num_blocks)
+        yield gauge("baton_gateway_prefix_names", "Blocks in the prefix index, whoever holds them.", index.num_names)
+        text = "Blocks dropped from the full prefix index."
+        yield counter("baton_gateway_prefix_names_forgotten", text, index.num_forgotten)

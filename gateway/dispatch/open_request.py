@@ -17,6 +17,8 @@ from gateway.serving.flow import Flow
 from gateway.serving.flow_actions import Done, Fail
 from gateway.serving.generation import Delta, Generation, PromptDelta
 
+ClientMailbox = Mailbox[Delta | PromptDelta | Done | Fail]
+
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
@@ -34,7 +36,7 @@ class OpenRequest:
     """Times expected when the request was admitted; None after its first token."""
     timer: asyncio.TimerHandle | None = None
     """Timer for the earliest moment at which its time may be over."""
-    mailbox: Mailbox[Delta | PromptDelta | Done | Fail] = field(default_factory=Mailbox)
+    mailbox: ClientMailbox = field(default_factory=Mailbox)
     """Events for the client, bounded by the request: at most one delta for each prompt and output token, and one
     end."""
 

@@ -24,6 +24,7 @@ from prometheus_client.metrics_core import Metric
 from common.contract.errors import Cause
 from common.contract.messages import Decode, Prefill, Role
 from common.contract.tiers import Tier
+from common.runtime.probes import counter
 from gateway.dispatch.candidates import Candidates, Rebind, Route
 from gateway.dispatch.leaving import Leaving
 from gateway.dispatch.open_request import OpenRequest
@@ -106,12 +107,6 @@ class Placement:
             why = f"{why}; before: {flow.story[-1]}"
         return flow.fail(Cause.WORKER_LOST, why)
 
-    def close(self, request: OpenRequest, now: float) -> None:
-        """Forget what a request waits for."""
-        for want in self.waiting.of(request):
-            self.waiting.discard(want)
-        self.answered(request, now)
-
     def answered(self, request: OpenRequest, now: float) -> None:
         """Learn from an admitted request that has its first token, or will never have one."""
         expected, request.expected = request.expected, None
@@ -150,13 +145,11 @@ class Placement:
         flow, fits = request.flow, request.fingerprint
         able = self.candidates.able(want, fits)
         refused = not able and want.refusal is not None and not want.admitted
-        if flow.running and not refused and (not able or (want.admitted and all(worker.full for worker in able))):
+        if not refused and (not able or (want.admitted and all(worker.full for worker in able))):
             lives = frozenset(worker.life for worker in able)
             self.waiting.park(want, flow.generation.tier.rank, lives)
             return self._hope(want, request, now)
         self.waiting.discard(want)
-        if not flow.running:
-            return []
         if refused:
             assert want.refusal is not None
             return flow.fail(want.refusal.cause, want.refusal.message)
@@ -263,17 +256,11 @@ class Placement:
 
     def collect(self, now: float) -> Iterable[Metric]:
         """Metrics of routes and refusals."""
-        yield CounterMetricFamily(
-            "baton_gateway_prefix_hints",
-            "Prefills told of a worker that has the prompt's beginning.",
-            self.num_prefix_hints,
-        )
-        local = CounterMetricFamily(
-            "baton_gateway_local_prefills", "Requests whose prompt a decode worker computes.", labels=["reason"]
-        )
-        for reason in LocalPrefill:
-            local.add_metric([reason], self.num_local_prefills[reason])
-        yield local
+        text = "Prefills told of a worker that has the prompt's beginning."
+        yield counter("baton_gateway_prefix_hints", text, self.num_prefix_hints)
+        local = {reason.value: self.num_local_prefills[reason] for reason in LocalPrefill}
+        text = "Requests whose prompt a decode worker computes."
+        yield counter("baton_gateway_local_prefills", text, local, "reason")
         refused = CounterMetricFamily(
             "baton_gateway_refused",
             "Requests refused for what they would have had to wait, by what there was too little of.",

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from common.contract.ids import Handle
 from common.contract.messages import StepTokens, Tokens
-from gateway.dispatch.mailbox import Mailbox
-from gateway.dispatch.open_request import OpenRequest
+from gateway.dispatch.open_request import ClientMailbox, OpenRequest
 from gateway.serving.attempt import Attempt
 from gateway.serving.choice import Choice
-from gateway.serving.flow_actions import Done, Fail
-from gateway.serving.generation import Delta, PromptDelta
+from gateway.serving.generation import Delta
 from gateway.serving.waterfall import Leg
 
 
@@ -24,7 +22,7 @@ class _Row:
     attempt: Attempt
     choice: Choice
     leg: Leg
-    mailbox: Mailbox[Delta | PromptDelta | Done | Fail]
+    mailbox: ClientMailbox
 
 
 class TokenRows:

@@ -26,7 +26,6 @@ class Waiting:
 
     def __init__(self) -> None:
         self._requests: dict[PlacementRequest, OpenRequest] = {}
-        self._wants: dict[OpenRequest, dict[PlacementRequest, None]] = {}
         self._new: dict[PlacementRequest, None] = {}
         """Wants to look at."""
         self._parked: dict[_Group, dict[PlacementRequest, None]] = {}
@@ -41,7 +40,6 @@ class Waiting:
     def add(self, want: PlacementRequest, request: OpenRequest) -> None:
         """Add a want, to be looked at."""
         self._requests[want] = request
-        self._wants.setdefault(request, {})[want] = None
         self._new[want] = None
 
     def park(self, want: PlacementRequest, rank: int, lives: frozenset[WorkerLife]) -> None:
@@ -52,24 +50,15 @@ class Waiting:
 
     def discard(self, want: PlacementRequest) -> None:
         """Remove a want; inert if it does not wait."""
-        request = self._requests.pop(want, None)
-        if request is None:
+        if self._requests.pop(want, None) is None:
             return
         self._new.pop(want, None)
-        wants = self._wants[request]
-        del wants[want]
-        if not wants:
-            del self._wants[request]
         group = self._groups.pop(want, None)
         if group is not None:
             parked = self._parked[group]
             del parked[want]
             if not parked:
                 del self._parked[group]
-
-    def of(self, request: OpenRequest) -> list[PlacementRequest]:
-        """The waiting wants of a request."""
-        return list(self._wants.get(request, ()))
 
     def look_again(self) -> None:
         """Make all wants new, because other workers may take them now."""
@@ -95,6 +84,3 @@ class Waiting:
         assert all(self._parked.values())
         assert sorted(map(id, [*self._new, *parked])) == sorted(map(id, self._requests)), "one is lost, or named twice"
         assert set(parked) == set(self._groups)
-        by_request = {want: request for request, wants in self._wants.items() for want in wants}
-        assert by_request == self._requests
-        assert all(self._wants.values())

@@ -44,7 +44,15 @@ from gateway.serving.attempt import (
 )
 from gateway.serving.attempts import Attempts
 from gateway.serving.choice import Choice, PromptReport
-from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, Fail, FlowAction, PlacementRequest
+from gateway.serving.flow_actions import (
+    AssignmentOver,
+    AttemptBegan,
+    Done,
+    Fail,
+    FlowAction,
+    PlacementRequest,
+    Unwanted,
+)
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import MAX_CRASHES, Crash, Share
 from gateway.workers.worker_life import WorkerLife
@@ -386,7 +394,7 @@ class Flow:
                 actions += [abort(assignment) for assignment in attempt.assignments]
             actions += self._close(attempt)
         for want in self.wants:
-            actions += self._let_go(want)
+            actions += [Unwanted(want), *self._let_go(want)]
         self.wants.clear()
         return actions
 

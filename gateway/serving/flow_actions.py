@@ -40,6 +40,12 @@ class PlacementRequest:
         return self.choices[0].next_position if self.offer is None else self.offer.num_tokens
 
 
+class Unwanted(NamedTuple):
+    """Action: the request has ended, and these choices want workers no more."""
+
+    want: PlacementRequest
+
+
 class AttemptBegan(NamedTuple):
     """Action: expect messages about this attempt."""
 
@@ -65,4 +71,6 @@ class Fail:
     message: str
 
 
-FlowAction = SendToWorker | Deliver | DeliverPrompt | AttemptBegan | PlacementRequest | AssignmentOver | Done | Fail
+FlowAction = (
+    SendToWorker | Deliver | DeliverPrompt | PlacementRequest | Unwanted | AttemptBegan | AssignmentOver | Done | Fail
+)

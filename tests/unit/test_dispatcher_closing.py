@@ -13,7 +13,7 @@ from gateway.dispatch.dispatcher import _MOST_A_TURN, Dispatcher
 
 MANY = 100
 KEPT = ("_open", "_by_id")
-WAITING = ("_requests", "_wants", "_new", "_parked", "_groups")
+WAITING = ("_requests", "_new", "_parked", "_groups")
 
 
 class Counted(dict[Any, Any]):
