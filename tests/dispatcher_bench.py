@@ -115,6 +115,21 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+def forbid_calling_back(dispatcher: Any) -> None:
+    """From now on it is an error if an action causes another one before it is carried out itself."""
+    carry_out, current = dispatcher._carry_out, list[object]()
+
+    def carry_out_one(request: object, action: object) -> None:
+        assert not current, f"{action} in the middle of {current}"
+        current.append(action)
+        try:
+            carry_out(request, action)
+        finally:
+            current.clear()
+
+    dispatcher._carry_out = carry_out_one
+
+
 class Bench:
     """A dispatcher and workers that the test plays: a prefill and a decode worker, unless told otherwise."""
 
@@ -130,6 +145,7 @@ class Bench:
         self.clock = clock
         self.registry = Registry(prefill, decode, "c")
         self.dispatcher = Dispatcher(new_incarnation(), self.registry, clock, Pulse(), **options)
+        forbid_calling_back(self.dispatcher)
         self.links = {address: Link(address) for address in (*prefill, *decode)}
         self.dispatcher.links._links.update(self.links)  # type: ignore[arg-type]
         for address in self.links if opened else ():

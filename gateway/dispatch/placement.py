@@ -148,7 +148,7 @@ class Placement:
         if not refused and (not able or (want.admitted and all(worker.full for worker in able))):
             lives = frozenset(worker.life for worker in able)
             self.waiting.park(want, flow.generation.tier.rank, lives)
-            return self._hope(want, request, now)
+            return self._note_hope(want, request, now)
         self.waiting.discard(want)
         if refused:
             assert want.refusal is not None
@@ -157,7 +157,7 @@ class Placement:
             return flow.without_offer(want)
         return self._route(want, request, now)
 
-    def _hope(self, want: PlacementRequest, request: OpenRequest, now: float) -> Sequence[Hopeless]:
+    def _note_hope(self, want: PlacementRequest, request: OpenRequest, now: float) -> Sequence[Hopeless]:
         """Let choices wait until the request's deadline, or, if no suitable worker exists, as long as its patience
         lasts."""
         if want.admitted and self.candidates.hope(want, request.fingerprint):

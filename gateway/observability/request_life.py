@@ -34,7 +34,7 @@ class Traces(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Choice:
+class _ChoiceTimes:
     """The tokens of one choice so far."""
 
     first_s: float
@@ -65,7 +65,7 @@ class RequestLife:
         self._traces = traces
         self._target = target
         self._met = True
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _ChoiceTimes] = {}
         """Choices that have a token, by index."""
         self._over = False
         self.job = job
@@ -179,13 +179,13 @@ class RequestLife:
             timings["hidden_pull_ms"] = _ms(1e9 * sum(each.hidden_read_s for each in pulls))
         return timings
 
-    def _take_tokens(self, piece: Piece, now: float) -> _Choice:
+    def _take_tokens(self, piece: Piece, now: float) -> _ChoiceTimes:
         metrics, gap_s = self._metrics, None
         if self.ttft_s is None:
             self._first_token(now)
         choice = self._choices.get(piece.choice)
         if choice is None:
-            choice = self._choices[piece.choice] = _Choice(now, now)
+            choice = self._choices[piece.choice] = _ChoiceTimes(now, now)
         else:
             gap_s = now - choice.last_s
             metrics.inter_token_latency.observe(gap_s)

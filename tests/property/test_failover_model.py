@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from dispatcher_bench import D2, D3, P2, D, Link, P, Time, heartbeat, role_of, settle, welcome
+from dispatcher_bench import D2, D3, P2, D, Link, P, Time, forbid_calling_back, heartbeat, role_of, settle, welcome
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -422,6 +422,7 @@ class World:
         self.registry = Registry((P, P2), (D, D2, D3), "c")
         options = {"local_prefill_tokens": choose([0, 0, 2])}
         self.gateway = Dispatcher(new_incarnation(), self.registry, self.time, Pulse(), **options)
+        forbid_calling_back(self.gateway)
         self.wires = {address: Wire(self, address) for address in ADDRESSES}
         self.gateway.links._links.update(self.wires)  # type: ignore[arg-type]
         self.processes = {address: Process(self, address) for address in ADDRESSES}
