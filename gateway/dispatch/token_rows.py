@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from common.contract.ids import Handle
@@ -23,6 +23,7 @@ class _Row:
     choice: Choice
     leg: Leg
     mailbox: ClientMailbox
+    shortcut: Callable[[Delta], bool] | None
 
 
 class TokenRows:
@@ -38,10 +39,10 @@ class TokenRows:
 
     def add(self, request: OpenRequest, attempt: Attempt) -> None:
         """Expect tokens of an attempt, which has begun in the waterfall."""
-        decode, waterfall = attempt.decode, request.flow.generation.waterfall
+        decode, generation, mailbox = attempt.decode, attempt.generation, request.mailbox
         for handle, choice in zip(decode.handles, attempt.choices.values(), strict=True):
-            leg = waterfall.leg(attempt.key, choice.index)
-            self._rows[handle] = _Row(decode.life.address, attempt, choice, leg, request.mailbox)
+            leg = generation.waterfall.leg(attempt.key, choice.index)
+            self._rows[handle] = _Row(decode.life.address, attempt, choice, leg, mailbox, generation.shortcut)
 
     def remove(self, handles: Iterable[Handle]) -> None:
         """Expect no more tokens with these handles."""
@@ -60,7 +61,9 @@ class TokenRows:
             choice, leg = row.choice, row.leg
             if leg.first_at is not None and row.attempt.take(choice, position, token_id):
                 leg.last_at = now
-                row.mailbox.put(Delta(choice.index, (token_id,)))
+                delta = Delta(choice.index, (token_id,))
+                if row.shortcut is None or not row.mailbox.waited_for or not row.shortcut(delta):
+                    row.mailbox.put(delta)
                 continue
             request, attempt = row.attempt.key
             token_ids = (token_id,)
