@@ -33,9 +33,9 @@ from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
+from gateway.dispatch.router import Expected
+from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.observability.metrics import GatewayMetrics
-from gateway.routing.admission import Admission
-from gateway.routing.router import Expected
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -209,7 +209,7 @@ class Pool:
         self._draw = random.Random(seed)
         self._rate = rate
         self._most = max(rate(t) for t in range(0, 7200, 10))
-        self._admission = Admission(dict.fromkeys(Tier, 30.0))
+        self._ttft_limits = TtftLimits(dict.fromkeys(Tier, 30.0))
         self._metrics = GatewayMetrics("model")
         self._num_refused = 0
         self._numbers = itertools.count()
@@ -242,7 +242,7 @@ class Pool:
             for request, moment in worker.run(until):
                 arrived, expected = self._arrived.pop(request)
                 self._metrics.time_to_first_token.observe(moment - arrived)
-                self._admission.observe(Tier.STANDARD, expected, moment - arrived, moment)
+                self._ttft_limits.observe(Tier.STANDARD, expected, moment - arrived, moment)
                 self.story.ttft_s.append((arrived, moment - arrived))
         self.workers = [worker for worker in self.workers if not (worker.draining and worker.idle)]
 
@@ -251,7 +251,7 @@ class Pool:
         usable = [worker for worker in self.workers if worker.ready_at <= now and not worker.draining]
         chosen = min(usable, key=lambda worker: worker.queued_s)
         expected = Expected(queue_s=chosen.queued_s, prompt_s=num_tokens * TOKEN_S, room_s=0.0)
-        if self._admission.refusal(Tier.STANDARD, expected, now) is not None:
+        if self._ttft_limits.refusal(Tier.STANDARD, expected, now) is not None:
             self._num_refused += 1
             self.story.refused.append(now)
             return

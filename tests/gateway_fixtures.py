@@ -33,7 +33,7 @@ from gateway.text.tokenizer import ModelTokenizer
 MODEL = "owner/tiny"
 CONTEXT = 256
 BOS, EOS = 0, 1
-READY = Readiness(ready=True, reason="ok", details={"prefill": 1, "decode": 1})
+READY = Readiness(ready=True, reason="ok", details=lambda: {"prefill": 1, "decode": 1})
 STORY = "the quick brown fox jumps over the lazy dog"
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 COMPLETION = {"model": MODEL, "prompt": "hello"}

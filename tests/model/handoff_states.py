@@ -56,8 +56,9 @@ from decode_worker.steps import Planned as DecodePlan
 from decode_worker.steps import Steps as DecodeSteps
 from decode_worker.swap_space import SwapSpace
 from gateway.serving import generation
-from gateway.serving.attempt import Attempt, WorkerLife
+from gateway.serving.attempt import Attempt
 from gateway.serving.flow import Flow
+from gateway.workers.worker_life import WorkerLife
 from kv_transfer.lease import Lease
 from kv_transfer.lender import Lender
 from kv_transfer.pull_times import PullTimes

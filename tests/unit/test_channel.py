@@ -31,8 +31,8 @@ from common.runtime.channel import ControlClient, LinkState, ends
 from common.runtime.channel import client as client_end
 from common.runtime.channel import server as server_end
 from common.runtime.clock import Pulse
-from gateway.serving.attempt import WorkerLife
 from gateway.workers.prefix_index import PrefixIndex
+from gateway.workers.worker_life import WorkerLife
 
 
 @pytest.fixture(autouse=True)
@@ -325,15 +325,15 @@ async def test_a_gateway_that_missed_what_a_cache_holds_is_told_all_of_it(net: N
     pool.name(pool.allocate(1), newest)
     feed.publish()
     await client.beats(5)
-    index, place = PrefixIndex(), WorkerLife(worker.address, worker.me)
+    index, life = PrefixIndex(), WorkerLife(worker.address, worker.me)
     for message in client.received:
         assert isinstance(message, CacheEvents)
-        index.apply(place, message)
+        index.apply(life, message)
     assert client.events.count("resync") == 1
     held = set(pool.named())
     assert newest[0] in held
     for name in (*old, *new, *newest):
-        assert (place in index.longest([name])) == (name in held)
+        assert (life in index.longest([name])) == (name in held)
 
 
 async def test_a_message_that_the_client_never_got_leads_to_one_resync_and_what_waited_still_arrives(net: Net) -> None:

@@ -544,7 +544,7 @@ async def test_probes() -> None:
         async with session.get(server.url + "/ready") as response:
             assert response.status == 200
             assert await response.json() == {"ready": True, "reason": "ok", "details": {"prefill": 1, "decode": 1}}
-        generator.readiness = Readiness(ready=False, reason="no decode worker", details={"decode": 0})
+        generator.readiness = Readiness(ready=False, reason="no decode worker", details=lambda: {"decode": 0})
         async with session.get(server.url + "/ready") as response:
             assert response.status == 503
             assert (await response.json())["reason"] == "no decode worker"

@@ -310,7 +310,8 @@ async def test_events_have_the_fields_that_are_described_and_no_others(path: str
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/load", "/ready", "/v1/models", "/v1/models/{name}"])
 async def test_other_answers_have_the_fields_that_are_described_and_no_others(path: str, ready: bool) -> None:
-    generator = ScriptedGenerator(readiness=Readiness(ready=ready, reason="as told", details={"decode": [1, {"a": 2}]}))
+    readiness = Readiness(ready=ready, reason="as told", details=lambda: {"decode": [1, {"a": 2}]})
+    generator = ScriptedGenerator(readiness=readiness)
     async with serve(generator) as server, aiohttp.ClientSession() as session:
         async with session.get(server.url + path.format(name=MODEL)) as response:
             assert_described(path, await response.json(), "get", response.status)
