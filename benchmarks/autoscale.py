@@ -34,6 +34,7 @@ from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
+from common.scheduling.costs import Costs
 from gateway.observability.metrics import GatewayMetrics
 from gateway.routing.admission import Admission
 from gateway.routing.router import Expected
@@ -125,7 +126,7 @@ class Worker:
             max_waiting=65536,
             ageing_s=30.0,
             ttft_target_s=lambda tier: 2.0,
-            seconds_per_token=TOKEN_S,
+            costs=Costs(prefill_s_per_token=TOKEN_S),
         )
 
     @property
@@ -149,7 +150,7 @@ class Worker:
             self.busy_s += took_s
             for chunk in self._scheduler.step_done(chunks):
                 if chunk.last:
-                    self._scheduler.unpinned(chunk.prompt.key)
+                    self._scheduler.holdings.unpinned(chunk.prompt.key)
                     yield chunk.prompt.key.request, self.now
 
     @property

@@ -16,6 +16,7 @@ from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from common.scheduling.fair_queue import FairQueue
 from common.scheduling.lazy_heap import LazyHeap
+from common.scheduling.turns import Passing, due_at
 from decode_worker.admission import Admission, Newcomer, rank_of
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
@@ -24,9 +25,6 @@ from decode_worker.running_batch import RunningBatch, seniority
 
 _LOOK_AHEAD = 4
 """Waiting requests that are tried if the first of them does not fit."""
-_MAX_PASSED = 16
-"""Number of later requests that may be admitted before a waiting request that does not fit. After that, none may. The
-same holds for a preempted sequence that has waited beyond the ageing time, and requests of higher tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,8 @@ class Entrance:
         work = request.work
         request.enter(RequestEvent.WANT)
         request.chain.extend(work.token_ids, len(work.token_ids))
-        allowance_s = 0.0 if request.pull is not None else len(work.token_ids) * self._costs.prefill_s_per_token
-        deadline = request.arrived + self._policy.ttft_target_s(work.tier) + allowance_s
+        num_tokens = 0 if request.pull is not None else len(work.token_ids)
+        deadline = due_at(request.arrived, self._policy.ttft_target_s(work.tier), num_tokens, self._costs)
         self.waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
         self._look_again = True
 
@@ -151,24 +149,25 @@ class Entrance:
         return granted
 
     def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
-        """Admit or resume the next request or sequence that may; returns whether there was one."""
+        """Admit or resume the next request or sequence that may; returns whether there was one. Requests of higher
+        tiers pass a preempted sequence that has waited beyond the ageing time only as often as one that does not
+        fit."""
         back = self._next_preempted()
+        passing, any_refused = Passing(), False
         waited_long = self._waited_long(back, now)
-        if back is not None and waited_long and back.num_passed >= _MAX_PASSED:
-            return self._resume(back, now)
-        refused: list[DecodeRequest] = []
+        if back is not None and waited_long:
+            passing.refuse(back)
         for request in self._candidates(now, len(Tier) if back is None else back.request.work.tier.rank):
-            if self._admit(request, now, granted):
-                for passed in refused:
-                    passed.num_passed += 1
-                if back is not None and waited_long:
-                    back.num_passed += 1
-                return True
-            refused.append(request)
-            if request.num_passed >= _MAX_PASSED:
+            rank = request.work.tier.rank
+            if not passing.may_go(rank):
                 break
+            if self._admit(request, now, granted):
+                passing.went(rank)
+                return True
+            passing.refuse(request)
+            any_refused = True
         # Blocks that a request of a higher tier waits for go to a lower tier only if that has waited long.
-        return back is not None and (waited_long or not refused) and self._resume(back, now)
+        return back is not None and (waited_long or not any_refused) and self._resume(back, now)
 
     def _waited_long(self, preempted: Generation | None, now: float) -> bool:
         return preempted is not None and now - preempted.preempted_at > self._policy.ageing_s

@@ -10,8 +10,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection
 
-from common.scheduling.fair_queue import AGED_SHARE
 from common.scheduling.lazy_heap import LazyHeap
+from common.scheduling.turns import AGED_SHARE, aged
 from decode_worker.request import Generation, Stage, StageEvent
 
 Seniority = tuple[int, int]
@@ -32,8 +32,8 @@ class RunningBatch:
         self._most_aged = max(1, max_num_seqs // AGED_SHARE)
         self._running: dict[Generation, Seniority] = {}
         self._ready: LazyHeap[Generation] = LazyHeap()
-        self._ready_since: dict[Generation, float] = {}
-        """Ready sequences → monotonic seconds since when; the one that has waited longest comes first."""
+        self._ready_since: LazyHeap[Generation] = LazyHeap()
+        """Ready sequences, the one that has waited longest first."""
         self._aged: set[Generation] = set()
         """Running sequences that got their place because they had waited long. They do not give it up to higher
         tiers."""
@@ -86,7 +86,7 @@ class RunningBatch:
 
     def _wait(self, generation: Generation, now: float) -> None:
         self._ready.add(generation, seniority(generation))
-        self._ready_since[generation] = now
+        self._ready_since.add(generation, now)
 
     def next_step(self, now: float, ahead: Collection[Generation] = ()) -> list[Generation]:
         """Begin the next step and fill the batch; returns the sequences that have joined. Sequences in `ahead` have one
@@ -99,8 +99,8 @@ class RunningBatch:
         self._ahead = ahead
         joined = []
         while (generation := self._ready.first()) is not None:
-            oldest, since = next(iter(self._ready_since.items()))
-            if now - since > self._ageing_s and len(self._aged) < self._most_aged:
+            oldest = aged(self._ready_since, now - self._ageing_s)
+            if oldest is not None and len(self._aged) < self._most_aged:
                 if len(self._running) < self._max_num_seqs or self._make_place(generation, now):
                     self._aged.add(oldest)
                     generation = oldest
@@ -114,7 +114,7 @@ class RunningBatch:
 
     def _join(self, generation: Generation, now: float) -> None:
         self._ready.discard(generation)
-        del self._ready_since[generation]
+        self._ready_since.discard(generation)
         generation.enter(StageEvent.JOIN)
         generation.joined(now)
         self._running[generation] = rank, order = seniority(generation)
@@ -155,7 +155,7 @@ class RunningBatch:
     def discard(self, generation: Generation) -> None:
         """A sequence has ended or lost its blocks. Does nothing if it is not here."""
         self._ready.discard(generation)
-        self._ready_since.pop(generation, None)
+        self._ready_since.discard(generation)
         self._aged.discard(generation)
         if generation in self._running:
             del self._running[generation]

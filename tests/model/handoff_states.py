@@ -197,7 +197,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     PrefillCore: "settings engine totals",
     PrefillPlan: "number",
     PrefillRequest: "urgency block_hashes story deadline",
-    PrefillScheduler: "_pool _num_admitted _num_uncomputed num_prefix_queried num_prefix_hit",
+    PrefillScheduler: "_pool _costs _num_admitted num_prefix_queried num_prefix_hit",
     Pull: "story",
     Arrivals: "_pool num_tail_blocks",
     Departures: "_pool num_moved",
@@ -247,7 +247,7 @@ class _Reader:
 
     def heap(self, heap: LazyHeap[Any]) -> Any:
         """The items in their order. What orders them is only compared."""
-        return self.items([item for _, number, item in sorted(heap._heap) if heap._entries.get(item) == number])
+        return self.items([item for _, _, item in sorted(heap._entries.values())])
 
     def queue(self, queue: FairQueue[Any]) -> Any:
         """The items that wait. There is one tenant, so no account of service decides anything."""
