@@ -116,14 +116,14 @@ class Load:
         began = time.thread_time()
         self.pool.step_finished(number)
         for generation in ended:
-            self.scheduler.remove(generation)
+            self.scheduler.sequences.remove(generation)
             self.scheduler.forget(generation.request)
             del self.ends[generation.request.work.request]
         live = self.scheduler.chunks_done(chunks)
         self.timed += time.thread_time() - began
         for chunk in live:
             if chunk.last and chunk.prompt.generation is not None:
-                self.scheduler.recomputed(chunk.prompt.generation, 0.0)
+                self.scheduler.sequences.recomputed(chunk.prompt.generation, 0.0)
         return self.timed
 
 
@@ -140,8 +140,8 @@ def measure(num_running: int, num_queued: int, num_steps: int, seed: int, *, pre
         "p50_us": statistics.median(taken),
         "p99_us": quantile(taken, 0.99),
         "max_us": max(taken),
-        "running": load.scheduler.num_running,
-        "preemptions": load.scheduler.num_swapped + load.scheduler.num_recomputed,
+        "running": load.scheduler.batch.num_running,
+        "preemptions": load.scheduler.swap.num_swapped + load.scheduler.preemption.num_recomputed,
     }
 
 

@@ -25,6 +25,8 @@ from decode_worker.running_batch import RunningBatch, seniority
 
 _LOOK_AHEAD = 4
 """Waiting requests that are tried if the first of them does not fit."""
+PLACES = (RequestState.WAITING, RequestState.RESERVED, RequestState.COMPUTING)
+"""States of a request that has come in and has not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,11 @@ class Entrance:
         self.waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
         self._look_again = True
 
+    def want_again(self, request: DecodeRequest) -> None:
+        """The request, which had room, waits again."""
+        request.sent_back = True
+        self.want(request, request.arrived)
+
     def stand_by(self, generation: Generation, now: float) -> None:
         """A sequence without blocks waits for some."""
         generation.enter(StageEvent.PREEMPT)
@@ -92,16 +99,39 @@ class Entrance:
         self.preempted.add(generation, seniority(generation))
         self._look_again = True
 
-    def look_again(self) -> None:
-        """Something has changed: whoever was refused may fit now."""
+    def mask_awaited(self, generation: Generation) -> None:
+        """The sequence's next mask is not known yet: until it is, the sequence is in no step, and is not resumed."""
+        self.awaited.add(generation)
+
+    def mask_known(self, generation: Generation) -> None:
+        """The sequence's next mask is known, or not needed any more."""
+        self.awaited.discard(generation)
         self._look_again = True
 
+    def place_of(self, request: DecodeRequest) -> RequestState | None:
+        """The state, one of `PLACES`, in which the request is here; None if it is not."""
+        if request in self.waiting:
+            return RequestState.WAITING
+        if request in self.reserved:
+            return RequestState.RESERVED
+        return RequestState.COMPUTING if request in self._prompts.of_requests else None
+
     def forget(self, request: DecodeRequest) -> list[int]:
-        """Remove a request that has not begun. Returns the blocks of its reservation, if it has one."""
+        """Remove a request that has not begun, whatever its state. Returns the blocks of its reservation, if it has
+        one: the owner of the pull releases them."""
         self.waiting.discard(request)
         self._newest_unread.discard(request)
         self._look_again = True
-        return self.reserved.pop(request, [])
+        reserved = self.reserved.pop(request, [])
+        prompt = self._prompts.take(request)
+        if prompt is not None:
+            self._pool.release(prompt.block_table)
+        if reserved or prompt is not None:
+            self._pool.release(request.fork_blocks)
+            request.fork_blocks = []
+            for choice in request.work.choices:
+                self._admission.leave((request, choice))
+        return reserved
 
     def settled(self, request: DecodeRequest) -> None:
         """The reserved blocks hold valid KV: they are the request's."""
@@ -278,13 +308,6 @@ class Entrance:
         if lacking > 0 and self._admission.any_below(rank) and (self._pressure is None or rank < self._pressure[0]):
             self._pressure = rank, lacking
         return lacking <= 0
-
-    def unbook(self, request: DecodeRequest) -> None:
-        """Release the fork blocks and the forecast entries of a request that had room and has no choices yet."""
-        self._pool.release(request.fork_blocks)
-        request.fork_blocks = []
-        for choice in request.work.choices:
-            self._admission.leave((request, choice))
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -500,7 +500,7 @@ class Site:
             "wanted": [message.key for message in core.departures._wanted.values()],
             "cut": sorted(core.departures._cut),
             "arrivals": [request.key for request in core.arrivals._arrivals],
-            "host": core.scheduler.num_host_used,
+            "host": core.scheduler.swap.num_used,
         }
         return {name: count for name, count in counts.items() if count}
 

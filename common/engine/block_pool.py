@@ -263,6 +263,10 @@ class BlockPool:
         """
         return sum(self._ref_counts[block] == 0 and block not in self._limbo for block in blocks)
 
+    def num_private(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks`, which one sequence holds, no other one holds."""
+        return sum(self._ref_counts[block] == 1 for block in blocks)
+
     @property
     def num_in_flight(self) -> int:
         """Steps that have started and not finished."""

@@ -49,9 +49,11 @@ from decode_worker.entrance import Entrance
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.migration import Arrivals, Departures
 from decode_worker.policy import Policy
+from decode_worker.preemption import Preemption
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequences import Sequences
 from decode_worker.steps import Planned as DecodePlan
 from decode_worker.steps import Steps as DecodeSteps
 from decode_worker.swap_space import SwapSpace
@@ -184,7 +186,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     DecodeCore: "settings engine totals",
     DecodePlan: "number decoding",
     DecodeRequest: "chain order story deadline",
-    DecodeScheduler: "_pool _policy _costs num_recomputed num_revoked",
+    DecodeScheduler: "_pool _policy",
     Entrance: "_pool _policy _costs _num_orders num_prefix_queried num_prefix_hit",
     Flow: "generation story num_duplicates num_gaps failures",
     Front: "_ended",
@@ -194,6 +196,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     Lender: "_num_prefixes_lent",
     LocalPrompt: "urgency",
     LocalPrompts: "_policy _costs",
+    Preemption: "_pool _policy num_recomputed num_revoked",
     PrefillCore: "settings engine totals",
     PrefillPlan: "number",
     PrefillRequest: "urgency block_hashes story deadline",
@@ -201,6 +204,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     Pull: "story",
     Arrivals: "_pool num_tail_blocks",
     Departures: "_pool num_moved",
+    Sequences: "_pool _policy",
     SwapSpace: "_policy _costs num_swapped",
     Read: "read_id",
     Worker: "num_drawn sent runs_ahead",

@@ -274,7 +274,7 @@ class Worker:
         """A reservation is taken back for a moment, as for a request of a higher tier."""
         [request, *_] = self._revocable()
         step = Step()
-        self.core.scheduler._revoke(request, step)
+        self.core.scheduler.preemption.preempt(request, step, 0.0)
         for each in step.revoked:
             self.core.pulls.revoke(each.pull)
         self._happens(Ticked())
@@ -353,7 +353,7 @@ class Worker:
         if self.core.role is Role.PREFILL:
             tables = [request.block_table for request in self._requests()]
         else:
-            tables = [each.block_table for each in self.core.scheduler._prompts]
+            tables = [each.block_table for each in self.core.scheduler.prompts]
             tables += [each.sequence.block_table for request in self._requests() for each in request.generations]
         return owned + [block for table in tables for block in table]
 
