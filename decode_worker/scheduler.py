@@ -32,7 +32,7 @@ from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
 from decode_worker.preemption import Preemption
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt, RequestState
-from decode_worker.running_batch import RunningBatch
+from decode_worker.running_batch import RunningBatch, seniority
 from decode_worker.sequences import Sequences
 from decode_worker.step import Step
 from decode_worker.swap_space import SwapSpace
@@ -45,7 +45,7 @@ class DecodeScheduler:
         self._pool = pool
         self._policy = policy
         self._block_size = policy.block_size
-        self.batch = RunningBatch(policy.max_num_seqs, policy.block_size, policy.ageing_s)
+        self.batch = RunningBatch(policy)
         self._admission = Admission(pool, policy)
         self.prompts = LocalPrompts(policy, costs)
         self.entrance = Entrance(pool, policy, costs, self._admission, self.batch, self.prompts)
@@ -150,7 +150,7 @@ class DecodeScheduler:
             return step
         ahead: frozenset[Generation] = frozenset() if before is None else frozenset(before.decodes)
         joined = self.sequences.next_step(now, ahead)
-        ending = {generation for generation in ahead if generation in self.batch and self._ends(generation)}
+        ending = self.batch.ending()
         self.preemption.relieve(step, now)
         idle = ending | {generation for generation in self.entrance.awaited if generation in self.batch}
         sitting_out = self._grow(step, now, ending, idle) | idle
@@ -172,7 +172,8 @@ class DecodeScheduler:
         """Whether the next step may be scheduled while `step`, the last one, runs: it consists of decodes only, and no
         mask depends on the tokens that it samples."""
         plain = not (step.chunks or step.copies or step.swap_outs or step.swap_ins)
-        return plain and not self.trials and not any(each.sequence.sampling.grammar for each in step.decodes)
+        masked = self.batch.masked
+        return plain and not self.trials and not (masked and masked.intersection(step.decodes))
 
     def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""
@@ -218,12 +219,6 @@ class DecodeScheduler:
 
     # --- a step's parts ------------------------------------------------------------------------------------------
 
-    def _ends(self, generation: Generation) -> bool:
-        """Whether the sequence's next token is certainly its last, by its length."""
-        sequence = generation.sequence
-        full = sequence.num_tokens + 1 >= self._policy.max_sequence_tokens
-        return full or sequence.num_output + 1 >= sequence.sampling.max_tokens
-
     def _swap_in(self, step: Step, joined: Seq[Generation]) -> None:
         """Swap in the blocks of sequences that have joined, except those that were preempted in the same step."""
         for generation in joined:
@@ -235,17 +230,17 @@ class DecodeScheduler:
         this step out; newer ones of lower tiers are preempted, so that there will be blocks."""
         due = self.batch.due()
         if idle:
-            for generation in idle.intersection(due):
-                self.batch.sit_out(generation)
+            self.batch.sit_out(idle.intersection(due))
             due = [generation for generation in due if generation not in idle]
-        blocks = self._pool.allocate(min(len(due), self._pool.num_free))
-        fed, lacking = due[: len(blocks)], due[len(blocks) :]
-        for generation, block in zip(fed, blocks, strict=True):
+        num_blocks = min(len(due), self._pool.num_free)
+        if num_blocks < len(due):
+            due.sort(key=seniority)
+        fed, lacking = due[:num_blocks], due[num_blocks:]
+        for generation, block in zip(fed, self._pool.allocate(num_blocks), strict=True):
             generation.sequence.block_table.append(block)
-        self.batch.fed(*fed)
+        self.batch.fed(fed)
         sitting_out = self.preemption.make_room(lacking, ending, step, now) if lacking else set()
-        for generation in sitting_out:
-            self.batch.sit_out(generation)
+        self.batch.sit_out(sitting_out)
         return sitting_out
 
 

@@ -70,6 +70,8 @@ class _Idle:
         """Take the `num` blocks that were released first. The queue must hold at least `num` blocks."""
         blocks: list[int] = []
         queue, stale = self._queue, self._stale
+        if not stale:
+            return [queue.popleft() for _ in range(num)]
         while len(blocks) < num:
             block = queue.popleft()
             if block not in stale:
@@ -111,8 +113,8 @@ class BlockPool:
         # Named blocks without references and outside limbo, in the order of their release.
         self._unreferenced = _Idle()
         self._num_evicted = 0
-        # Names added (True) or removed (False) since the last `take_changes`.
-        self._changes: dict[BlockHash, bool] = {}
+        # Names added or removed since the last `take_changes`.
+        self._changed: list[BlockHash] = []
         # Block → last step that started before its release. Entries are in the order of release, so the steps ascend.
         self._limbo: OrderedDict[int, int] = OrderedDict()
         # Steps in flight, oldest first. A dict keeps the order, and removes from the middle in O(1).
@@ -156,8 +158,8 @@ class BlockPool:
     def take_changes(self) -> dict[BlockHash, bool]:
         """Names added (True) or removed (False) since the last call. A name that changed several times occurs once,
         with its present state."""
-        changes, self._changes = self._changes, {}
-        return changes
+        changed, self._changed = self._changed, []
+        return {name: name in self._named for name in changed}
 
     def ref_count(self, block: int) -> int:
         """References to `block`; 0 when it is free, cached and unreferenced, or in limbo."""
@@ -187,7 +189,7 @@ class BlockPool:
             assert name is not None, f"block {block} is in the cache without a name"
             del named[name]
             names[block] = None
-            self._changes[name] = False
+            self._changed.append(name)
         self._num_evicted += num
         return blocks
 
@@ -235,12 +237,12 @@ class BlockPool:
         """
         if not self._prefix_cache:
             return
-        ref_counts, names, named = self._ref_counts, self._names, self._named
+        assert all(map(self._ref_counts.__getitem__, blocks)), f"one of blocks {blocks} is named but nobody holds it"
+        names, set_default = self._names, self._named.setdefault
         for block, block_hash in zip(blocks, block_hashes, strict=True):
-            assert ref_counts[block] > 0, f"block {block} is named but nobody holds it"
-            if names[block] is None and named.setdefault(block_hash, block) == block:
+            if names[block] is None and set_default(block_hash, block) == block:
                 names[block] = block_hash
-                self._changes[block_hash] = True
+                self._changed.append(block_hash)
 
     def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """The cached blocks of the leading ones of `block_hashes`, up to the first hash that is not cached.
@@ -310,6 +312,5 @@ class BlockPool:
         assert self._named == {name: block for block, name in names.items()}, "the two maps of names differ"
         assert len(self._named) == len(names), "two blocks have one name"
         assert self._prefix_cache or not names, "a block has a name without a prefix cache"
-        assert all((name in self._named) == is_there for name, is_there in self._changes.items()), "a change is wrong"
         assert names.keys().isdisjoint(self._free), "a plain free block has a name"
         assert names.keys() >= set(self._unreferenced), "an unreferenced cached block has no name"

@@ -30,7 +30,10 @@ def due_at(start: float, target_s: float, num_tokens: int, costs: Costs) -> floa
 def aged(waiting: LazyHeap[T], before: float, without: Collection[T] = ()) -> T | None:
     """The item of `waiting`, ordered by the time since when, that has waited longest, if it has waited since before the
     time `before`; else None. Items in `without` do not count."""
-    oldest = next((item for item in waiting.smallest(len(without) + 1) if item not in without), None)
+    if without:
+        oldest = next((item for item in waiting.smallest(len(without) + 1) if item not in without), None)
+    else:
+        oldest = waiting.first()
     return oldest if oldest is not None and waiting.key(oldest) < before else None
 
 

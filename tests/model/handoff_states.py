@@ -190,7 +190,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     Entrance: "_pool _policy _costs _num_orders num_prefix_queried num_prefix_hit",
     Flow: "generation story num_duplicates num_gaps failures",
     Front: "_ended",
-    Generation: "chain order rank due_step end_step timings",
+    Generation: "chain order rank timings",
     Lease: "story",
     LeaseTable: "_epoch num_expired num_reclaimed",
     Lender: "_num_prefixes_lent",
@@ -263,7 +263,7 @@ class _Reader:
 
     def batch(self, batch: RunningBatch) -> Any:
         """Sequences with the steps until they need a block, and sequences that are ready."""
-        running = [(self.read(each), each.due_step - batch.step) for each in batch.running()]
+        running = [(self.read(each), batch._due[each] - batch.step) for each in batch.running()]
         return tuple(running), self.items(batch.ready())
 
     def admission(self, admission: Admission) -> Any:

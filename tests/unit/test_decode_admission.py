@@ -218,13 +218,14 @@ def test_one_that_outlives_what_was_expected_is_judged_anew_among_the_lengths_th
     """By another rank: with the old one, a low one, the next length would be expected each time, and never reached."""
     bench, generation = with_lengths_up_to(40, rank=0.0)
     step = bench.begin_step()
-    first_end = generation.end_step
+    first_end = bench.scheduler._admission._expected_ends[generation]
     bench.end_step(step)
     assert first_end == bench.scheduler.batch.step + 7, "it has the first of 8 tokens"
     bench.steps(7)
     num_left = 40 - generation.sequence.num_output // 8
     expected = 8 * (40 - num_left + int(rank_of(0) * num_left) + 1)
-    assert 8 + generation.end_step - first_end == expected, "0.618 of the way through those that are left"
+    last_end = bench.scheduler._admission._expected_ends[generation]
+    assert 8 + last_end - first_end == expected, "0.618 of the way through those that are left"
 
 
 def test_one_that_goes_on_and_on_is_judged_anew_a_few_times() -> None:
@@ -232,7 +233,7 @@ def test_one_that_goes_on_and_on_is_judged_anew_a_few_times() -> None:
     ends = set()
     for _ in range(8 * 40):
         bench.step()
-        ends.add(generation.end_step)
+        ends.add(bench.scheduler._admission._expected_ends[generation])
     assert len(ends) < 12, "not at every length that it outlives"
 
 

@@ -59,6 +59,16 @@ def test_those_who_lack_a_block_sit_out_one_step_and_go_on_in_the_next() -> None
     assert c.stage is Stage.PREEMPTED
 
 
+def test_the_only_free_block_goes_to_the_most_senior_of_those_who_are_due() -> None:
+    bench = Bench(10, memory_reserve=EAGER)
+    tiers = {"old": STANDARD, "vip": INTERACTIVE, "new": STANDARD}
+    old, vip, new = [bench.enter(request(name, 8, tier=tier))[0] for name, tier in tiers.items()]
+    bench.step()
+    assert bench.pool.num_free == 1
+    assert bench.preempting_step().decodes == [vip]
+    assert (old.stage, new.stage) == (Stage.RUNNING, Stage.PREEMPTED)
+
+
 def test_no_more_give_way_than_need_be() -> None:
     """One is due while three blocks are needed by nobody else: one other gives way."""
     bench = Bench(7, memory_reserve=EAGER)
