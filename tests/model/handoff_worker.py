@@ -377,7 +377,7 @@ class Worker:
             is_crowded=bool(self.others),
             num_revocable=len(self._revocable()),
             has_unclaimed=any(lease.complete and lease.sink is None for lease in table._leases.values()),
-            has_early=any(parked.until < DEADLINE for parked in table._parked.values()),
+            has_early=any(parked.until < DEADLINE for parked in table.parked._parked.values()),
             idle=core.idle,
             open_requests=core.open_requests(GATEWAY),
             open_pulls={address: tuple(core.open_pulls(address)) for address in sorted(addresses)},
@@ -404,7 +404,7 @@ class Worker:
             "leases": lender.num_leases,
             "readers": lender.num_readers,
             "parked attaches": lender.num_parked,
-            "expected offers": len(lender._leases._expected),
+            "expected offers": len(lender._leases.parked._expected),
             "blocks": core.pool.num_blocks - core.pool.num_free,
         }
         if core.role is Role.DECODE:

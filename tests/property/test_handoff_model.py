@@ -503,7 +503,7 @@ class World:
         for pool in (self.source.pool, *(sink.pool for sink in self.sinks.values())):
             assert pool.num_free == pool.num_blocks, "a block was lost"
         table = self.source.table
-        assert (len(table), table.num_parked, table.num_readers) == (0, 0, 0)
+        assert (len(table), len(table.parked), table.num_readers) == (0, 0, 0)
 
 
 class Play:
