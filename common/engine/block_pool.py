@@ -19,9 +19,8 @@ block that was released longest ago is evicted first.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import BatonError
@@ -113,10 +112,10 @@ class BlockPool:
         # Named blocks without references and outside limbo, in the order of their release.
         self._unreferenced = _Idle()
         self._num_evicted = 0
-        # Names added or removed since the last `take_changes`.
-        self._changed: list[BlockHash] = []
+        # Names added (True) or removed (False) since the last `take_changes`.
+        self._changes: dict[BlockHash, bool] = {}
         # Block → last step that started before its release. Entries are in the order of release, so the steps ascend.
-        self._limbo: OrderedDict[int, int] = OrderedDict()
+        self._limbo: dict[int, int] = {}
         # Steps in flight, oldest first. A dict keeps the order, and removes from the middle in O(1).
         self._in_flight: dict[int, None] = {}
         self._last_step = 0
@@ -158,8 +157,8 @@ class BlockPool:
     def take_changes(self) -> dict[BlockHash, bool]:
         """Names added (True) or removed (False) since the last call. A name that changed several times occurs once,
         with its present state."""
-        changed, self._changed = self._changed, []
-        return {name: name in self._named for name in changed}
+        changes, self._changes = self._changes, {}
+        return changes
 
     def ref_count(self, block: int) -> int:
         """References to `block`; 0 when it is free, cached and unreferenced, or in limbo."""
@@ -189,7 +188,7 @@ class BlockPool:
             assert name is not None, f"block {block} is in the cache without a name"
             del named[name]
             names[block] = None
-            self._changed.append(name)
+            self._changes[name] = False
         self._num_evicted += num
         return blocks
 
@@ -242,7 +241,7 @@ class BlockPool:
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             if names[block] is None and set_default(block_hash, block) == block:
                 names[block] = block_hash
-                self._changed.append(block_hash)
+                self._changes[block_hash] = True
 
     def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """The cached blocks of the leading ones of `block_hashes`, up to the first hash that is not cached.
@@ -285,9 +284,9 @@ class BlockPool:
         assert step in self._in_flight, f"step {step} is not in flight"
         del self._in_flight[step]
         oldest = next(iter(self._in_flight), self._last_step + 1)
-        unused = [block for block, _ in takewhile(lambda each: each[1] < oldest, self._limbo.items())]
-        for block in unused:
-            del self._limbo[block]
+        waiting = {block: step for block, step in self._limbo.items() if step >= oldest}
+        unused = list(self._limbo)[: len(self._limbo) - len(waiting)]
+        self._limbo = waiting
         self._set_free(unused)
 
     def check_invariants(self) -> None:
@@ -312,5 +311,6 @@ class BlockPool:
         assert self._named == {name: block for block, name in names.items()}, "the two maps of names differ"
         assert len(self._named) == len(names), "two blocks have one name"
         assert self._prefix_cache or not names, "a block has a name without a prefix cache"
+        assert all((name in self._named) == is_there for name, is_there in self._changes.items()), "a change is wrong"
         assert names.keys().isdisjoint(self._free), "a plain free block has a name"
         assert names.keys() >= set(self._unreferenced), "an unreferenced cached block has no name"
