@@ -2,8 +2,8 @@
 
 Everything that the scheduler and the block pool do for a step is timed (admitting, settling, growing, planning while
 the step before runs as on a GPU, removing ended sequences), in CPU time of the thread, since other processes share the
-machine. Sampling, messages and the model are left out. Sequences end after 200 tokens on average and are replaced at once, so
-that the number of changes in a step grows with the number of running sequences.
+machine. Sampling, messages and the model are left out. Sequences end after 200 tokens on average and are replaced at
+once, so that the number of changes in a step grows with the number of running sequences.
 
     python -m benchmarks.scheduler_cost
 """

@@ -485,9 +485,10 @@ class DecodeCore:
         self.scheduler.check_invariants()
         self.exchange.check_invariants()
         assert all(request.state is RequestState.FINISHED for request in self.book.finished.values())
+        here = {request for request in self.book.requests.values() if request.state in PLACES}
+        assert here == self.scheduler.entrance.requests()
         for request in self.book.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.generations), request.story
-            assert self.scheduler.entrance.place_of(request) is (request.state if request.state in PLACES else None)
             masked = request.grammar_state in self._masks
             assert masked == (request.state is RequestState.MASKED), request.story
             attaching = request.pull is not None and request.pull.state is PullState.ATTACHING

@@ -108,13 +108,9 @@ class Entrance:
         self.awaited.discard(generation)
         self._look_again = True
 
-    def place_of(self, request: DecodeRequest) -> RequestState | None:
-        """The state, one of `PLACES`, in which the request is here; None if it is not."""
-        if request in self.waiting:
-            return RequestState.WAITING
-        if request in self.reserved:
-            return RequestState.RESERVED
-        return RequestState.COMPUTING if request in self._prompts.of_requests else None
+    def requests(self) -> set[DecodeRequest]:
+        """The requests that have come in and have not begun: those in one of `PLACES`."""
+        return {*self.waiting, *self.reserved, *self._prompts.of_requests}
 
     def forget(self, request: DecodeRequest) -> list[int]:
         """Remove a request that has not begun, whatever its state. Returns the blocks of its reservation, if it has
