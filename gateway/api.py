@@ -21,6 +21,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import cast
 
 from aiohttp import web
@@ -28,7 +29,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
-from gateway.access.callers import CALLER, Callers, client_of
+from gateway.access.callers import CALLER, Caller, Callers, client_of
 from gateway.access.http_guard import SLOT, Guard, as_api_error, has_ended, is_gone
 from gateway.answer import answer_schemas as answers
 from gateway.answer.choice_stream import stream_pieces
@@ -50,6 +51,7 @@ from gateway.observability.metrics import GatewayMetrics
 from gateway.observability.request_life import RequestLife, Traces
 from gateway.openapi import ROUTES, document
 from gateway.serving.generation import GenerationFailed, Generator
+from gateway.text.choice_text import Piece
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.web.ending import ENDING, GOODBYE_S, Ending
 from gateway.web.event_stream import EventStream
@@ -232,8 +234,7 @@ class _Api:
         with self._failures_counted(request, life):
             async with aclosing(stream_pieces(self._generator, self._tokenizer, life.job)) as pieces:
                 async for piece in pieces:
-                    life.observe(piece, self._clock())
-                    caller.charge(piece.num_tokens)
+                    self._observe(life, caller, piece)
                     choices[piece.choice].add(piece)
                     num_reports += len(piece.reports) + len(piece.prompt_reports)
                     if num_reports >= _TURN_REPORTS:
@@ -246,7 +247,7 @@ class _Api:
 
     async def _stream(self, request: web.Request, life: RequestLife, answer: AnswerFormat) -> web.StreamResponse:
         events = EventStream(request, self._limits.stall_timeout_s)
-        chunks = ChunkSender(events, life, answer, request[CALLER], self._clock)
+        chunks = ChunkSender(events, life.job, answer, partial(self._observe, life, request[CALLER]))
         num_reports = 0
         try:
             with self._failures_counted(request, life):
@@ -267,6 +268,10 @@ class _Api:
             self._metrics.recent.failed(self._clock())
             await events.send_error(encode(as_api_error(error).body()))
         return await events.close()
+
+    def _observe(self, life: RequestLife, caller: Caller, piece: Piece) -> None:
+        life.observe(piece, self._clock())
+        caller.charge(piece.num_tokens)
 
     @contextmanager
     def _failures_counted(self, request: web.Request, life: RequestLife) -> Iterator[None]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from common.runtime.clock import Clock
-from gateway.access.callers import Caller
+from collections.abc import Callable
+
 from gateway.answer.chunk_encoder import ChunkEncoder
 from gateway.answer.responses import AnswerFormat, usage_of
-from gateway.observability.request_life import RequestLife
+from gateway.intake.request_intake import Job
 from gateway.text.choice_text import Piece
 from gateway.web.event_stream import EventStream
 
@@ -14,16 +14,15 @@ from gateway.web.event_stream import EventStream
 class ChunkSender:
     """The events of one request (`gateway.answer.choice_stream.Outlet`)."""
 
-    def __init__(
-        self, events: EventStream, life: RequestLife, answer: AnswerFormat, caller: Caller, clock: Clock
-    ) -> None:
+    def __init__(self, events: EventStream, job: Job, answer: AnswerFormat, observe: Callable[[Piece], None]) -> None:
+        """`observe` is called with each piece before it is sent."""
         self._events = events
-        self._life = life
-        self._caller = caller
-        self._clock = clock
-        self._chunks = ChunkEncoder(answer, usage_follows=life.job.include_usage)
+        self._job = job
+        self._observe = observe
+        self._chunks = ChunkEncoder(answer, usage_follows=job.include_usage)
         self._begun: set[int] = set()
-        self._num_open = sum(generation.num_choices for generation in life.job.generations)
+        self._num_open = sum(generation.num_choices for generation in job.generations)
+        self._num_tokens = 0
 
     async def send(self, piece: Piece) -> None:
         """Send a piece, together with the next one if that is there already. Raises `ConnectionError` as `EventStream`
@@ -47,13 +46,14 @@ class ChunkSender:
 
     def _event(self, piece: Piece) -> bytes:
         """Account for a piece, and encode it; empty if the client need not hear of it."""
-        life, job = self._life, self._life.job
-        life.observe(piece, self._clock())
-        self._caller.charge(piece.num_tokens)
+        self._observe(piece)
+        self._num_tokens += piece.num_tokens
         first = piece.choice not in self._begun
         self._begun.add(piece.choice)
         self._num_open -= piece.finish_reason is not None
         if not (first or piece.told or piece.finish_reason is not None):
             return b""
-        usage = usage_of(job.num_prompt_tokens, life.num_tokens) if job.continuous_usage else None
+        usage = None
+        if self._job.continuous_usage:
+            usage = usage_of(self._job.num_prompt_tokens, self._num_tokens)
         return self._chunks.encode(piece, first, usage)
