@@ -33,6 +33,7 @@ from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
+from common.scheduling.costs import Costs
 from gateway.dispatch.router import Expected
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.observability.metrics import GatewayMetrics
@@ -124,7 +125,7 @@ class Worker:
             max_waiting=65536,
             ageing_s=30.0,
             ttft_target_s=lambda tier: 2.0,
-            seconds_per_token=TOKEN_S,
+            costs=Costs(prefill_s_per_token=TOKEN_S),
         )
 
     @property
@@ -148,7 +149,7 @@ class Worker:
             self.busy_s += took_s
             for chunk in self._scheduler.step_done(chunks):
                 if chunk.last:
-                    self._scheduler.unpinned(chunk.prompt.key)
+                    self._scheduler.holdings.unpinned(chunk.prompt.key)
                     yield chunk.prompt.key.request, self.now
 
     @property

@@ -117,6 +117,7 @@ class Run:
             max_waiting=65536,
             ageing_s=30.0,
             ttft_target_s=lambda tier: TARGET_S,
+            costs=self._costs,
         )
         self._told: dict[RequestId, tuple[Given, Expected]] = {}
         self._registry = Registry((P,), (D,), "c")
@@ -185,7 +186,6 @@ class Run:
             self._step(now)
 
     def _step(self, now: float) -> None:
-        self._scheduler.seconds_per_token = self._costs.prefill_s_per_token
         self._scheduler.admit(now)
         chunks = self._scheduler.schedule(now)
         self._stepping = bool(chunks)
@@ -204,7 +204,7 @@ class Run:
                 request = chunk.prompt.work.request
                 given, expected = self._told.pop(request)
                 arrival = self._arrivals.pop(request)
-                self._scheduler.unpinned(chunk.prompt.key)
+                self._scheduler.holdings.unpinned(chunk.prompt.key)
                 self._at(now + HOP_S, partial(self._first_token, arrival, given, expected))
         self._step(now)
 
@@ -213,8 +213,8 @@ class Run:
             number=1,
             sent=0,
             steps=self._steps,
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
             blocks_used=0,
             blocks_total=8192,
             phase=Phase.SERVING,
