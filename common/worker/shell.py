@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 
@@ -46,7 +46,7 @@ from common.worker.events import (
     Ticked,
     Work,
 )
-from kv_transfer.events import AddSource, Connect, DropSource, Send, SendToSource, Serve, StartRead
+from kv_transfer.events import Send
 from kv_transfer.regions import Region
 from kv_transfer.transfers import Transfers
 from kv_transfer.transport import Transport
@@ -169,10 +169,8 @@ class WorkerShell:
                 self._masks.ask(grammar, state, token_ids, prompt_len, partial(self._on_mask, state))
             case ForgetMask(state):
                 self._masks.forget(state)
-            case Connect() | SendToSource() | AddSource() | DropSource() | StartRead() | Serve():
-                self._transfers.carry_out(action)
             case _:
-                assert_never(action)
+                self._transfers.carry_out(action)
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         self._inbox.put(MaskMade(state, gave_up))
