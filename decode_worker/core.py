@@ -50,7 +50,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
 from common.runtime.config import DecodeSettings
-from common.worker.agenda import Agenda
+from common.worker.agenda import Agenda, PlanWanted
 from common.worker.events import (
     Action,
     DrainEnded,
@@ -162,6 +162,8 @@ class DecodeCore:
         match event:
             case StepWanted(before):
                 self._on_step_wanted(before)
+            case PlanWanted():
+                self._on_plan_wanted()
             case StepEnded():
                 self.steps.ended(event)
             case Received(peer, message):
@@ -207,15 +209,17 @@ class DecodeCore:
         planned: Planned | None = None if before is None else before.step
         if planned is not None and (self.departures.awaited or not self.scheduler.may_run_ahead(planned.step)):
             return
-        while not self.steps.plan(planned):
-            if planned is not None:
-                return
-            self.front.tell_turn()
-            self.departures.cut()
-            self._reserve()
-            may_go_on = self.scheduler.num_running > self.scheduler.num_idle and self.pool.num_free
-            if not (may_go_on or self.scheduler.has_work):
-                return
+        if self.steps.plan(planned) or planned is not None:
+            return
+        self.front.tell_turn()
+        self.departures.cut()
+        self._agenda.emit_last(PlanWanted(before))
+
+    def _on_plan_wanted(self) -> None:
+        """The last plan was empty. Plan again, if what followed from it has left something to compute."""
+        may_go_on = self.scheduler.num_running > self.scheduler.num_idle and self.pool.num_free
+        if may_go_on or self.scheduler.has_work:
+            self._on_step_wanted(None)
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         """A sequence's next mask is known, or that of a local prompt's first tokens; or its grammar gave up."""

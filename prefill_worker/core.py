@@ -46,7 +46,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
 from common.runtime.config import PrefillSettings
-from common.worker.agenda import Agenda
+from common.worker.agenda import Agenda, PlanWanted
 from common.worker.events import (
     Action,
     DrainEnded,
@@ -83,7 +83,7 @@ from prefill_worker import view
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.steps import PlanWanted, Steps
+from prefill_worker.steps import Steps
 
 log = logging.getLogger(__name__)
 

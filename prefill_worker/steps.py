@@ -13,11 +13,10 @@ from common.engine.model_config import ModelConfig
 from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
-from common.worker.agenda import Agenda
+from common.worker.agenda import Agenda, PlanWanted
 from common.worker.events import Compute, StepEnded, Work
 from common.worker.exchange import Exchange
 from common.worker.front import Front
-from kv_transfer.events import Consequence
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
@@ -25,13 +24,6 @@ from prefill_worker.view import Totals
 
 _RECLAIM_AGE_S = 1.0
 """Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanWanted(Consequence):
-    """A step is to be planned, now that reclaimed blocks are free."""
-
-    before: Work | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +74,7 @@ class Steps:
         missing = self._scheduler.blocks_missing(now)
         if missing:
             self._lender.reclaim(missing, now - _RECLAIM_AGE_S)
-        self._agenda.emit(PlanWanted(before))
+        self._agenda.emit_last(PlanWanted(before))
 
     def plan(self, before: Work | None) -> None:
         """Admit prompts that fit and plan the next step, now that the blocks of `wanted` are free."""
