@@ -268,10 +268,10 @@ class LeaseTable:
 
         An attach that waits for a newer attempt goes on waiting.
         """
+        attempt, _ = self._expected.pop(request, (0, 0.0))
+        self._note_end(request, attempt)
         lease = self._leases.get(request)
         if lease is None:
-            attempt, _ = self._expected.pop(request, (0, 0.0))
-            self._note_end(request, attempt)
             parked = self._parked.get(request)
             if parked is None or parked.offered > attempt:
                 return []
@@ -329,7 +329,7 @@ class LeaseTable:
             assert not lease.complete or lease.num_ready == len(lease.block_ids), lease.story
             parked = self._parked.get(request)
             assert parked is None or parked.offered > lease.opened_attempt, lease.story
-            assert request not in self._expected, lease.story
+            assert lease.lent or request not in self._expected, lease.story
             assert lease.sink is None or (lease.key, lease.sink) in self._readers, lease.story
             assert not lease.lent or (lease.complete and lease.sink is not None), lease.story
 

@@ -76,6 +76,7 @@ def test_what_follows_from_a_cut_is_settled_before_the_next_plan() -> None:
     driven.hear(SINK, AttachPrefix(request=name, attempt=1, block_hashes=hashes))
     driven.hear(SINK, AttachSequence(request=name, attempt=1, sequence=sequence, choice=0, position=1))
     assert driven.core.lender.num_leases == 1
+    driven.core.check_invariants()
     driven.ask("waiting", range(20, 20 + 2 * BLOCK_SIZE + 1))
     assert driven.core.scheduler.num_waiting == 1
     assert driven.plan() is not None, "it has room now, and nobody asks again"

@@ -962,6 +962,15 @@ def test_a_request_that_bears_the_name_of_a_lent_prefix_gets_its_lease(table: Le
     assert offer.num_blocks == 2
 
 
+def test_nobody_waits_for_a_request_that_has_ended_while_a_prefix_was_lent_under_its_name(table: LeaseTable) -> None:
+    table.expect(key(), 600.0)
+    lent(table)
+    table.check_invariants()
+    assert returned(table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)) == [BLOCKS]
+    assert withdrawals(table.attach(attach(), D2, 2.0)) == [(D2, 1, Cause.LEASE_LOST)]
+    assert table.num_parked == 0
+
+
 def test_a_parked_attach_under_the_name_of_a_prefix_is_told(table: LeaseTable) -> None:
     table.attach(attach(), D2, 0.0)
     actions = table.lend(key(), BLOCKS, D1, 30.0, 0.0)
