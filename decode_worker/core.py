@@ -20,7 +20,7 @@ Pure state: `handle` takes an event and returns actions (`common.worker`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prometheus_client.metrics_core import Metric
@@ -31,19 +31,13 @@ from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import (
     Abort,
     Ack,
-    Attach,
-    AttachPrefix,
     AttachSequence,
     Decode,
-    Detach,
     Drain,
     Heartbeat,
     Message,
-    Phase,
     Resend,
-    Resume,
     Role,
-    Settle,
     Tokens,
 )
 from common.engine.block_pool import BlockPool
@@ -60,7 +54,6 @@ from common.worker.events import (
     MaskMade,
     PeerLost,
     Received,
-    SessionOpened,
     StepEnded,
     StepWanted,
     Ticked,
@@ -89,11 +82,6 @@ from kv_transfer.events import (
     Pulled,
     PullFailed,
     PullOffered,
-    ReadEnded,
-    Released,
-    SourceLost,
-    SourceOpened,
-    SourceReceived,
     Unpinned,
 )
 from kv_transfer.regions import Region
@@ -126,9 +114,11 @@ class DecodeCore:
         policy = Policy.of(settings, runner.config.max_sequence_tokens, self.block_size, runner.num_host_blocks)
         self._agenda = Agenda(self._decide, conclude=self._reserve)
         self.scheduler = DecodeScheduler(self.pool, policy, engine.costs)
-        self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
         self.exchange = Exchange(self._agenda, settings, region, self._find_prefix)
         self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
+        self.front: Front[DecodeRequest] = Front(
+            self._agenda, settings, self.block_size, self.pool, self.scheduler.trials, self.exchange
+        )
         self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self.block_size)
         self.departures = Departures(
             self.scheduler, self.pool, self.lender, self._agenda.send, self.exchange.checksum, self.block_size
@@ -168,16 +158,12 @@ class DecodeCore:
                 self.steps.ended(event)
             case Received(peer, message):
                 self._on_message(peer, message)
-            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
-                self.pulls.handle(event)
             case PullOffered(pull, num_blocks):
                 self._on_pull_offered(pull, num_blocks)
             case Pulled():
                 self._on_pulled(event)
             case PullFailed(pull, cause, why):
                 self._on_pull_failed(pull, cause, why)
-            case Released(block_ids):
-                self.pool.release(block_ids)
             case Unpinned(key, block_ids, settled):
                 self._on_unpinned(key, block_ids, settled=settled)
             case LeaseDropped():
@@ -189,18 +175,18 @@ class DecodeCore:
             case Ticked():
                 self._on_tick()
             case HelloReceived(peer, listed):
-                self._on_hello(peer, listed)
-            case SessionOpened(peer, role):
-                self.front.opened(peer, role)
+                for request in self.front.hello(peer, listed):
+                    self.book.forget(request, "unknown to its gateway")
             case PeerLost(peer):
-                self._on_peer_lost(peer)
+                for request in self.front.lost(peer):
+                    self.book.forget(request, "its gateway is gone")
             case DrainWanted():
-                self._drain()
+                self.front.drain()
             case DrainEnded(why):
                 for request in list(self.book.requests.values()):
                     self.book.fail(request, Cause.DRAINING, why)
             case _:
-                raise AssertionError(event)
+                self.front.handle(event)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -248,16 +234,12 @@ class DecodeCore:
                 request = self.book.find(message.request)
                 if request is not None and (request.gateway, request.key) == (peer, message.key):
                     self.answers.again(request, message)
-            case Attach() | AttachPrefix() | Settle() | Detach():
-                self.lender.on_message(peer, message)
             case AttachSequence():
                 self.departures.attach(peer, message, self._sequence(message))
             case Drain():
-                self._drain()
-            case Resume():
-                self.front.draining = False
+                self.front.drain()
             case _:
-                log.warning("%s is not for a decode worker; ignored", type(message).__name__)
+                self.front.on_message(peer, message)
 
     def _on_decode(self, gateway: Incarnation, work: Decode) -> None:
         if not self.front.admits(work.key):
@@ -333,18 +315,6 @@ class DecodeCore:
             request.enter(RequestEvent.END)
             request.generations.clear()  # breaks the reference cycle, which only the garbage collector would free
 
-    def _on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> None:
-        for request in self.book.owned_by(peer):
-            if request.key not in listed:
-                self.book.forget(request, "unknown to its gateway")
-        self.lender.on_hello(peer, listed)
-
-    def _on_peer_lost(self, peer: Incarnation) -> None:
-        for request in self.book.owned_by(peer):
-            self.book.forget(request, "its gateway is gone")
-        self.lender.on_peer_lost(peer)
-        self.front.lost(peer)
-
     # --- pulls ---------------------------------------------------------------------------------------------------
 
     def _on_pull_offered(self, pull: Pull, num_blocks: int) -> None:
@@ -418,9 +388,6 @@ class DecodeCore:
         elif request is not None:
             self.book.fail(request, Cause.LEASE_LOST, "a sequence was cut, and nobody has taken it over")
 
-    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
-        return self.book.gateway_of(key)
-
     # --- room ----------------------------------------------------------------------------------------------------
 
     def _reserve(self) -> None:
@@ -442,33 +409,7 @@ class DecodeCore:
             self.book.fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {state}")
         self.exchange.tick(now)
 
-    def _drain(self) -> None:
-        """Take no new work. Gateways learn it by the next heartbeat, and let other workers pull the running
-        sequences."""
-        if not self.front.draining:
-            log.info("draining: %d requests are open", len(self.book.requests))
-        self.front.draining = True
-
     # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is here that a tick could end."""
-        return not self.book.requests and self.exchange.idle
-
-    @property
-    def phase(self) -> Phase:
-        """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
-        held = bool(self.book.requests or self.book.finished)
-        return self.front.phase(holds_anything=held or not self.exchange.empty)
-
-    def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
-        """The requests of a gateway that are open here, or wait for its acknowledgement."""
-        return tuple(request.key for request in self.book.owned_by(peer))
-
-    def open_pulls(self, address: str) -> Collection[RequestKey]:
-        """The pulls from an address that are not over."""
-        return self.pulls.open_pulls(address)
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
@@ -484,9 +425,8 @@ class DecodeCore:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        self.pool.check_invariants()
+        self.front.check_invariants()
         self.scheduler.check_invariants()
-        self.exchange.check_invariants()
         assert all(request.state is RequestState.FINISHED for request in self.book.finished.values())
         for request in self.book.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.generations), request.story

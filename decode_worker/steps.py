@@ -51,7 +51,7 @@ class Steps:
         scheduler: DecodeScheduler,
         pulls: Pulls,
         departures: Departures,
-        front: Front,
+        front: Front[DecodeRequest],
         answers: Answers,
         book: Book,
         totals: Totals,

@@ -48,7 +48,7 @@ class Steps:
         scheduler: PrefillScheduler,
         exchange: Exchange,
         prefix_pulls: PrefixPulls,
-        front: Front,
+        front: Front[PrefillRequest],
         totals: Totals,
         fail: Callable[[PrefillRequest, Cause, str], None],
     ) -> None:

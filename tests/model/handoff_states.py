@@ -187,7 +187,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     DecodeScheduler: "_pool _policy _costs num_recomputed num_revoked",
     Entrance: "_pool _policy _costs _num_orders num_prefix_queried num_prefix_hit",
     Flow: "generation story num_duplicates num_gaps failures",
-    Front: "_ended",
+    Front: "_ended _settings _pool requests finished",
     Generation: "chain order rank due_step end_step timings",
     Lease: "story",
     LeaseTable: "_epoch num_expired num_reclaimed",
