@@ -27,7 +27,7 @@ from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
-from kv_transfer.sink import Pull
+from kv_transfer.pull import Pull
 
 BLOCK_SIZE = 16
 MEAN_OUTPUT = 200

@@ -75,7 +75,7 @@ from decode_worker.request import (
     Stage,
 )
 from decode_worker.scheduler import PLACES, DecodeScheduler
-from decode_worker.steps import Planned, Steps
+from decode_worker.steps import DecodePlan, DecodeSteps
 from kv_transfer.events import (
     Consequence,
     LeaseDropped,
@@ -84,8 +84,8 @@ from kv_transfer.events import (
     PullOffered,
     Unpinned,
 )
+from kv_transfer.pull import Pull, PullState
 from kv_transfer.regions import Region
-from kv_transfer.sink import Pull, PullState
 
 log = logging.getLogger(__name__)
 
@@ -123,13 +123,13 @@ class DecodeCore:
         self.departures = Departures(
             self.scheduler, self.pool, self.lender, self._agenda.send, self.exchange.checksum, self.block_size
         )
-        self.totals = view.Totals()
+        self.totals = view.DecodeTotals()
         self.answers = Answers(self._agenda, self.departures)
         self._masks: MaskAsks[DecodeRequest | Generation] = MaskAsks(self._agenda)
         self.book = Book(
             self.scheduler, self.pulls, self.arrivals, self.departures, self._masks, self.front, self.answers
         )
-        self.steps = Steps(
+        self.steps = DecodeSteps(
             self._agenda,
             engine.runner.config,
             engine.costs,
@@ -192,7 +192,7 @@ class DecodeCore:
 
     def _on_step_wanted(self, before: Work | None) -> None:
         """Plan the next step, if there is anything to compute. Without one, nothing runs until another event."""
-        planned: Planned | None = None if before is None else before.step
+        planned: DecodePlan | None = None if before is None else before.step
         if planned is not None and (self.departures.awaited or not self.scheduler.may_run_ahead(planned.step)):
             return
         if self.steps.plan(planned) or planned is not None:

@@ -20,7 +20,7 @@ _SEQUENCE_WEIGHT = 0.1
 
 
 @dataclass(slots=True)
-class Totals:
+class DecodeTotals:
     """Numbers that grow over the worker's life."""
 
     generated: int = 0

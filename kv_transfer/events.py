@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import Message, Tokens, Welcome
-from kv_transfer.sink import Pull
+from kv_transfer.pull import Pull
 from kv_transfer.transport import ReadId
 
 # --- events: from the shell to the core --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from common.contract.ids import Incarnation
 from kv_transfer.bandwidths import Bandwidths
 from kv_transfer.events import AddSource, DropSource, MoverAction, Serve, StartRead
 from kv_transfer.regions import Region
-from kv_transfer.routes import Route
+from kv_transfer.routes import ReadRoute
 from kv_transfer.transport import Read, ReadId, ReadState, Transport
 
 READING_POLL_INTERVAL_S = 0.0003
@@ -48,7 +48,7 @@ class _Ended:
     duration_s: float = 0.0
     error: str = ""
     """Why it failed; empty if every block has arrived."""
-    route: Route = field(default_factory=Route)
+    route: ReadRoute = field(default_factory=ReadRoute)
     first: bool = False
     """Whether it is the first read from its source that has arrived."""
 

@@ -65,13 +65,13 @@ from kv_transfer.events import (
     PullOffered,
     Unpinned,
 )
+from kv_transfer.pull import Pull
 from kv_transfer.regions import Region
-from kv_transfer.sink import Pull
 from prefill_worker import view
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.steps import Steps
+from prefill_worker.steps import PrefillSteps
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +112,8 @@ class PrefillCore:
         """Every request, from its arrival until its lease has ended."""
         self.masks: MaskAsks[PrefillRequest] = MaskAsks(self._agenda)
         """Requests that wait for blocks once the mask of their first tokens is known."""
-        self.totals = view.Totals()
-        self.steps = Steps(
+        self.totals = view.PrefillTotals()
+        self.steps = PrefillSteps(
             self._agenda,
             engine.runner.config,
             engine.costs,

@@ -20,14 +20,14 @@ from common.worker.front import Front
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.view import Totals
+from prefill_worker.view import PrefillTotals
 
 _RECLAIM_AGE_S = 1.0
 """Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PrefillPlan:
     """A step that was handed to the shell."""
 
     number: int
@@ -35,7 +35,7 @@ class Planned:
     chunks: list[Chunk[PrefillRequest]]
 
 
-class Steps:
+class PrefillSteps:
     """Plans steps, offers prompts, and processes outcomes. Pure state."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Steps:
         exchange: Exchange,
         prefix_pulls: PrefixPulls,
         front: Front[PrefillRequest],
-        totals: Totals,
+        totals: PrefillTotals,
         fail: Callable[[PrefillRequest, Cause, str], None],
     ) -> None:
         """`fail` ends a request, and tells its gateway why."""
@@ -93,7 +93,7 @@ class Steps:
                 self._front.tell_turn()
             return
         work = Work(
-            step=Planned(self._pool.step_started(), chunks),
+            step=PrefillPlan(self._pool.step_started(), chunks),
             slices=[
                 prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
             ],
@@ -123,7 +123,7 @@ class Steps:
 
     def ended(self, ended: StepEnded) -> None:
         """Process a step's outcomes."""
-        planned: Planned = ended.work.step
+        planned: PrefillPlan = ended.work.step
         self._pool.step_finished(planned.number)
         chunks = planned.chunks
         self._costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)

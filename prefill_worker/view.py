@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Totals:
+class PrefillTotals:
     """Numbers that grow over the worker's life."""
 
     prompt: int = 0

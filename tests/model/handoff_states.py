@@ -52,25 +52,23 @@ from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.steps import Planned as DecodePlan
-from decode_worker.steps import Steps as DecodeSteps
+from decode_worker.steps import DecodePlan, DecodeSteps
 from decode_worker.swap_space import SwapSpace
 from gateway.serving import generation
 from gateway.serving.attempt import Attempt, WorkerLife
 from gateway.serving.flow import Flow
 from kv_transfer.lease import Lease
+from kv_transfer.lease_table import LeaseTable
 from kv_transfer.lender import Lender
+from kv_transfer.pull import Pull
 from kv_transfer.pull_times import PullTimes
 from kv_transfer.pulls import Pulls
-from kv_transfer.sink import Pull
-from kv_transfer.source import LeaseTable
 from prefill_worker.core import PrefillCore
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest
 from prefill_worker.room import Backlog, TierHoldings
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.steps import Planned as PrefillPlan
-from prefill_worker.steps import Steps as PrefillSteps
+from prefill_worker.steps import PrefillPlan, PrefillSteps
 
 # --- what never changes ------------------------------------------------------------------------------------------
 

@@ -48,10 +48,10 @@ from common.contract.messages import (
 from common.engine.block_pool import BlockPool
 from kv_transfer import events
 from kv_transfer import lease as offers
-from kv_transfer import sink as pulls
-from kv_transfer import source as leases
-from kv_transfer.sink import Action, Pull
-from kv_transfer.source import LeaseTable
+from kv_transfer import lease_table as leases
+from kv_transfer import pull as pulls
+from kv_transfer.lease_table import LeaseTable
+from kv_transfer.pull import Pull, PullAction
 
 REQUESTS = tuple(RequestId(f"r{number}") for number in range(3))
 NUM_BLOCKS = {RequestId("r0"): 1, RequestId("r1"): 2, RequestId("r2"): 3}
@@ -218,7 +218,7 @@ class Prefiller:
             case _:
                 raise AssertionError(message)
 
-    def do(self, actions: Iterable[leases.Action]) -> None:
+    def do(self, actions: Iterable[leases.LeaseAction]) -> None:
         for action in actions:
             match action:
                 case events.Send(sink, message):
@@ -367,16 +367,16 @@ class Decoder:
             case _:
                 raise AssertionError(message)
 
-    def do(self, pull: Pull, actions: Iterable[Action]) -> None:
+    def do(self, pull: Pull, actions: Iterable[PullAction]) -> None:
         for action in actions:
             match action:
-                case pulls.SendToSource(Settle() as message) if self.world.without.settle:
+                case pulls.ToSource(Settle() as message) if self.world.without.settle:
                     self.hear(Settled(**asdict(message), valid=True))
-                case pulls.SendToSource(message):
+                case pulls.ToSource(message):
                     self.to_source.append(message)
                 case pulls.WantBlocks():
                     self.wanting.append(pull)
-                case pulls.StartRead(start, source_blocks, sink_blocks, _):
+                case pulls.ReadBlocks(start, source_blocks, sink_blocks, _):
                     self.reads.append(Read(pull, start, source_blocks, sink_blocks))
                 case pulls.Admit(block_ids, first_tokens):
                     del self.pulls[pull.key.request]
@@ -387,7 +387,7 @@ class Decoder:
                         self.take_prefix(pull, block_ids)
                 case pulls.Release(block_ids):
                     self.pool.release(block_ids)
-                case pulls.GaveUp():
+                case pulls.Abandoned():
                     self.wanting = [each for each in self.wanting if each is not pull]
                     del self.pulls[pull.key.request]
                     if self.world.without.quarantine:

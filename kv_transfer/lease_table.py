@@ -33,7 +33,7 @@ MAX_PARKED = 65_536
 """Most attaches that wait for their Prefill."""
 
 
-Action = Send | Unpinned | Released | LeaseDropped
+LeaseAction = Send | Unpinned | Released | LeaseDropped
 
 
 @dataclass(slots=True)
@@ -115,10 +115,10 @@ class LeaseTable:
         if key.request in self._parked:
             self._parked[key.request].until = max(self._parked[key.request].until, deadline)
 
-    def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[Action]:
+    def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[LeaseAction]:
         """Pin `block_ids` for a request that has no lease yet, and answer a parked attach."""
         self._expected.pop(key.request, None)
-        actions: list[Action] = []
+        actions: list[LeaseAction] = []
         held = self._leases.get(key.request)
         if held is not None and held.lent:  # lent under the request's own name: its sink is faulty
             actions += self._drop(held, Cause.SUPERSEDED, "the name is a request's")
@@ -139,7 +139,7 @@ class LeaseTable:
         deadline: float,
         now: float,
         checksums: Sequence[int] = (),
-    ) -> list[Action]:
+    ) -> list[LeaseAction]:
         """Pin cached blocks for `sink`, under the name of a request that has no lease, and offer all of them."""
         assert block_ids, "a prefix of no blocks"
         lease = self._pin(key, block_ids, deadline, now)
@@ -158,7 +158,7 @@ class LeaseTable:
 
     def blocks_ready(
         self, request: RequestId, num_ready: int, checksums: Sequence[int] = (), *, now: float
-    ) -> list[Action]:
+    ) -> list[LeaseAction]:
         """The step that wrote blocks up to `num_ready` is complete. `checksums` are those of the blocks that became
         ready."""
         lease = self._leases[request]
@@ -178,7 +178,7 @@ class LeaseTable:
 
     def complete(
         self, request: RequestId, first_tokens: Sequence[Tokens], times: PromptTimes | None = None
-    ) -> list[Action]:
+    ) -> list[LeaseAction]:
         """The last chunk is done. `times` says how long the first tokens took. If no choice goes on after its first
         token, the lease ends."""
         lease = self._leases[request]
@@ -186,7 +186,7 @@ class LeaseTable:
         lease.first_tokens = tuple(first_tokens)
         lease.times = times
         lease.enter(LeaseEvent.COMPLETE, "complete")
-        actions: list[Action] = []
+        actions: list[LeaseAction] = []
         if lease.sink is not None:
             actions.append(Send(lease.sink, lease.done()))
         if all(tokens.finish_reason is not None for tokens in first_tokens):
@@ -198,7 +198,9 @@ class LeaseTable:
 
     # --- the sink ------------------------------------------------------------------------------------------------
 
-    def attach(self, message: Attach | AttachPrefix | AttachSequence, sink: Incarnation, now: float) -> list[Action]:
+    def attach(
+        self, message: Attach | AttachPrefix | AttachSequence, sink: Incarnation, now: float
+    ) -> list[LeaseAction]:
         """A sink subscribes, for the first time or again after a loss. It is told everything from the first block on.
 
         A prefix must have been lent before. An attach to an offer that has ended does not wait.
@@ -223,7 +225,7 @@ class LeaseTable:
             return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "a newer attempt is attached"))]
         return self._bind(lease, message.attempt, sink)
 
-    def settle(self, message: Settle, sink: Incarnation) -> list[Action]:
+    def settle(self, message: Settle, sink: Incarnation) -> list[LeaseAction]:
         """Answer whether the lease was held until now, in this epoch and for this sink. If it was, the lease ends."""
         self._unpark(message.key, sink)  # a sink that settles has read everything and waits for no offer
         lease = self._leases.get(message.request)
@@ -241,7 +243,7 @@ class LeaseTable:
         told_before = self._settled.get(message.lease) == (message.key, message.epoch, sink)
         return [Send(sink, verdict(message, valid=told_before))]
 
-    def detach(self, message: Detach, sink: Incarnation, now: float) -> list[Action]:
+    def detach(self, message: Detach, sink: Incarnation, now: float) -> list[LeaseAction]:
         """The sink has given up, and its reads have ended. A lease that still stands waits for another sink; a loan
         ends."""
         self._readers.discard((message.key, sink))
@@ -251,7 +253,7 @@ class LeaseTable:
             return self._unbind(lease, now, "detached")
         return []
 
-    def sink_said_hello(self, sink: Incarnation, pulls: Collection[RequestKey], now: float) -> list[Action]:
+    def sink_said_hello(self, sink: Incarnation, pulls: Collection[RequestKey], now: float) -> list[LeaseAction]:
         """A sink's session opens, opens again, or (without `pulls`) is over. The sink has given up all that `pulls`
         does not name."""
         self._readers -= {reader for reader in self._readers if reader[1] == sink and reader[0] not in pulls}
@@ -263,7 +265,7 @@ class LeaseTable:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float) -> list[Action]:
+    def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float) -> list[LeaseAction]:
         """End the lease from this side (abort, failure), or refuse the attach that waits for it; inert without either.
 
         An attach that waits for a newer attempt goes on waiting.
@@ -277,15 +279,15 @@ class LeaseTable:
                 return []
             del self._parked[request]
             return self._refuse_parked((request, parked), cause, message)
-        actions: list[Action] = []
+        actions: list[LeaseAction] = []
         if lease.sink is not None:
             actions.append(Send(lease.sink, withdrawn(lease.key, cause, message)))
         return [*actions, self._end(lease)]
 
-    def expire(self, now: float) -> list[Action]:
+    def expire(self, now: float) -> list[LeaseAction]:
         """End the leases, and refuse the parked attaches, whose time is over: the request's budget, or the wait for a
         sink."""
-        actions: list[Action] = []
+        actions: list[LeaseAction] = []
         for request, parked in [item for item in self._parked.items() if item[1].until <= now]:
             del self._parked[request]
             actions += self._refuse_parked((request, parked), Cause.LEASE_LOST, "no such prefill arrived")
@@ -298,10 +300,10 @@ class LeaseTable:
             actions += self._drop(lease, cause, f"{what} while its blocks {where}")
         return actions
 
-    def reclaim(self, num_blocks: int, unattached_before: float) -> list[Action]:
+    def reclaim(self, num_blocks: int, unattached_before: float) -> list[LeaseAction]:
         """Under pressure: end complete leases that no sink has been attached to since `unattached_before`, the oldest
         first, until `num_blocks` blocks are free."""
-        actions: list[Action] = []
+        actions: list[LeaseAction] = []
         freed = 0
         for lease in sorted(self._leases.values(), key=lambda lease: lease.unattached_since):
             if freed >= num_blocks or lease.unattached_since > unattached_before:
@@ -354,8 +356,8 @@ class LeaseTable:
         )
         return lease
 
-    def _bind(self, lease: Lease, attempt: int, sink: Incarnation) -> list[Action]:
-        actions: list[Action] = []
+    def _bind(self, lease: Lease, attempt: int, sink: Incarnation) -> list[LeaseAction]:
+        actions: list[LeaseAction] = []
         if lease.sink is not None and (lease.sink, lease.key.attempt) != (sink, attempt):
             actions.append(Send(lease.sink, withdrawn(lease.key, Cause.SUPERSEDED, "another sink attached")))
         lease.key = RequestKey(lease.key.request, attempt)
@@ -367,7 +369,7 @@ class LeaseTable:
             actions.append(Send(sink, lease.done()))
         return actions
 
-    def _unbind(self, lease: Lease, now: float, why: str) -> list[Action]:
+    def _unbind(self, lease: Lease, now: float, why: str) -> list[LeaseAction]:
         if lease.lent:
             return [self._end(lease)]
         lease.sink = None
@@ -375,12 +377,12 @@ class LeaseTable:
         lease.story.append(why)
         return []
 
-    def _park(self, key: RequestKey, offered: int, sink: Incarnation, now: float) -> list[Action]:
+    def _park(self, key: RequestKey, offered: int, sink: Incarnation, now: float) -> list[LeaseAction]:
         """Keep an attach until its Prefill arrives. The number of attaches and the time are bounded."""
         older = self._parked.get(key.request)
         if older is not None and older.attempt > key.attempt:
             return [Send(sink, withdrawn(key, Cause.SUPERSEDED, "a newer attempt has attached"))]
-        actions: list[Action] = []
+        actions: list[LeaseAction] = []
         if older is not None and (older.attempt, older.sink) != (key.attempt, sink):
             actions += self._refuse_parked((key.request, older), Cause.SUPERSEDED, "another sink attached")
         _, expected_until = self._expected.get(key.request, (0, -math.inf))
@@ -396,8 +398,8 @@ class LeaseTable:
         if parked is not None and (parked.attempt, parked.sink) == (key.attempt, sink):
             del self._parked[key.request]
 
-    def _drop(self, lease: Lease, cause: Cause, message: str) -> list[Action]:
-        actions: list[Action] = []
+    def _drop(self, lease: Lease, cause: Cause, message: str) -> list[LeaseAction]:
+        actions: list[LeaseAction] = []
         if lease.sink is not None:
             actions.append(Send(lease.sink, withdrawn(lease.key, cause, message)))
         if not lease.lent:
@@ -420,6 +422,6 @@ class LeaseTable:
             while len(self._ended) > MAX_TOMBSTONES:
                 self._ended.popitem(last=False)
 
-    def _refuse_parked(self, item: tuple[RequestId, _Parked], cause: Cause, message: str) -> list[Action]:
+    def _refuse_parked(self, item: tuple[RequestId, _Parked], cause: Cause, message: str) -> list[LeaseAction]:
         request, parked = item
         return [Send(parked.sink, withdrawn(RequestKey(request, parked.attempt), cause, message))]
