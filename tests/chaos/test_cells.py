@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -260,10 +260,13 @@ async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
         ask = asker(dispatcher, **SAMPLED, max_tokens=500)
         expected = await references("long", ask, PROMPT)
 
+        def on_d1() -> AbstractContextManager[None]:
+            return avoided(registry, stage.p2.process, *[d2.process] * 4)
+
         async def leaving() -> asyncio.Task[Answer]:
             """A stream on D1, which has to leave, and stands still before its next step."""
             d1.close("step", skip=24)
-            with avoided(registry, stage.p2.process, *[d2.process] * 4):
+            with on_d1():
                 task = ask(PROMPT)
                 await until(lambda: d1.waiting("step") == 1, "it does not run")
             dispatcher.tell(d1.address, drain=True)
@@ -273,7 +276,8 @@ async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
             await until(lambda: d1.state()["parked"] == 1, "nobody wants the sequence")
             d1.open("step")
 
-        await settled(stage, dispatcher, registry)
+        with on_d1():
+            await settled(stage, dispatcher, registry)
         async with asyncio.timeout(60):
             # A connection between D1 and D2 that the last fault has broken shows, and is replaced.
             task = await leaving()
