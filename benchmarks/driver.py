@@ -28,7 +28,7 @@ from decode_worker.columns import DecodeColumns
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
-from kv_transfer.sink import Pull
+from kv_transfer.pull import Pull
 
 _SOMEWHERE = Source(address="p:1", incarnation=Incarnation("p"))
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from common.engine.backend import Backend
     from common.engine.batch import Samples
-    from common.engine.sampler import Choice
+    from common.engine.sampler import ChosenOnDevice
 
 KV_BYTES_PER_STREAM = 2**24
 """More than a stream of the model needs at its longest."""
@@ -130,7 +130,7 @@ def serve_without_model() -> None:
 
     def timed_choose(
         logits_NV: torch.Tensor, samples: Any, eos_token_ids: Any, backend: Backend, *known: Any, **named: Any
-    ) -> Choice:
+    ) -> ChosenOnDevice:
         timed = cast("Backend", TimedBackend(backend, times))
         return choose(logits_NV, samples, eos_token_ids, timed, *known, **named)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.ids import RequestId
 from common.worker.front import Front
 from common.worker.mask_asks import MaskAsks
 from decode_worker.answers import Answers
@@ -28,7 +26,7 @@ class Book:
         arrivals: Arrivals,
         departures: Departures,
         masks: MaskAsks[DecodeRequest | Generation],
-        front: Front,
+        front: Front[DecodeRequest],
         answers: Answers,
     ) -> None:
         self._scheduler = scheduler
@@ -38,22 +36,11 @@ class Book:
         self._masks = masks
         self._front = front
         self._answers = answers
-        self.requests: dict[RequestId, DecodeRequest] = {}
-        self.finished: OrderedDict[RequestId, DecodeRequest] = OrderedDict()
-        """Requests that have ended, until the gateway acknowledges it."""
+        self.requests, self.finished = front.requests, front.finished
 
     def find(self, request: RequestId) -> DecodeRequest | None:
         """The request with this id, also if it has ended and is not acknowledged; None if it is not here."""
         return self.requests.get(request) or self.finished.get(request)
-
-    def gateway_of(self, key: RequestKey) -> Incarnation | None:
-        """The gateway of a request; None if the request has left."""
-        request = self.requests.get(key.request)
-        return request.gateway if request is not None and request.key == key else None
-
-    def owned_by(self, gateway: Incarnation) -> list[DecodeRequest]:
-        """The requests of a gateway, those that are not acknowledged included."""
-        return [r for r in (*self.requests.values(), *self.finished.values()) if r.gateway == gateway]
 
     # --- ends ----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ Pure state: `handle` takes an event and returns actions (`common.worker`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prometheus_client.metrics_core import Metric
@@ -31,26 +31,20 @@ from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import (
     Abort,
     Ack,
-    Attach,
-    AttachPrefix,
     AttachSequence,
     Decode,
-    Detach,
     Drain,
     Heartbeat,
     Message,
-    Phase,
     Resend,
-    Resume,
     Role,
-    Settle,
     Tokens,
 )
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
 from common.runtime.config import DecodeSettings
-from common.worker.agenda import Agenda
+from common.worker.agenda import Agenda, PlanWanted
 from common.worker.events import (
     Action,
     DrainEnded,
@@ -60,7 +54,6 @@ from common.worker.events import (
     MaskMade,
     PeerLost,
     Received,
-    SessionOpened,
     StepEnded,
     StepWanted,
     Ticked,
@@ -83,22 +76,17 @@ from decode_worker.request import (
     Stage,
 )
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.steps import Planned, Steps
+from decode_worker.steps import DecodePlan, DecodeSteps
 from kv_transfer.events import (
     Consequence,
     LeaseDropped,
     Pulled,
     PullFailed,
     PullOffered,
-    ReadEnded,
-    Released,
-    SourceLost,
-    SourceOpened,
-    SourceReceived,
     Unpinned,
 )
+from kv_transfer.pull import Pull, PullState
 from kv_transfer.regions import Region
-from kv_transfer.sink import Pull, PullState
 
 log = logging.getLogger(__name__)
 
@@ -127,20 +115,22 @@ class DecodeCore:
         policy = Policy.of(settings, runner.config.max_sequence_tokens, self.block_size, runner.num_host_blocks)
         self._agenda = Agenda(self._decide, conclude=self._reserve)
         self.scheduler = DecodeScheduler(self.pool, policy, engine.costs)
-        self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
         self.exchange = Exchange(self._agenda, settings, region, self._find_prefix)
         self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
+        self.front: Front[DecodeRequest] = Front(
+            self._agenda, settings, self.block_size, self.pool, self.scheduler.trials, self.exchange
+        )
         self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self.block_size)
         self.departures = Departures(
             self.scheduler, self.pool, self.lender, self._agenda.send, self.exchange.checksum, self.block_size
         )
-        self.totals = view.Totals()
+        self.totals = view.DecodeTotals()
         self.answers = Answers(self._agenda, self.departures)
         self._masks: MaskAsks[DecodeRequest | Generation] = MaskAsks(self._agenda)
         self.book = Book(
             self.scheduler, self.pulls, self.arrivals, self.departures, self._masks, self.front, self.answers
         )
-        self.steps = Steps(
+        self.steps = DecodeSteps(
             self._agenda,
             engine.runner.config,
             engine.costs,
@@ -163,20 +153,18 @@ class DecodeCore:
         match event:
             case StepWanted(before):
                 self._on_step_wanted(before)
+            case PlanWanted():
+                self._on_plan_wanted()
             case StepEnded():
                 self.steps.ended(event)
             case Received(peer, message):
                 self._on_message(peer, message)
-            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
-                self.pulls.handle(event)
             case PullOffered(pull, num_blocks):
                 self._on_pull_offered(pull, num_blocks)
             case Pulled():
                 self._on_pulled(event)
             case PullFailed(pull, cause, why):
                 self._on_pull_failed(pull, cause, why)
-            case Released(block_ids):
-                self.pool.release(block_ids)
             case Unpinned(key, block_ids, settled):
                 self._on_unpinned(key, block_ids, settled=settled)
             case LeaseDropped():
@@ -188,35 +176,37 @@ class DecodeCore:
             case Ticked():
                 self._on_tick()
             case HelloReceived(peer, listed):
-                self._on_hello(peer, listed)
-            case SessionOpened(peer, role):
-                self.front.opened(peer, role)
+                for request in self.front.hello(peer, listed):
+                    self.book.forget(request, "unknown to its gateway")
             case PeerLost(peer):
-                self._on_peer_lost(peer)
+                for request in self.front.lost(peer):
+                    self.book.forget(request, "its gateway is gone")
             case DrainWanted():
-                self._drain()
+                self.front.drain()
             case DrainEnded(why):
                 for request in list(self.book.requests.values()):
                     self.book.fail(request, Cause.DRAINING, why)
             case _:
-                raise AssertionError(event)
+                self.front.handle(event)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def _on_step_wanted(self, before: Work | None) -> None:
         """Plan the next step, if there is anything to compute. Without one, nothing runs until another event."""
-        planned: Planned | None = None if before is None else before.step
+        planned: DecodePlan | None = None if before is None else before.step
         if planned is not None and (self.departures.awaited or not self.scheduler.may_run_ahead(planned.step)):
             return
-        while not self.steps.plan(planned):
-            if planned is not None:
-                return
-            self.front.tell_turn()
-            self.departures.cut()
-            self._reserve()
-            may_go_on = self.scheduler.batch.num_running > self.scheduler.num_idle and self.pool.num_free
-            if not (may_go_on or self.scheduler.has_work):
-                return
+        if self.steps.plan(planned) or planned is not None:
+            return
+        self.front.tell_turn()
+        self.departures.cut()
+        self._agenda.emit_last(PlanWanted(before))
+
+    def _on_plan_wanted(self) -> None:
+        """The last plan was empty. Plan again, if what followed from it has left something to compute."""
+        may_go_on = self.scheduler.batch.num_running > self.scheduler.num_idle and self.pool.num_free
+        if may_go_on or self.scheduler.has_work:
+            self._on_step_wanted(None)
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         """A sequence's next mask is known, or that of a local prompt's first tokens; or its grammar gave up."""
@@ -245,16 +235,12 @@ class DecodeCore:
                 request = self.book.find(message.request)
                 if request is not None and (request.gateway, request.key) == (peer, message.key):
                     self.answers.again(request, message)
-            case Attach() | AttachPrefix() | Settle() | Detach():
-                self.lender.on_message(peer, message)
             case AttachSequence():
                 self.departures.attach(peer, message, self._sequence(message))
             case Drain():
-                self._drain()
-            case Resume():
-                self.front.draining = False
+                self.front.drain()
             case _:
-                log.warning("%s is not for a decode worker; ignored", type(message).__name__)
+                self.front.on_message(peer, message)
 
     def _on_decode(self, gateway: Incarnation, work: Decode) -> None:
         if not self.front.admits(work.key):
@@ -330,18 +316,6 @@ class DecodeCore:
             request.enter(RequestEvent.END)
             request.generations.clear()  # breaks the reference cycle, which only the garbage collector would free
 
-    def _on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> None:
-        for request in self.book.owned_by(peer):
-            if request.key not in listed:
-                self.book.forget(request, "unknown to its gateway")
-        self.lender.on_hello(peer, listed)
-
-    def _on_peer_lost(self, peer: Incarnation) -> None:
-        for request in self.book.owned_by(peer):
-            self.book.forget(request, "its gateway is gone")
-        self.lender.on_peer_lost(peer)
-        self.front.lost(peer)
-
     # --- pulls ---------------------------------------------------------------------------------------------------
 
     def _on_pull_offered(self, pull: Pull, num_blocks: int) -> None:
@@ -415,9 +389,6 @@ class DecodeCore:
         elif request is not None:
             self.book.fail(request, Cause.LEASE_LOST, "a sequence was cut, and nobody has taken it over")
 
-    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
-        return self.book.gateway_of(key)
-
     # --- room ----------------------------------------------------------------------------------------------------
 
     def _reserve(self) -> None:
@@ -439,33 +410,7 @@ class DecodeCore:
             self.book.fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {state}")
         self.exchange.tick(now)
 
-    def _drain(self) -> None:
-        """Take no new work. Gateways learn it by the next heartbeat, and let other workers pull the running
-        sequences."""
-        if not self.front.draining:
-            log.info("draining: %d requests are open", len(self.book.requests))
-        self.front.draining = True
-
     # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is here that a tick could end."""
-        return not self.book.requests and self.exchange.idle
-
-    @property
-    def phase(self) -> Phase:
-        """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
-        held = bool(self.book.requests or self.book.finished)
-        return self.front.phase(holds_anything=held or not self.exchange.empty)
-
-    def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
-        """The requests of a gateway that are open here, or wait for its acknowledgement."""
-        return tuple(request.key for request in self.book.owned_by(peer))
-
-    def open_pulls(self, address: str) -> Collection[RequestKey]:
-        """The pulls from an address that are not over."""
-        return self.pulls.open_pulls(address)
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
@@ -481,9 +426,8 @@ class DecodeCore:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        self.pool.check_invariants()
+        self.front.check_invariants()
         self.scheduler.check_invariants()
-        self.exchange.check_invariants()
         assert all(request.state is RequestState.FINISHED for request in self.book.finished.values())
         here = {request for request in self.book.requests.values() if request.state in PLACES}
         assert here == self.scheduler.entrance.requests()

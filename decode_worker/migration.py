@@ -36,8 +36,8 @@ from decode_worker.request import DecodeRequest, Generation, Stage
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.lease import withdrawn
 from kv_transfer.lender import Lender
+from kv_transfer.pull import Pull
 from kv_transfer.pulls import Pulls
-from kv_transfer.sink import Pull
 
 Send = Callable[[Incarnation, Message], None]
 

@@ -21,8 +21,8 @@ from common.contract.messages import (
 from common.engine.grammar import GrammarState
 from common.engine.sequence import Sequence
 from common.runtime.state_tables import follow
+from kv_transfer.pull import Pull
 from kv_transfer.pull_times import PullTimes
-from kv_transfer.sink import Pull
 
 
 class RequestState(StrEnum):

@@ -24,12 +24,12 @@ from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from decode_worker.times import prompt_times_of
-from decode_worker.view import Totals
+from decode_worker.view import DecodeTotals
 from kv_transfer.pulls import Pulls
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class DecodePlan:
     """A step that was handed to the shell."""
 
     number: int
@@ -39,7 +39,7 @@ class Planned:
     """The step's decodes; None if it has none."""
 
 
-class Steps:
+class DecodeSteps:
     """Plans steps, and processes their outcomes. Pure state."""
 
     def __init__(
@@ -51,10 +51,10 @@ class Steps:
         scheduler: DecodeScheduler,
         pulls: Pulls,
         departures: Departures,
-        front: Front,
+        front: Front[DecodeRequest],
         answers: Answers,
         book: Book,
-        totals: Totals,
+        totals: DecodeTotals,
     ) -> None:
         self._agenda = agenda
         self._config = config
@@ -69,7 +69,7 @@ class Steps:
         self._totals = totals
         self._columns = DecodeColumns(config.max_sequence_tokens, config.eos_token_ids)
 
-    def plan(self, before: Planned | None) -> bool:
+    def plan(self, before: DecodePlan | None) -> bool:
         """Plan a step; returns whether there is anything to compute."""
         step_before = None if before is None else before.step
         number = self._pool.step_started()
@@ -84,7 +84,7 @@ class Steps:
         if step.decodes:
             decoding = self._columns.decoding(step.decodes, () if step_before is None else step_before.decodes)
         work = Work(
-            step=Planned(number, step, decoding),
+            step=DecodePlan(number, step, decoding),
             slices=step.slices(),
             decodes=None if decoding is None else decoding.decodes,
             copies=step.copies,
@@ -98,7 +98,7 @@ class Steps:
 
     def ended(self, ended: StepEnded) -> None:
         """Process a step's outcomes."""
-        planned: Planned = ended.work.step
+        planned: DecodePlan = ended.work.step
         self._totals.block_steps += self._pool.num_used
         self._pool.step_finished(planned.number)
         step = planned.step

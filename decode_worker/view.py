@@ -20,7 +20,7 @@ _SEQUENCE_WEIGHT = 0.1
 
 
 @dataclass(slots=True)
-class Totals:
+class DecodeTotals:
     """Numbers that grow over the worker's life."""
 
     generated: int = 0
@@ -51,7 +51,7 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
         waiting=sum(not request.generations for request in requests),
         blocks_used=min(scheduler.num_expected, core.pool.num_blocks),
         blocks_total=core.pool.num_blocks,
-        phase=core.phase,
+        phase=core.front.phase,
         queued_tokens=by_tier((r.work.tier, scheduler.num_uncomputed_of(r)) for r in requests),
         sequences=by_tier((r.work.tier, len(r.work.choices)) for r in requests),
         places=scheduler.num_places,
@@ -64,35 +64,26 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
 
 def counts(core: DecodeCore) -> Mapping[str, object]:
     """What the worker holds."""
-    scheduler, pool = core.scheduler, core.pool
+    scheduler = core.scheduler
     return {
-        "blocks_used": pool.num_used,
-        "blocks_limbo": pool.num_limbo,
-        "blocks_total": pool.num_blocks,
-        "blocks_cached": pool.num_cached,
-        "host_blocks_used": scheduler.swap.num_used,
+        **core.front.counts(),
         "waiting": scheduler.num_waiting,
         "pulling": len(scheduler.entrance.reserved),
         "computing": len(scheduler.prompts),
         "running": scheduler.batch.num_running,
         "preempted": len(scheduler.entrance.preempted),
-        **core.exchange.counts(),
-        "requests": len(core.book.requests),
         "unacknowledged": len(core.book.finished),
     }
 
 
 def metrics(core: DecodeCore) -> Iterable[Metric]:
     """Prometheus metrics of this moment."""
-    scheduler, pool, totals = core.scheduler, core.pool, core.totals
+    scheduler, totals = core.scheduler, core.totals
     name = core.settings.model
     model = {"model_name": name}
     yield gauge("vllm:num_requests_running", "Sequences in the batch.", scheduler.batch.num_running, model)
     yield gauge("vllm:num_requests_waiting", "Requests waiting for room.", scheduler.num_waiting, model)
     yield gauge("vllm:num_requests_swapped", "Preempted sequences.", len(scheduler.entrance.preempted), model)
-    yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", pool.num_used / pool.num_blocks, model)
-    sizes = {"block_size": str(core.block_size), "num_gpu_blocks": str(pool.num_blocks)}
-    yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
     preempted = {"swap": scheduler.swap.num_swapped, "recompute": scheduler.preemption.num_recomputed}
     yield counter("vllm:num_preemptions", "Preemptions.", {name: sum(preempted.values())}, "model_name")
     yield counter("baton_preemptions", "Preemptions by kind.", preempted, "kind")
@@ -101,8 +92,6 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     queried, hit = {name: scheduler.entrance.num_prefix_queried}, {name: scheduler.entrance.num_prefix_hit}
     yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")
     yield counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.", hit, "model_name")
-    yield gauge("baton_blocks_cached", "Blocks known by name.", pool.num_cached)
-    yield counter("baton_blocks_evicted", "Cached blocks that were given away.", pool.num_evicted)
     yield counter("baton_tokens_generated", "Tokens generated here.", totals.generated)
     yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", totals.prompt)
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", totals.scored)
@@ -111,8 +100,6 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield gauge("baton_decode_load", "Sequences here, those that wait included, by how many fit.", load)
     yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)
-    yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.swap.num_used)
-    yield from core.exchange.metrics()
     yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", core.departures.num_moved)
     tail = core.arrivals.num_tail_blocks
     yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)

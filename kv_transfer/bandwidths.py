@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from common.contract.ids import Incarnation
 from common.runtime.probes import counter
-from kv_transfer.routes import Route, Way
+from kv_transfer.routes import ReadRoute, Way
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Bandwidths:
         """Way → number of sources whose first read came that way."""
         self._bytes_per_second: dict[Way, float] = {}
 
-    def observe(self, source: Incarnation, route: Route, num_bytes: int, seconds: float, *, first: bool) -> None:
+    def observe(self, source: Incarnation, route: ReadRoute, num_bytes: int, seconds: float, *, first: bool) -> None:
         """Record a read that is done; `first` says whether it is the first one from its source."""
         rate = num_bytes / max(seconds, 1e-9)
         self._bytes_per_second[route.way] = rate
@@ -36,7 +36,7 @@ class Bandwidths:
             log.info(text, source, num_bytes, seconds, rate / 1e9, route)
             self._look_for_fallback(source, route)
 
-    def _look_for_fallback(self, source: Incarnation, route: Route) -> None:
+    def _look_for_fallback(self, source: Incarnation, route: ReadRoute) -> None:
         if self._device == "cuda" and route.same_host and route.way is not Way.CUDA_IPC:
             text = (
                 "%s is on this host, but blocks come from its GPU by %s and not by cuda_ipc: do the two workers see "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import Message, Tokens, Welcome
-from kv_transfer.sink import Pull
+from kv_transfer.pull import Pull
 from kv_transfer.transport import ReadId
 
 # --- events: from the shell to the core --------------------------------------------------------------------------
@@ -86,7 +86,8 @@ class SendToSource:
 
 @dataclass(frozen=True, slots=True)
 class AddSource:
-    """Let the mover read from `source`, whose transport has this metadata."""
+    """Let the mover read from `source`, whose transport has this metadata; inert if it may already. If the metadata is
+    refused, each read from that source reports why."""
 
     source: Incarnation
     metadata: bytes
@@ -94,7 +95,8 @@ class AddSource:
 
 @dataclass(frozen=True, slots=True)
 class DropSource:
-    """End every read from `source`: this is the fence after which its blocks are free."""
+    """End every read from `source`: this is the fence after which its blocks are free. A read that had not ended has
+    failed."""
 
     source: Incarnation
 
@@ -108,16 +110,18 @@ class StartRead:
     source_blocks: tuple[int, ...]
     sink_blocks: tuple[int, ...]
     checksums: tuple[int, ...] | None
+    """CRC-32 of each block as the source sent it. If a block arrives with another one, the read fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Tell the mover whether peers may be reading from this worker."""
+    """Tell the mover whether peers may be reading from this worker. While they may, it gives their reads progress."""
 
     serving: bool
 
 
-TransferAction = Connect | Send | SendToSource | AddSource | DropSource | StartRead | Serve
+MoverAction = AddSource | DropSource | StartRead | Serve
+TransferAction = Connect | Send | SendToSource | MoverAction
 
 # --- consequences: within the core -------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from common.runtime.clock import Clock
 from common.runtime.probes import counter, gauge
 from kv_transfer.events import Consequence, Send, Serve, TransferAction
 from kv_transfer.lease import withdrawn
-from kv_transfer.source import Action, LeaseTable
+from kv_transfer.lease_table import LeaseAction, LeaseTable
 
 LENT_TTL_S = 30.0
 """Longest time, in seconds, that a cached prefix stays pinned for a sink. If a pull takes longer, it is better to
@@ -182,7 +182,7 @@ class Lender:
         assert self._leases.num_lent <= MAX_LENT
         assert self._serving == (self._leases.num_readers > 0)
 
-    def _do(self, actions: Iterable[Action]) -> None:
+    def _do(self, actions: Iterable[LeaseAction]) -> None:
         """Pass on the actions of the lease table."""
         self._serve_readers()
         for action in actions:

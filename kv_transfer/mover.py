@@ -1,8 +1,8 @@
 """The thread that moves blocks, so that no copy, however long, delays the event loop.
 
-The event loop puts commands into a queue, and is told about ended reads by `call_soon_threadsafe`. Only the thread uses
-the transport. If no read is open and no peer may be reading, the thread sleeps on its queue; otherwise it also polls
-the transport.
+The event loop puts the core's actions into a queue, and is told about ended reads by `call_soon_threadsafe`. Only the
+thread uses the transport. If no read is open and no peer may be reading, the thread sleeps on its queue; otherwise it
+also polls the transport.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from queue import Empty, SimpleQueue
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from kv_transfer.bandwidths import Bandwidths
+from kv_transfer.events import AddSource, DropSource, MoverAction, Serve, StartRead
 from kv_transfer.regions import Region
-from kv_transfer.routes import Route
+from kv_transfer.routes import ReadRoute
 from kv_transfer.transport import Read, ReadId, ReadState, Transport
 
 READING_POLL_INTERVAL_S = 0.0003
@@ -33,37 +34,8 @@ CLOSE_GRACE_S = 0.5
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _AddSource:
-    source: Incarnation
-    metadata: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _StartRead:
-    read_id: ReadId
-    source: Incarnation
-    source_blocks: tuple[int, ...]
-    sink_blocks: tuple[int, ...]
-    checksums: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _SetServing:
-    serving: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _DropSource:
-    source: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
 class _Stop:
-    pass
-
-
-_Command = _AddSource | _StartRead | _SetServing | _DropSource | _Stop
+    """The command that ends the thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +48,7 @@ class _Ended:
     duration_s: float = 0.0
     error: str = ""
     """Why it failed; empty if every block has arrived."""
-    route: Route = field(default_factory=Route)
+    route: ReadRoute = field(default_factory=ReadRoute)
     first: bool = False
     """Whether it is the first read from its source that has arrived."""
 
@@ -85,7 +57,7 @@ class Mover:
     """Owns a transport. Every method is called on the event loop's thread, and every callback is made there.
 
     `on_read(read_id, error)` is called once for each read when it has ended, that is, when nothing will write to its
-    blocks any more. `error` is None if every block has arrived. It is never called from within `read`.
+    blocks any more. `error` is None if every block has arrived. It is never called from within `carry_out`.
 
     `on_fatal(error)` is called if the thread dies of a bug. Reads whose end could not be proved are then never
     reported, and their blocks stay in quarantine: the process should end.
@@ -109,8 +81,8 @@ class Mover:
         self._make_transport = make_transport
         self._on_read = on_read
         self._on_fatal = on_fatal
-        # Bounded by its users: at most one open read for each block, and a few commands for each peer.
-        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        # Bounded by its users: at most one open read for each block, and a few others for each peer.
+        self._commands: SimpleQueue[MoverAction | _Stop] = SimpleQueue()
         self._open: set[ReadId] = set()
         self._thread: threading.Thread | None = None
         self._transport: Transport | None = None
@@ -141,45 +113,14 @@ class Mover:
         self._thread.start()
         return await asyncio.shield(self._metadata)
 
-    def add_source(self, source: Incarnation, metadata: bytes) -> None:
-        """Make a worker's blocks readable; inert if they are. Each read from that source reports the error, if there is
-        one."""
-        self._commands.put(_AddSource(source, metadata))
-
-    def read(
-        self,
-        read_id: ReadId,
-        source: Incarnation,
-        source_blocks: Sequence[int],
-        sink_blocks: Sequence[int],
-        checksums: Sequence[int] | None = None,
-    ) -> None:
-        """Copy block `source_blocks[i]` of `source` into block `sink_blocks[i]` of this worker; see `on_read`.
-
-        `checksums` are the CRC-32 of each block as the source sent it. If a block arrives with another one, the read
-        fails.
-        """
-        assert read_id not in self._open, read_id
-        self._open.add(read_id)
-        self._commands.put(
-            _StartRead(
-                read_id,
-                source,
-                tuple(source_blocks),
-                tuple(sink_blocks),
-                None if checksums is None else tuple(checksums),
-            )
-        )
+    def carry_out(self, action: MoverAction) -> None:
+        """Let the thread do what a core has decided, after everything before it."""
+        if isinstance(action, StartRead):
+            assert action.read_id not in self._open, action
+            self._open.add(action.read_id)
+        self._commands.put(action)
         if self._stopped:
             self._loop.call_soon(self._refuse_reads)
-
-    def set_serving(self, serving: bool) -> None:
-        """Set whether peers may be reading now. While they may, the thread gives their reads progress."""
-        self._commands.put(_SetServing(serving))
-
-    def drop_source(self, source: Incarnation) -> None:
-        """The fence: forget a source. Its open reads that have not ended are then reported as failed."""
-        self._commands.put(_DropSource(source))
 
     async def close(self) -> None:
         """End the thread and the transport. Open reads have `CLOSE_GRACE_S` to end; the others are reported as
@@ -227,7 +168,7 @@ class Mover:
         them."""
         while not self._commands.empty():
             command = self._commands.get_nowait()
-            if isinstance(command, _StartRead):
+            if isinstance(command, StartRead):
                 self._report(_Ended(command.read_id, command.source, error="the mover has stopped"))
 
     def _run(self) -> None:
@@ -261,7 +202,7 @@ class _Worker:
     def __init__(
         self,
         transport: Transport,
-        commands: SimpleQueue[_Command],
+        commands: SimpleQueue[MoverAction | _Stop],
         report: Callable[[_Ended], None],
         crc32: Callable[[Sequence[int]], tuple[int, ...]],
     ) -> None:
@@ -269,7 +210,7 @@ class _Worker:
         self._crc32 = crc32
         self._commands = commands
         self._report = report
-        self._open: dict[ReadId, tuple[Read, float, _StartRead]] = {}
+        self._open: dict[ReadId, tuple[Read, float, StartRead]] = {}
         self._refused_sources: dict[Incarnation, str] = {}
         self._read_from: set[Incarnation] = set()
         """Sources from which a read has arrived since they were added."""
@@ -312,24 +253,24 @@ class _Worker:
             return READING_POLL_INTERVAL_S
         return SERVING_POLL_INTERVAL_S if self._serving and self._transport.serves_by_polling else None
 
-    def _execute(self, command: _Command) -> None:
-        match command:
-            case _AddSource(source, metadata):
+    def _execute(self, action: MoverAction) -> None:
+        match action:
+            case AddSource(source, metadata):
                 self._refused_sources.pop(source, None)
                 try:
                     self._transport.add_source(source, metadata)
                 except TransferError as error:
                     self._refused_sources[source] = str(error)
-            case _StartRead():
-                self._start_read(command)
-            case _SetServing(serving):
+            case StartRead():
+                self._start_read(action)
+            case Serve(serving):
                 self._serving = serving
-            case _DropSource(source):
+            case DropSource(source):
                 self._read_from.discard(source)
                 self._refused_sources.pop(source, None)
                 self._transport.drop_source(source)
 
-    def _start_read(self, command: _StartRead) -> None:
+    def _start_read(self, command: StartRead) -> None:
         started_s = time.monotonic()
         read = Read(command.source, len(command.sink_blocks))
         self._open[command.read_id] = (read, started_s, command)
@@ -357,7 +298,7 @@ class _Worker:
                 route = self._transport.route(read.source)
                 self._report(_Ended(read_id, read.source, read.num_blocks, now_s - started_s, "", route, first))
 
-    def _mismatch(self, command: _StartRead) -> str:
+    def _mismatch(self, command: StartRead) -> str:
         """A message about the first arrived block whose checksum differs from the source's; empty if there is none, or
         without checksums."""
         if command.checksums is None:

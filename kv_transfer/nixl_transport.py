@@ -33,7 +33,7 @@ from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from common.runtime.config import DEFAULT_MAX_REGISTRATIONS
 from kv_transfer.regions import Region
-from kv_transfer.routes import Route
+from kv_transfer.routes import ReadRoute
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, pack_metadata, require_pairs, unpack_metadata
 from kv_transfer.ucx_log import asked_for_routes, ucx_log
 
@@ -163,9 +163,9 @@ class NixlTransport:
             self._waiting.append(_Waiting(read, tuple(source_blocks), tuple(sink_blocks)))
         return read
 
-    def route(self, source: Incarnation) -> Route:
+    def route(self, source: Incarnation) -> ReadRoute:
         """The route that UCX reports in its log; see `Transport.route`."""
-        return self._links[source].route() if source in self._links else Route()
+        return self._links[source].route() if source in self._links else ReadRoute()
 
     def poll(self) -> None:
         """Give progress to the reads of peers and to each read of this worker."""
@@ -253,7 +253,7 @@ class _Link:
         self._require_rdma = require_rdma
         self._name = name
         self._region = region
-        self._route = Route()
+        self._route = ReadRoute()
         self._agent = nixl.make_agent(name, region)
         self._alive = weakref.ref(self._agent.agent)
         self._open: dict[Read, Any] = {}
@@ -266,7 +266,7 @@ class _Link:
         except nixl.errors as error:
             raise TransferError(f"NIXL cannot connect to {theirs.agent}: {_describe(error)}") from error
 
-    def route(self) -> Route:
+    def route(self) -> ReadRoute:
         """The route of blocks from this source. UCX decides it when the first read is posted."""
         if not self._route.wire:
             log = ucx_log()

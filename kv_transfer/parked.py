@@ -56,9 +56,9 @@ class ParkedAttaches:
         if key.request in self._parked:
             self._parked[key.request].until = max(self._parked[key.request].until, deadline)
 
-    def expected(self, request: RequestId) -> int:
-        """The attempt of a request that waits here for its blocks; 0 if there is none."""
-        return self._expected.get(request, (0, 0.0))[0]
+    def expect_no_more(self, request: RequestId) -> int:
+        """The request does not wait for its blocks any more. Returns the attempt that did; 0 if none did."""
+        return self._expected.pop(request, (0, 0.0))[0]
 
     def park(self, key: RequestKey, offered: int, sink: Incarnation, now: float) -> list[Send]:
         """Keep an attach until the offer of attempt `offered` opens."""
@@ -77,9 +77,7 @@ class ParkedAttaches:
         return refused
 
     def take(self, request: RequestId, attempt: float = math.inf) -> Parked | None:
-        """The request does not wait for its blocks any more. Remove and return the attach that waits for an offer of
-        this attempt or an older one."""
-        self._expected.pop(request, None)
+        """Remove and return the attach that waits for an offer of this attempt or an older one."""
         parked = self._parked.get(request)
         return self._parked.pop(request) if parked is not None and parked.offered <= attempt else None
 

@@ -36,7 +36,6 @@ from common.contract.messages import (
 )
 from common.runtime.clock import Clock
 from common.runtime.probes import gauge
-from kv_transfer import sink
 from kv_transfer.events import (
     AddSource,
     Connect,
@@ -55,8 +54,8 @@ from kv_transfer.events import (
     TransferAction,
     TransferEvent,
 )
+from kv_transfer.pull import Abandoned, Admit, Pull, PullAction, PullState, ReadBlocks, Release, ToSource, WantBlocks
 from kv_transfer.pull_times import PullTimes
-from kv_transfer.sink import Pull, PullState
 from kv_transfer.transport import ReadId
 
 log = logging.getLogger(__name__)
@@ -268,27 +267,27 @@ class Pulls:
         if found is not None and found.source == source.incarnation:
             self._emit(AddSource(source.incarnation, found.welcome.transport_metadata))
 
-    def _do(self, pull: Pull, actions: Iterable[sink.Action]) -> None:
+    def _do(self, pull: Pull, actions: Iterable[PullAction]) -> None:
         """Pass on the actions of a pull, whose state has changed."""
         now = self._clock()
         self._enter(pull, now)
         self._note(pull, now)
         for action in actions:
             match action:
-                case sink.SendToSource(message):
+                case ToSource(message):
                     self._emit(SendToSource(pull.source.address, message))
-                case sink.StartRead():
+                case ReadBlocks():
                     self._read(pull, action, now)
-                case sink.WantBlocks(num_blocks):
+                case WantBlocks(num_blocks):
                     self._emit(PullOffered(pull, num_blocks))
-                case sink.Admit(block_ids, first_tokens):
+                case Admit(block_ids, first_tokens):
                     self._emit(Pulled(pull, block_ids, first_tokens))
-                case sink.Release(block_ids):
+                case Release(block_ids):
                     self._emit(Released(block_ids))
-                case sink.GaveUp(cause, message):
+                case Abandoned(cause, message):
                     self._emit(PullFailed(pull, cause, message))
 
-    def _read(self, pull: Pull, wanted: sink.StartRead, now: float) -> None:
+    def _read(self, pull: Pull, wanted: ReadBlocks, now: float) -> None:
         read_id, source = ReadId(next(self._read_ids)), pull.source.incarnation
         self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source, 0), now)
         assert pull.times is not None

@@ -21,7 +21,7 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class ReadRoute:
     """The route by which blocks come from one source."""
 
     way: Way = Way.UNKNOWN

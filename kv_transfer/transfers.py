@@ -21,16 +21,13 @@ from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import PeerNetworks
 from common.runtime.probes import counter, gauge
 from kv_transfer.events import (
-    AddSource,
     Connect,
-    DropSource,
+    MoverAction,
     ReadEnded,
     SendToSource,
-    Serve,
     SourceLost,
     SourceOpened,
     SourceReceived,
-    StartRead,
     TransferEvent,
 )
 from kv_transfer.mover import Mover
@@ -78,23 +75,15 @@ class Transfers:
         await self.mover.close()  # before the links: sources must go on serving the reads that the mover lets end
         await self._links.close()
 
-    def carry_out(self, action: Connect | SendToSource | AddSource | DropSource | StartRead | Serve) -> None:
+    def carry_out(self, action: Connect | SendToSource | MoverAction) -> None:
         """Do what a core has decided."""
         match action:
             case Connect(address):
                 self._links.need(address)
             case SendToSource(address, message):
                 self._links.send(address, message)
-            case AddSource(source, metadata):
-                self.mover.add_source(source, metadata)
-            case DropSource(source):
-                self.mover.drop_source(source)
-            case StartRead():
-                self.mover.read(
-                    action.read_id, action.source, action.source_blocks, action.sink_blocks, action.checksums
-                )
-            case Serve(serving):
-                self.mover.set_serving(serving)
+            case _:
+                self.mover.carry_out(action)
 
     # --- what links and the mover report -------------------------------------------------------------------------
 

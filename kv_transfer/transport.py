@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
-from kv_transfer.routes import Route
+from kv_transfer.routes import ReadRoute
 
 MAX_METADATA_BYTES = 2**20
 """Largest transport metadata that is accepted, in bytes. It equals the limit of `Welcome.transport_metadata`."""
@@ -101,7 +101,7 @@ class Transport(Protocol):
         FAILED.
         """
 
-    def route(self, source: Incarnation) -> Route:
+    def route(self, source: Incarnation) -> ReadRoute:
         """How blocks come from a source, as far as that is known once a read from there has ended."""
 
     def poll(self) -> None:

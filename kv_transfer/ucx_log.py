@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kv_transfer.routes import Route, way_of
+from kv_transfer.routes import ReadRoute, way_of
 
 MAX_TABLES = 1024
 """Most tables that are kept: one for each agent that has begun to read and is not forgotten."""
@@ -81,14 +81,14 @@ class UcxLog:
                 if os.fstat(self._file).st_size == self._position:
                     os.ftruncate(self._file, 0)  # UCX goes on at its position; the bytes before that take no memory
 
-    def route(self, agent: str, block_bytes: int, device: str) -> Route:
+    def route(self, agent: str, block_bytes: int, device: str) -> ReadRoute:
         """How blocks come to the agent of this name, which reads from one source. Known once a read is posted."""
         with self._lock:
             for (name, on_gpu), table in reversed(self._tables.items()):
                 if agent.startswith(name) and on_gpu == (device == "cuda"):
                     wire = next((wire for first, last, wire in table.rows if first <= block_bytes <= last), "")
-                    return Route(way=way_of(wire), wire=wire, same_host=table.same_host)
-        return Route()
+                    return ReadRoute(way=way_of(wire), wire=wire, same_host=table.same_host)
+        return ReadRoute()
 
     def forget(self, agent: str) -> None:
         """Drop the tables of an agent that is destroyed."""

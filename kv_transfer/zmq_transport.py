@@ -29,7 +29,7 @@ from common.contract.ids import Incarnation
 from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import EVERYWHERE, PeerNetworks
 from kv_transfer.regions import Region
-from kv_transfer.routes import Route, Way
+from kv_transfer.routes import ReadRoute, Way
 from kv_transfer.transport import Read, ReadState, pack_metadata, require_pairs, unpack, unpack_metadata
 
 PIECE_BYTES = 2**20
@@ -181,9 +181,9 @@ class ZmqTransport:
         self._links[source].start(read, source_blocks, sink_blocks)
         return read
 
-    def route(self, source: Incarnation) -> Route:
+    def route(self, source: Incarnation) -> ReadRoute:
         """Always `Way.ZMQ`."""
-        return Route(way=Way.ZMQ)
+        return ReadRoute(way=Way.ZMQ)
 
     def poll(self) -> None:
         """Copy what has arrived into its blocks and ask for more."""

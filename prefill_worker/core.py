@@ -21,32 +21,26 @@ Pure state: `handle` takes an event and returns actions (`common.worker`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import Metric
 
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import (
     Abort,
-    Attach,
-    AttachPrefix,
-    Detach,
     Drain,
     Heartbeat,
     Message,
-    Phase,
     Prefill,
-    Resume,
     Role,
-    Settle,
 )
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
 from common.runtime.config import PrefillSettings
-from common.worker.agenda import Agenda
+from common.worker.agenda import Agenda, PlanWanted
 from common.worker.events import (
     Action,
     DrainEnded,
@@ -56,7 +50,6 @@ from common.worker.events import (
     MaskMade,
     PeerLost,
     Received,
-    SessionOpened,
     StepEnded,
     StepWanted,
     Ticked,
@@ -70,20 +63,15 @@ from kv_transfer.events import (
     Pulled,
     PullFailed,
     PullOffered,
-    ReadEnded,
-    Released,
-    SourceLost,
-    SourceOpened,
-    SourceReceived,
     Unpinned,
 )
+from kv_transfer.pull import Pull
 from kv_transfer.regions import Region
-from kv_transfer.sink import Pull
 from prefill_worker import view
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.steps import PlanWanted, Steps
+from prefill_worker.steps import PrefillSteps
 
 log = logging.getLogger(__name__)
 
@@ -112,18 +100,20 @@ class PrefillCore:
             costs=engine.costs,
         )
         self._agenda = Agenda(self._decide)
-        self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
         self.exchange = Exchange(self._agenda, settings, region, self._find_prefix, settings.unattached_ttl_s)
         self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
+        self.front: Front[PrefillRequest] = Front(
+            self._agenda, settings, self.block_size, self.pool, self.scheduler.trials, self.exchange
+        )
         self.prefix_pulls = PrefixPulls(
             me, self.block_size, layout.block_bytes, engine.costs, settings.pull_prefixes, settings.pull_patience_s
         )
-        self.requests: dict[RequestId, PrefillRequest] = {}
+        self.requests = self.front.requests
         """Every request, from its arrival until its lease has ended."""
         self.masks: MaskAsks[PrefillRequest] = MaskAsks(self._agenda)
         """Requests that wait for blocks once the mask of their first tokens is known."""
-        self.totals = view.Totals()
-        self.steps = Steps(
+        self.totals = view.PrefillTotals()
+        self.steps = PrefillSteps(
             self._agenda,
             engine.runner.config,
             engine.costs,
@@ -152,16 +142,12 @@ class PrefillCore:
                 self.steps.ended(event)
             case Received(peer, message):
                 self._on_message(peer, message)
-            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
-                self.pulls.handle(event)
             case PullOffered(pull, num_blocks):
                 self._on_pull_offered(pull, num_blocks)
             case Pulled(pull, block_ids, _):
                 self._on_pulled(pull, block_ids)
             case PullFailed(pull, _, message):
                 self._on_pull_failed(pull, message)
-            case Released(block_ids):
-                self.pool.release(block_ids)
             case Unpinned(key, block_ids, _):
                 self._on_unpinned(key, block_ids)
             case LeaseDropped(key, cause, message):
@@ -171,18 +157,18 @@ class PrefillCore:
             case Ticked():
                 self._on_tick()
             case HelloReceived(peer, listed):
-                self._on_hello(peer, listed)
-            case SessionOpened(peer, role):
-                self.front.opened(peer, role)
+                for request in self.front.hello(peer, listed):
+                    self._end(request, Cause.CANCELLED, "unknown to its gateway")
             case PeerLost(peer):
-                self._on_peer_lost(peer)
+                for request in self.front.lost(peer):
+                    self._end(request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
             case DrainWanted():
                 self._drain()
             case DrainEnded(why):
                 for request in list(self.requests.values()):
                     self._fail(request, Cause.DRAINING, why)
             case _:
-                raise AssertionError(event)
+                self.front.handle(event)
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -193,14 +179,10 @@ class PrefillCore:
                 self._on_prefill(peer, message)
             case Abort():
                 self._on_abort(peer, message)
-            case Attach() | AttachPrefix() | Settle() | Detach():
-                self.lender.on_message(peer, message)
             case Drain():
                 self._drain()
-            case Resume():
-                self.front.draining = False
             case _:
-                log.warning("%s is not for a prefill worker; ignored", type(message).__name__)
+                self.front.on_message(peer, message)
 
     def _on_prefill(self, gateway: Incarnation, work: Prefill) -> None:
         if not self.front.admits(work.key):
@@ -246,19 +228,6 @@ class PrefillCore:
         if request is not None and request.gateway == gateway and request.work.attempt <= message.attempt:
             self._end(request, Cause.CANCELLED, "aborted")
             self.front.cancelled(gateway, message.key)
-
-    def _on_hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> None:
-        for request in self._owned_by(peer):
-            if request.key not in listed:
-                self._end(request, Cause.CANCELLED, "unknown to its gateway")
-        self.lender.on_hello(peer, listed)
-
-    def _on_peer_lost(self, peer: Incarnation) -> None:
-        """A gateway's requests end; a sink's leases wait for another sink."""
-        for request in self._owned_by(peer):
-            self._end(request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
-        self.lender.on_peer_lost(peer)
-        self.front.lost(peer)
 
     # --- prefixes that are pulled --------------------------------------------------------------------------------
 
@@ -347,43 +316,16 @@ class PrefillCore:
             self.pulls.abandon(prefix.pull, None, message)
         self.lender.withdraw(request.key.request, cause, message)
 
-    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
-        request = self.requests.get(key.request)
-        return request.gateway if request is not None and request.key == key else None
-
-    def _owned_by(self, gateway: Incarnation) -> list[PrefillRequest]:
-        return [request for request in self.requests.values() if request.gateway == gateway]
-
     def _drain(self) -> None:
         """Take no new work. Requests that have not begun go back to their gateways; the others are computed and handed
         over."""
-        if self.front.draining:
+        if not self.front.drain():
             return
-        log.info("draining: %d requests are open", len(self.requests))
-        self.front.draining = True
         for request in list(self.requests.values()):
             if request.state in (PromptState.MASKED, PromptState.WAITING):
                 self._fail(request, Cause.DRAINING, "this prefill worker is leaving")
 
     # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is here that a tick could end."""
-        return not self.requests and self.exchange.idle
-
-    @property
-    def phase(self) -> Phase:
-        """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
-        return self.front.phase(holds_anything=bool(self.requests) or not self.exchange.empty)
-
-    def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
-        """The requests of a gateway that are open here."""
-        return tuple(request.key for request in self._owned_by(peer))
-
-    def open_pulls(self, address: str) -> Collection[RequestKey]:
-        """The pulls from an address that are not over."""
-        return self.pulls.open_pulls(address)
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
@@ -399,9 +341,8 @@ class PrefillCore:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        self.pool.check_invariants()
+        self.front.check_invariants()
         self.scheduler.check_invariants()
-        self.exchange.check_invariants()
         scheduled = {PromptState.WAITING, PromptState.RUNNING, PromptState.ON_HOLD}
         assert {r for r in self.requests.values() if r.state in scheduled} == set(self.scheduler.requests())
         assert {r for r in self.requests.values() if r.state is PromptState.MASKED} == set(self.masks.subjects())

@@ -2,7 +2,7 @@
 way.
 
 In a conversation the KV of the last answer was computed by a decode worker. If that is pulled, the prefill worker
-computes only the new text of the turn. A pull is a sink's pull like any other (`kv_transfer.sink`), under a request id
+computes only the new text of the turn. A pull is a sink's pull like any other (`kv_transfer.pull`), under a request id
 of its own. Until it has settled, none of its blocks are offered, and no later token is computed. Pure state.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal
 from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages import MAX_PREFIX_BLOCKS
 from common.scheduling.costs import Costs
-from kv_transfer.sink import Pull
+from kv_transfer.pull import Pull
 from prefill_worker.request import PrefillRequest
 
 _LATENCY_S = 0.005

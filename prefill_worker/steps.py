@@ -13,29 +13,21 @@ from common.engine.model_config import ModelConfig
 from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
-from common.worker.agenda import Agenda
+from common.worker.agenda import Agenda, PlanWanted
 from common.worker.events import Compute, StepEnded, Work
 from common.worker.exchange import Exchange
 from common.worker.front import Front
-from kv_transfer.events import Consequence
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.view import Totals
+from prefill_worker.view import PrefillTotals
 
 _RECLAIM_AGE_S = 1.0
 """Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlanWanted(Consequence):
-    """A step is to be planned, now that reclaimed blocks are free."""
-
-    before: Work | None
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
+class PrefillPlan:
     """A step that was handed to the shell."""
 
     number: int
@@ -43,7 +35,7 @@ class Planned:
     chunks: list[Chunk[PrefillRequest]]
 
 
-class Steps:
+class PrefillSteps:
     """Plans steps, offers prompts, and processes outcomes. Pure state."""
 
     def __init__(
@@ -56,8 +48,8 @@ class Steps:
         scheduler: PrefillScheduler,
         exchange: Exchange,
         prefix_pulls: PrefixPulls,
-        front: Front,
-        totals: Totals,
+        front: Front[PrefillRequest],
+        totals: PrefillTotals,
         fail: Callable[[PrefillRequest, Cause, str], None],
     ) -> None:
         """`fail` ends a request, and tells its gateway why."""
@@ -82,7 +74,7 @@ class Steps:
         missing = self._scheduler.blocks_missing(now)
         if missing:
             self._lender.reclaim(missing, now - _RECLAIM_AGE_S)
-        self._agenda.emit(PlanWanted(before))
+        self._agenda.emit_last(PlanWanted(before))
 
     def plan(self, before: Work | None) -> None:
         """Admit prompts that fit and plan the next step, now that the blocks of `wanted` are free."""
@@ -100,7 +92,7 @@ class Steps:
                 self._front.tell_turn()
             return
         work = Work(
-            step=Planned(self._pool.step_started(), chunks),
+            step=PrefillPlan(self._pool.step_started(), chunks),
             slices=[
                 prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
             ],
@@ -130,7 +122,7 @@ class Steps:
 
     def ended(self, ended: StepEnded) -> None:
         """Process a step's outcomes."""
-        planned: Planned = ended.work.step
+        planned: PrefillPlan = ended.work.step
         self._pool.step_finished(planned.number)
         chunks = planned.chunks
         self._costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Totals:
+class PrefillTotals:
     """Numbers that grow over the worker's life."""
 
     prompt: int = 0
@@ -36,7 +36,7 @@ def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
         waiting=len(scheduler.waiting) + len(scheduler.on_hold) + len(core.masks),
         blocks_used=core.pool.num_used,
         blocks_total=core.pool.num_blocks,
-        phase=core.phase,
+        phase=core.front.phase,
         queued_tokens=by_tier((r.tier, r.num_uncomputed) for r in scheduler.requests()),
         token_s=core.engine.costs.prefill_s_per_token,
         pulled_token_s=core.prefix_pulls.token_s,
@@ -46,45 +46,34 @@ def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
 
 def counts(core: PrefillCore) -> Mapping[str, object]:
     """What the worker holds."""
-    scheduler, pool = core.scheduler, core.pool
+    scheduler = core.scheduler
     return {
-        "blocks_used": pool.num_used,
-        "blocks_limbo": pool.num_limbo,
-        "blocks_total": pool.num_blocks,
+        **core.front.counts(),
         "waiting": len(scheduler.waiting),
         "on_hold": len(scheduler.on_hold),
         "running": len(scheduler.running),
-        "blocks_cached": pool.num_cached,
         "pulling": core.pulls.num_pulls,
-        **core.exchange.counts(),
-        "requests": len(core.requests),
     }
 
 
 def metrics(core: PrefillCore) -> Iterable[Metric]:
     """Prometheus metrics of this moment."""
-    scheduler, pool = core.scheduler, core.pool
+    scheduler = core.scheduler
     name = core.settings.model
     model = {"model_name": name}
     yield gauge("vllm:num_requests_running", "Prompts being computed.", len(scheduler.running), model)
     waiting = len(scheduler.waiting) + len(scheduler.on_hold)
     text = "Prompts waiting for blocks, or for what another worker holds of them."
     yield gauge("vllm:num_requests_waiting", text, waiting, model)
-    yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", pool.num_used / pool.num_blocks, model)
-    sizes = {"block_size": str(core.block_size), "num_gpu_blocks": str(pool.num_blocks)}
-    yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
     yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", core.totals.prompt)
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", core.totals.scored)
     queued = scheduler.num_uncomputed
     yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)
     queued_s = queued * core.engine.costs.prefill_s_per_token
     yield gauge("baton_prefill_queued_seconds", "What computing them is expected to take.", queued_s)
-    yield from core.exchange.metrics()
     queried, hit = {name: scheduler.num_prefix_queried}, {name: scheduler.num_prefix_hit}
     yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")
     yield counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.", hit, "model_name")
-    yield gauge("baton_blocks_cached", "Blocks known by name.", pool.num_cached)
-    yield counter("baton_blocks_evicted", "Cached blocks that were given away.", pool.num_evicted)
     yield counter("baton_prefix_pulls", "Prefixes pulled from others, by end.", core.prefix_pulls.ended, "end")
     pulled = core.prefix_pulls.num_tokens_pulled
     yield counter("baton_prefix_tokens_pulled", "Prompt tokens pulled instead of computed.", pulled)

@@ -19,7 +19,7 @@ from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, Stage
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
-from kv_transfer.sink import Pull
+from kv_transfer.pull import Pull
 
 BLOCK_SIZE = 4
 ENDLESS = 100_000

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from common.contract.ids import Incarnation
-from kv_transfer.routes import Route
+from kv_transfer.routes import ReadRoute
 from kv_transfer.transport import Read, ReadState
 
 
@@ -23,7 +23,7 @@ class Faulty:
         self.raising: dict[str, Exception] = {}
         self.calls: list[tuple[str, Incarnation]] = []
         """Sources that were added and dropped, in order."""
-        self.routes: dict[Incarnation, Route] = {}
+        self.routes: dict[Incarnation, ReadRoute] = {}
         self.num_polls = 0
         self.threads: set[int] = set()
 
@@ -48,9 +48,9 @@ class Faulty:
         self.reads.append(Read(source, len(sink_blocks)))
         return self.reads[-1]
 
-    def route(self, source: Incarnation) -> Route:
+    def route(self, source: Incarnation) -> ReadRoute:
         """What the test says."""
-        return self.routes.get(source, Route())
+        return self.routes.get(source, ReadRoute())
 
     def poll(self) -> None:
         """Count."""

@@ -44,6 +44,7 @@ from common.engine.runner import ModelRunner, load_runner
 from common.runtime.channel import ControlClient
 from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.clock import Pulse, monotonic
+from kv_transfer.events import AddSource, StartRead
 from kv_transfer.mover import Mover
 from kv_transfer.regions import Region
 from kv_transfer.transport import ReadId
@@ -133,7 +134,7 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
     await gateway.welcome
     welcome = await sink.welcome
     assert attach.worker is not None
-    mover.add_source(attach.worker, welcome.transport_metadata)
+    mover.carry_out(AddSource(attach.worker, welcome.transport_metadata))
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     work: dict[str, Any] = {
         "token_ids": tuple(tokens),
@@ -159,7 +160,7 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
             break
     table = list(range(10, 10 + len(source_blocks)))
     reads[0] = asyncio.get_running_loop().create_future()
-    mover.read(ReadId(0), attach.worker, source_blocks, table)
+    mover.carry_out(StartRead(ReadId(0), attach.worker, tuple(source_blocks), tuple(table), None))
     await reads[0]
     attach.send(Settle(request=request, attempt=1, lease=message.lease, epoch=message.epoch))
     settled = await sink.messages.get()

@@ -50,6 +50,7 @@ from decode_worker.core import DecodeCore
 from decode_worker.request import Generation
 from kv_transfer import transfers
 from kv_transfer.bandwidths import Bandwidths
+from kv_transfer.events import AddSource, DropSource, MoverAction, StartRead
 from kv_transfer.transport import ReadId
 
 BLOCK_SIZE = 4
@@ -228,36 +229,21 @@ class Reads:
         self.on_read = on_read
         self.open: list[Read] = []
         self.sources: set[Incarnation] = set()
-        self.serving = False
         self.num_blocks_read = 0
         self.num_registrations = 0
         self.bandwidths = Bandwidths("cpu")
 
-    def set_serving(self, serving: bool) -> None:
-        """Whether others read here."""
-        self.serving = serving
-
-    def add_source(self, source: Incarnation, metadata: bytes) -> None:
-        """It can be read from."""
-        self.sources.add(source)
-
-    def drop_source(self, source: Incarnation) -> None:
-        """The fence."""
-        self.sources.discard(source)
-        for read in self.open:
-            read.fenced |= read.source == source
-
-    def read(
-        self,
-        read_id: ReadId,
-        source: Incarnation,
-        source_blocks: Sequence[int],
-        sink_blocks: Sequence[int],
-        checksums: Sequence[int] | None = None,
-    ) -> None:
-        """Begin."""
-        read = Read(read_id, source, tuple(source_blocks), tuple(sink_blocks), fenced=source not in self.sources)
-        self.open.append(read)
+    def carry_out(self, action: MoverAction) -> None:
+        """What the core has decided."""
+        match action:
+            case AddSource(source, _):
+                self.sources.add(source)
+            case DropSource(source):
+                self.sources.discard(source)
+                for read in self.open:
+                    read.fenced |= read.source == source
+            case StartRead(read_id, source, source_blocks, sink_blocks, _):
+                self.open.append(Read(read_id, source, source_blocks, sink_blocks, fenced=source not in self.sources))
 
     def copy(self, read: Read) -> None:
         """The next block arrives: what the source's memory holds now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kv_transfer.source import LeaseTable
+from kv_transfer.lease_table import LeaseTable
 from prefill_worker.scheduler import PrefillScheduler
 
 

@@ -9,6 +9,7 @@ from transport_source import END_BOUND_S, Cache, SourceProcess, make_transport
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
+from kv_transfer.events import StartRead
 from kv_transfer.mover import Mover
 from kv_transfer.transport import ReadId
 
@@ -39,7 +40,8 @@ class Sink:
         self._next_read += 1
         read_id = ReadId(self._next_read)
         end = self._ends[read_id] = asyncio.get_running_loop().create_future()
-        self.mover.read(read_id, source, source_blocks, sink_blocks, checksums)
+        sums = None if checksums is None else tuple(checksums)
+        self.mover.carry_out(StartRead(read_id, source, tuple(source_blocks), tuple(sink_blocks), sums))
         return end
 
     async def end_of(self, read: asyncio.Future[TransferError | None]) -> TransferError | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from common.contract.ids import Incarnation, new_incarnation
+from kv_transfer.events import Serve
 from kv_transfer.mover import Mover
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.regions import Region
@@ -150,7 +151,7 @@ async def _serve(ready: Connection, kind: str, incarnation: Incarnation, shape: 
 
     mover = Mover(cache.region, lambda: make_transport(kind, cache.region, incarnation), unexpected, unexpected)
     metadata = await mover.start()
-    mover.set_serving(True)
+    mover.carry_out(Serve(serving=True))
     libc = ctypes.PyDLL(None)  # its functions run with the interpreter's lock held
 
     def hold(*_: object) -> None:

@@ -33,7 +33,7 @@ from common.engine.model import Decoder, Hidden
 from common.engine.model_config import ModelConfig
 from common.engine.native.backend import NativeBackend
 from common.engine.ragged import Rows
-from common.engine.sampler import Choice, choose
+from common.engine.sampler import ChosenOnDevice, choose
 from common.engine.warm_up import decode_batches, few_rows
 from common.engine.weights import Progress, load_weights, resolve_dtype
 from common.scheduling.costs import MIN_OBSERVED_TOKENS, Costs
@@ -56,7 +56,7 @@ class Submitted:
     def __init__(
         self,
         slices: Sequence[Slice],
-        choice: Choice | None,
+        choice: ChosenOnDevice | None,
         cache: KVCache,
         scores: Scores | None = None,
         num_decodes: int = 0,

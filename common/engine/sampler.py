@@ -70,7 +70,7 @@ class Likeliest:
         return copied.tokens_N, copied.best_N
 
 
-class Choice:
+class ChosenOnDevice:
     """The tokens of a step, chosen on the device, and their copy to the host, which arrives later."""
 
     def __init__(
@@ -124,7 +124,7 @@ def choose(
     backend: Backend,
     last_tokens: LastTokens | None = None,
     likeliest: Likeliest | None = None,
-) -> Choice:
+) -> ChosenOnDevice:
     """Choose a token for each sample from its row of `logits_NV`. Does not change `logits_NV`, nor wait for the device.
 
     In order: repetition, presence and frequency penalties; biases; what the grammars allow; no ending token before
@@ -153,7 +153,7 @@ def choose(
     elif random.size:
         rows = to_device(random, torch.int64, logits_NV.device)
         tokens_N[rows] = backend.draw(logits_NV[rows], best_N[rows], samples.take(random))
-    return Choice(samples, tokens_N, best_N, _report(logits_NV, tokens_N, samples), likeliest)
+    return ChosenOnDevice(samples, tokens_N, best_N, _report(logits_NV, tokens_N, samples), likeliest)
 
 
 def _biased(logits_NV: torch.Tensor, samples: Samples) -> torch.Tensor:

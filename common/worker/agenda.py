@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from common.contract.ids import Incarnation
 from common.contract.messages import Message
-from common.worker.events import Action, Event
+from common.worker.events import Action, Event, Work
 from kv_transfer.events import Consequence, Send
 
 _Item = TypeVar("_Item")
@@ -35,6 +36,14 @@ class Inbox(Generic[_Item]):
             self._emptying = False
 
 
+@dataclass(frozen=True, slots=True)
+class PlanWanted(Consequence):
+    """A step is to be planned, now that everything else is settled."""
+
+    before: Work | None
+    """The step that still runs; None if none does."""
+
+
 class Agenda:
     """The decisions of one core while it handles an event.
 
@@ -52,6 +61,8 @@ class Agenda:
         self._decide = decide
         self._conclude = conclude
         self._due: deque[Consequence] = deque()
+        self._last: deque[Consequence] = deque()
+        """Consequences that wait until no other is left."""
         self._actions: list[Action] = []
         self._deciding = False
 
@@ -65,6 +76,11 @@ class Agenda:
             self._due.append(decision)
         else:
             self._actions.append(decision)
+
+    def emit_last(self, consequence: Consequence) -> None:
+        """Add a consequence that is settled after all others, those included that follow from them or from the
+        conclusion."""
+        self._last.append(consequence)
 
     def send(self, peer: Incarnation, message: Message) -> None:
         """Add the action to send `message` to a client."""
@@ -88,5 +104,8 @@ class Agenda:
             while self._due:
                 self._decide(self._due.popleft())
             self._conclude()
-            if not self._due:
+            if self._due:
+                continue
+            if not self._last:
                 return
+            self._decide(self._last.popleft())

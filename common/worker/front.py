@@ -1,23 +1,41 @@
-"""A core's dealings with its gateways that do not depend on the role: which attempts it admits, what it refuses and
-counts, whether it drains, and who is told what the prefix cache holds and which suspects compute."""
+"""What a core of either role has to do with other processes: the open requests of its gateways, what it refuses and
+counts, whether it drains, its pulls and leases, and who is told what the prefix cache holds and which suspects
+compute."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Generic, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Cancelled, Failed, Phase, Role
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    Attach,
+    AttachPrefix,
+    Cancelled,
+    Detach,
+    Failed,
+    Message,
+    Phase,
+    Resume,
+    Role,
+    Settle,
+)
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
+from common.runtime.config import WorkerSettings
 from common.runtime.fence import AttemptFence
 from common.runtime.logs import about
-from common.runtime.probes import counter
+from common.runtime.probes import counter, gauge
 from common.scheduling.trials import TrialFeed, Trials
 from common.worker.agenda import Agenda
+from common.worker.events import Event, SessionOpened
+from common.worker.exchange import Exchange
+from kv_transfer.events import Consequence, ReadEnded, Released, SourceLost, SourceOpened, SourceReceived
 
 log = logging.getLogger(__name__)
 
@@ -25,33 +43,83 @@ _MAX_MESSAGE = 4096
 """Most characters of a failure's message."""
 
 
-class Front:
-    """One worker towards its gateways. Pure state."""
+class GatewayRequest(Protocol):
+    """A request of a gateway, in either role."""
+
+    @property
+    def gateway(self) -> Incarnation:
+        """The gateway that sent it, and gets the answers."""
+
+    @property
+    def key(self) -> RequestKey:
+        """Its id and its attempt."""
+
+
+_Request = TypeVar("_Request", bound=GatewayRequest)
+
+
+class Front(Generic[_Request]):
+    """One worker towards other processes. Pure state."""
 
     def __init__(
         self,
         agenda: Agenda,
+        settings: WorkerSettings,
+        block_size: int,
         pool: BlockPool,
         trials: Trials,
-        gateway_of: Callable[[RequestKey], Incarnation | None],
+        exchange: Exchange,
     ) -> None:
-        """`gateway_of` returns the gateway of a request, or None if the request has left."""
         self._agenda = agenda
+        self._settings = settings
+        self._block_size = block_size
+        self._pool = pool
+        self._exchange = exchange
         self._fence = AttemptFence(agenda.clock)
         self._cache_feed = CacheFeed(pool, agenda.send)
-        self._trial_feed = TrialFeed(trials, gateway_of, agenda.send)
+        self._trial_feed = TrialFeed(trials, self._gateway_of, agenda.send)
         self._ended: dict[str, int] = {}
+        self.requests: dict[RequestId, _Request] = {}
+        """Requests that have not ended here."""
+        self.finished: OrderedDict[RequestId, _Request] = OrderedDict()
+        """Requests that have ended, until the gateway acknowledges it. Only decode workers keep any."""
         self.draining = False
+
+    def handle(self, event: Event | Consequence) -> None:
+        """An event or a consequence that means the same in both roles."""
+        match event:
+            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
+                self._exchange.pulls.handle(event)
+            case Released(block_ids):
+                self._pool.release(block_ids)
+            case SessionOpened(peer, role):
+                if role is Role.GATEWAY:
+                    self._cache_feed.begin(peer)
+                    self._trial_feed.begin(peer)
+            case _:
+                raise AssertionError(event)
+
+    def on_message(self, peer: Incarnation, message: Message) -> None:
+        """A message that means the same in both roles; others are ignored."""
+        match message:
+            case Attach() | AttachPrefix() | Settle() | Detach():
+                self._exchange.lender.on_message(peer, message)
+            case Resume():
+                self.draining = False
+            case _:
+                log.warning("%s is not for a worker of this role; ignored", type(message).__name__)
 
     def admits(self, key: RequestKey) -> bool:
         """Whether this attempt is newer than every earlier one of its request; if so, it is remembered."""
         return self._fence.admits(key)
 
-    def phase(self, *, holds_anything: bool) -> Phase:
-        """Serving; while draining, DRAINING until the worker holds nothing any more, then DRAINED."""
-        if not self.draining:
-            return Phase.SERVING
-        return Phase.DRAINING if holds_anything else Phase.DRAINED
+    def drain(self) -> bool:
+        """Take no new work. Gateways learn it by the next heartbeat. Returns whether that is new."""
+        if self.draining:
+            return False
+        log.info("draining: %d requests are open", len(self.requests))
+        self.draining = True
+        return True
 
     # --- ends of requests ----------------------------------------------------------------------------------------
 
@@ -74,16 +142,34 @@ class Front:
 
     # --- sessions ------------------------------------------------------------------------------------------------
 
-    def opened(self, peer: Incarnation, role: Role) -> None:
-        """Start to tell a gateway which blocks the prefix cache holds and which requests are on trial."""
-        if role is Role.GATEWAY:
-            self._cache_feed.begin(peer)
-            self._trial_feed.begin(peer)
+    def hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> list[_Request]:
+        """A session opens, perhaps again: the client has given up the pulls that it does not list. Returns the requests
+        that it has given up."""
+        self._exchange.lender.on_hello(peer, listed)
+        return [request for request in self._owned_by(peer) if request.key not in listed]
 
-    def lost(self, peer: Incarnation) -> None:
-        """A client's session is over."""
+    def lost(self, peer: Incarnation) -> list[_Request]:
+        """A client's session is over; returns its requests."""
+        self._exchange.lender.on_peer_lost(peer)
         self._cache_feed.end(peer)
         self._trial_feed.end(peer)
+        return self._owned_by(peer)
+
+    def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
+        """The requests of a gateway that are open here, or wait for its acknowledgement."""
+        return tuple(request.key for request in self._owned_by(peer))
+
+    def open_pulls(self, address: str) -> Collection[RequestKey]:
+        """The pulls from an address that are not over."""
+        return self._exchange.pulls.open_pulls(address)
+
+    def _owned_by(self, gateway: Incarnation) -> list[_Request]:
+        return [each for each in (*self.requests.values(), *self.finished.values()) if each.gateway == gateway]
+
+    def _gateway_of(self, key: RequestKey) -> Incarnation | None:
+        """The gateway of a request; None if the request has left."""
+        request = self.requests.get(key.request)
+        return request.gateway if request is not None and request.key == key else None
 
     def tell_turn(self) -> bool:
         """Tell gateways which suspects compute next, if that has changed. Returns whether it has."""
@@ -93,6 +179,46 @@ class Front:
         """Tell gateways how the prefix cache has changed."""
         self._cache_feed.publish()
 
+    # --- what others see -----------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is here that a tick could end."""
+        return not self.requests and self._exchange.idle
+
+    @property
+    def phase(self) -> Phase:
+        """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
+        if not self.draining:
+            return Phase.SERVING
+        held = self.requests or self.finished or not self._exchange.empty
+        return Phase.DRAINING if held else Phase.DRAINED
+
+    def counts(self) -> Mapping[str, object]:
+        """What is held in either role. At rest the counts are zero."""
+        pool = self._pool
+        return {
+            "blocks_used": pool.num_used,
+            "blocks_limbo": pool.num_limbo,
+            "blocks_total": pool.num_blocks,
+            "blocks_cached": pool.num_cached,
+            **self._exchange.counts(),
+            "requests": len(self.requests),
+        }
+
     def metrics(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment."""
+        pool, model = self._pool, {"model_name": self._settings.model}
+        yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", pool.num_used / pool.num_blocks, model)
+        sizes = {"block_size": str(self._block_size), "num_gpu_blocks": str(pool.num_blocks)}
+        yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
+        yield gauge("baton_blocks_cached", "Blocks known by name.", pool.num_cached)
+        yield counter("baton_blocks_evicted", "Cached blocks that were given away.", pool.num_evicted)
+        yield from self._exchange.metrics()
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        self._pool.check_invariants()
+        self._exchange.check_invariants()
+        assert not self.requests.keys() & self.finished.keys(), "open, and finished"

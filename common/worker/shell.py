@@ -9,10 +9,10 @@ present state.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Any, Protocol
 
 from prometheus_client.metrics_core import Metric
 
@@ -46,7 +46,8 @@ from common.worker.events import (
     Ticked,
     Work,
 )
-from kv_transfer.events import AddSource, Connect, DropSource, Send, SendToSource, Serve, StartRead
+from common.worker.front import Front
+from kv_transfer.events import Send
 from kv_transfer.regions import Region
 from kv_transfer.transfers import Transfers
 from kv_transfer.transport import Transport
@@ -67,18 +68,8 @@ class Core(Protocol):
         """The worker's role."""
 
     @property
-    def idle(self) -> bool:
-        """Whether the worker holds nothing that a tick could end."""
-
-    @property
-    def phase(self) -> Phase:
-        """Whether the worker takes work, and whether it holds any."""
-
-    def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
-        """The requests of a gateway that are open here."""
-
-    def open_pulls(self, address: str) -> Collection[RequestKey]:
-        """The pulls from an address that are not over."""
+    def front(self) -> Front[Any]:
+        """What does not depend on the role."""
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The present load."""
@@ -132,7 +123,7 @@ class WorkerShell:
             make_transport,
             clock,
             report=self._inbox.put,
-            open_pulls=core.open_pulls,
+            open_pulls=core.front.open_pulls,
         )
         self._masks = Masks(engine.runner.grammars)
         self._planned: Work | None = None
@@ -156,7 +147,7 @@ class WorkerShell:
             self._transfers.on_died(error)  # a bug: the worker ends, whoever's callback this is
             raise
         self._wake.set()
-        if not self.core.idle:
+        if not self.core.front.idle:
             self._busy.set()
 
     def _carry_out(self, action: Action) -> None:
@@ -169,10 +160,8 @@ class WorkerShell:
                 self._masks.ask(grammar, state, token_ids, prompt_len, partial(self._on_mask, state))
             case ForgetMask(state):
                 self._masks.forget(state)
-            case Connect() | SendToSource() | AddSource() | DropSource() | StartRead() | Serve():
-                self._transfers.carry_out(action)
             case _:
-                assert_never(action)
+                self._transfers.carry_out(action)
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         self._inbox.put(MaskMade(state, gave_up))
@@ -243,7 +232,7 @@ class WorkerShell:
             await self._busy.wait()
             await asyncio.sleep(TICK_S)
             self._inbox.put(Ticked())
-            if self.core.idle:
+            if self.core.front.idle:
                 self._busy.clear()
 
     # --- events from clients -------------------------------------------------------------------------------------
@@ -255,7 +244,7 @@ class WorkerShell:
     def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
         """A session opens or reopens: end the requests that the peer does not list. Returns those that go on."""
         self._inbox.put(HelloReceived(peer, frozenset(hello.open_requests)))
-        return self.core.open_requests(peer)
+        return self.core.front.open_requests(peer)
 
     def on_open(self, peer: Incarnation, role: Role) -> None:
         """Messages can be sent to the peer."""
@@ -278,7 +267,7 @@ class WorkerShell:
     @property
     def phase(self) -> Phase:
         """Whether the worker takes work, and whether it holds any."""
-        return self.core.phase
+        return self.core.front.phase
 
     # --- what others see -----------------------------------------------------------------------------------------
 
@@ -294,7 +283,7 @@ class WorkerShell:
             transport=self._settings.transport,
             transport_metadata=self._transfers.metadata,
             open_requests=(),
-            phase=self.core.phase,
+            phase=self.core.front.phase,
         )
 
     def heartbeat(self, number: int) -> Heartbeat:
@@ -303,7 +292,7 @@ class WorkerShell:
 
     def ready(self) -> tuple[bool, Mapping[str, object]]:
         """Whether the worker takes work, and counts of what it holds."""
-        phase = self.core.phase
+        phase = self.core.front.phase
         return phase is Phase.SERVING, {
             "role": self.core.role.value,
             "phase": phase.value,

@@ -31,6 +31,7 @@ from common.contract.ids import Incarnation
 from common.contract.messages import Message
 from common.runtime.config import DecodeSettings, PrefillSettings, WorkerSettings
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
+from kv_transfer.events import MoverAction, StartRead
 
 if TYPE_CHECKING:
     from common.engine.batch import Decodes, Slice
@@ -152,21 +153,21 @@ class StagedSend:
 
 def _stage_reads(worker: Any, stage: Stage) -> None:
     mover = worker._transfers.mover
-    read, held = mover.read, deque[tuple[Any, ...]]()
+    carry_out, held = mover.carry_out, deque[StartRead]()
 
-    def staged(*arguments: Any) -> None:
-        if held or stage.stops("read"):
+    def staged(action: MoverAction) -> None:
+        if isinstance(action, StartRead) and (held or stage.stops("read")):
             stage.come("read")
-            held.append(arguments)
+            held.append(action)
         else:
-            read(*arguments)
+            carry_out(action)
 
     def let_go() -> None:
         while held and "read" not in stage.closed:
             stage.go("read")
-            read(*held.popleft())
+            carry_out(held.popleft())
 
-    mover.read = staged
+    mover.carry_out = staged
     stage.on_open.append(let_go)
 
 

@@ -15,6 +15,7 @@ from transport_source import END_BOUND_S, SourceProcess
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
+from kv_transfer.events import AddSource, DropSource, Serve
 from kv_transfer.routes import Way
 
 NUM_BLOCKS = 48
@@ -52,7 +53,7 @@ def make_sink(wire: str) -> Sink:
 
 async def stall_mid_read(wire: str, source: SourceProcess, sink: Sink) -> asyncio.Future[TransferError | None]:
     """Freeze the source in the middle of a read; the read, verified to be unfinished."""
-    sink.mover.add_source(source.incarnation, source.metadata)
+    sink.mover.carry_out(AddSource(source.incarnation, source.metadata))
     if wire == "nixl":
         # On one host the kernel copies from a frozen process too, but the first read does not end before the source
         # has answered the connection.
@@ -80,15 +81,15 @@ async def stall_mid_read(wire: str, source: SourceProcess, sink: Sink) -> asynci
 async def assert_nothing_lands(sink: Sink) -> None:
     """A read that has ended writes nothing more, though the mover goes on polling."""
     sink.cache.poison()
-    sink.mover.set_serving(True)
+    sink.mover.carry_out(Serve(serving=True))
     await asyncio.sleep(0.4)
-    sink.mover.set_serving(False)
+    sink.mover.carry_out(Serve(serving=False))
     assert sink.cache.is_poisoned(EVERY_BLOCK)
 
 
 async def assert_reads_well(sink: Sink, source: SourceProcess) -> None:
     """Read every block, from wherever the connection stands."""
-    sink.mover.add_source(source.incarnation, source.metadata)
+    sink.mover.carry_out(AddSource(source.incarnation, source.metadata))
     assert await sink.end_of(sink.read(source.incarnation, EVERY_BLOCK, EVERY_BLOCK)) is None
     sink.assert_equal(source, EVERY_BLOCK, EVERY_BLOCK)
 
@@ -108,7 +109,7 @@ async def test_the_first_read_tells_the_way_and_the_rate(
 ) -> None:
     caplog.set_level(logging.INFO, logger="kv_transfer")
     async with make_sink(wire) as sink:
-        sink.mover.add_source(source.incarnation, source.metadata)
+        sink.mover.carry_out(AddSource(source.incarnation, source.metadata))
         for _ in range(2):
             assert await sink.end_of(sink.read(source.incarnation, EVERY_BLOCK, EVERY_BLOCK)) is None
         bandwidths = sink.mover.bandwidths
@@ -134,8 +135,8 @@ async def test_scattered_reads_from_two_sources_in_flight_together(wire: str, so
         async with make_sink(wire) as sink:
             sources = (source, other)
             for process in sources:
-                sink.mover.add_source(process.incarnation, process.metadata)
-                sink.mover.add_source(process.incarnation, process.metadata)
+                sink.mover.carry_out(AddSource(process.incarnation, process.metadata))
+                sink.mover.carry_out(AddSource(process.incarnation, process.metadata))
             sink_blocks = shuffle.sample(EVERY_BLOCK, 45)
             reads = []
             for start in range(0, 45, 5):
@@ -181,7 +182,7 @@ async def test_a_fenced_read_writes_nothing_when_its_source_wakes(wire: str) -> 
         source.wait_ready()
         async with make_sink(wire) as sink:
             read = await stall_mid_read(wire, source, sink)
-            sink.mover.drop_source(source.incarnation)
+            sink.mover.carry_out(DropSource(source.incarnation))
             assert isinstance(await sink.end_of(read), TransferError)
             sink.cache.poison()
             source.thaw()
@@ -213,8 +214,8 @@ async def test_a_source_killed_mid_read_and_its_successor(wire: str, source: Sou
             assert isinstance(await sink.end_of(read), TransferError)
             await assert_nothing_lands(sink)
 
-            sink.mover.drop_source(dead.incarnation)
-            sink.mover.add_source(dead.incarnation, source.metadata)  # somebody claims to be the dead one
+            sink.mover.carry_out(DropSource(dead.incarnation))
+            sink.mover.carry_out(AddSource(dead.incarnation, source.metadata))  # somebody claims to be the dead one
             assert source.incarnation in await assert_read_fails(sink, dead.incarnation)
             assert sink.cache.is_poisoned(EVERY_BLOCK)
             await assert_reads_well(sink, source)
@@ -223,9 +224,9 @@ async def test_a_source_killed_mid_read_and_its_successor(wire: str, source: Sou
 async def test_a_bad_request_harms_no_other(wire: str, source: SourceProcess) -> None:
     """Unknown source, blocks out of range, malformed metadata: each read fails for itself, and nothing is written."""
     async with make_sink(wire) as sink:
-        sink.mover.add_source(source.incarnation, source.metadata)
+        sink.mover.carry_out(AddSource(source.incarnation, source.metadata))
         stranger = new_incarnation()
-        sink.mover.add_source(stranger, source.metadata[:-7])
+        sink.mover.carry_out(AddSource(stranger, source.metadata[:-7]))
         refused = [
             sink.read(new_incarnation(), [0], [0]),
             sink.read(stranger, [0], [0]),

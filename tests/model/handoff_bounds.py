@@ -8,8 +8,8 @@ from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
 from decode_worker.migration import Departures
 from decode_worker.sequences import Sequences
-from kv_transfer.sink import Pull
-from kv_transfer.source import LeaseTable
+from kv_transfer.lease_table import LeaseTable
+from kv_transfer.pull import Pull
 
 BLOCK_SIZE = 5
 NUM_BLOCKS = 2

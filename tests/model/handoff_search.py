@@ -30,7 +30,7 @@ from decode_worker import migration
 from decode_worker import request as decode_request
 from decode_worker import scheduler as decode_scheduler
 from gateway.serving import attempt, flow
-from kv_transfer import lease, lender, sink, source
+from kv_transfer import lease, lease_table, lender, pull
 from prefill_worker import core as prefill_core
 from prefill_worker import request as prefill_request
 
@@ -80,7 +80,7 @@ def playing(parts: Parts = Parts(), steps: Steps | None = None) -> Iterator[None
     logging.disable(logging.ERROR)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attempt, "new_handle", draw_handle)
-        patch.setattr(source, "new_lease_id", draw_id)
+        patch.setattr(lease_table, "new_lease_id", draw_id)
         for user in (flow, migration):
             patch.setattr(user, "new_request_id", draw_id)
         patch.setattr(lender, "LeaseTable", parts.table)
@@ -91,7 +91,7 @@ def playing(parts: Parts = Parts(), steps: Steps | None = None) -> Iterator[None
             patch.setattr(user, "Pull", parts.pull)
         patch.setattr(decode_core, "Departures", parts.departures)
         patch.setattr(decode_scheduler, "Sequences", parts.sequences)
-        for module in (decode_request, prefill_request, lease, sink):
+        for module in (decode_request, prefill_request, lease, pull):
             patch.setattr(module, "follow", noted)
         try:
             yield

@@ -54,26 +54,24 @@ from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import Sequences
-from decode_worker.steps import Planned as DecodePlan
-from decode_worker.steps import Steps as DecodeSteps
+from decode_worker.steps import DecodePlan, DecodeSteps
 from decode_worker.swap_space import SwapSpace
 from gateway.serving import generation
 from gateway.serving.attempt import Attempt
 from gateway.serving.flow import Flow
 from gateway.workers.worker_life import WorkerLife
 from kv_transfer.lease import Lease
+from kv_transfer.lease_table import LeaseTable
 from kv_transfer.lender import Lender
+from kv_transfer.pull import Pull
 from kv_transfer.pull_times import PullTimes
 from kv_transfer.pulls import Pulls
-from kv_transfer.sink import Pull
-from kv_transfer.source import LeaseTable
 from prefill_worker.core import PrefillCore
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest
 from prefill_worker.room import Backlog, TierHoldings
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.steps import Planned as PrefillPlan
-from prefill_worker.steps import Steps as PrefillSteps
+from prefill_worker.steps import PrefillPlan, PrefillSteps
 
 # --- what never changes ------------------------------------------------------------------------------------------
 
@@ -190,7 +188,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     DecodeScheduler: "_pool _policy",
     Entrance: "_pool _policy _costs _num_orders num_prefix_queried num_prefix_hit",
     Flow: "generation story num_duplicates num_gaps failures",
-    Front: "_ended",
+    Front: "_ended _settings _pool requests finished",
     Generation: "chain order rank timings",
     Lease: "story",
     LeaseTable: "_epoch num_expired num_reclaimed",

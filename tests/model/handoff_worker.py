@@ -378,9 +378,9 @@ class Worker:
             num_revocable=len(self._revocable()),
             has_unclaimed=any(lease.complete and lease.sink is None for lease in table._leases.values()),
             has_early=any(parked.until < DEADLINE for parked in table.parked._parked.values()),
-            idle=core.idle,
-            open_requests=core.open_requests(GATEWAY),
-            open_pulls={address: tuple(core.open_pulls(address)) for address in sorted(addresses)},
+            idle=core.front.idle,
+            open_requests=core.front.open_requests(GATEWAY),
+            open_pulls={address: tuple(core.front.open_pulls(address)) for address in sorted(addresses)},
             sources=frozenset(pull.source.address for pull in pulls),
             left=self._left(),
         )

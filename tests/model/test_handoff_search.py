@@ -19,7 +19,7 @@ from handoff_worker import Sent, Worker
 from handoff_world import Event, World
 
 from kv_transfer.lease import LEASE_TABLE
-from kv_transfer.sink import PULL_TABLE
+from kv_transfer.pull import PULL_TABLE
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -26,7 +26,7 @@ from common.contract.messages import (
     Tokens,
 )
 from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
-from kv_transfer.source import Action, LeaseTable
+from kv_transfer.lease_table import LeaseAction, LeaseTable
 
 TTL_S = 10.0
 BUDGET_S = 40.0
@@ -40,7 +40,7 @@ sinks = st.sampled_from(SINKS)
 attempts = st.integers(1, 3)
 
 
-def sent(action: Action) -> Message:
+def sent(action: LeaseAction) -> Message:
     assert isinstance(action, Send)
     return action.message
 
@@ -97,7 +97,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     # --- what the table decides ----------------------------------------------------------------------------------
 
-    def check(self, actions: list[Action]) -> list[Settled]:
+    def check(self, actions: list[LeaseAction]) -> list[Settled]:
         """Follow the table's decisions; the verdicts among them."""
         verdicts = []
         for action in actions:

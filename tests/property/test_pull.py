@@ -26,7 +26,7 @@ from common.contract.messages import (
     Source,
     Tokens,
 )
-from kv_transfer.sink import Action, Admit, GaveUp, Pull, PullState, Release, SendToSource, StartRead, WantBlocks
+from kv_transfer.pull import Abandoned, Admit, Pull, PullAction, PullState, ReadBlocks, Release, ToSource, WantBlocks
 
 KEY = RequestKey(RequestId("r1"), 1)
 ABOUT: dict[str, Any] = {"request": KEY.request, "attempt": KEY.attempt}
@@ -38,8 +38,8 @@ BASE = {LEASE: 100, OTHER_LEASES[0]: 300, OTHER_LEASES[1]: 400}
 HASHES = block_hashes(range(6), 1)
 
 
-def sent(action: Action) -> Message:
-    assert isinstance(action, SendToSource)
+def sent(action: PullAction) -> Message:
+    assert isinstance(action, ToSource)
     return action.message
 
 
@@ -83,29 +83,29 @@ class Worker:
         self.current = LEASE
         """The lease that the pull reads under."""
         self.attached = self.detached = False
-        self.over: Action | None = None
+        self.over: PullAction | None = None
 
     # --- what the pull decides -----------------------------------------------------------------------------------
 
-    def check(self, actions: list[Action]) -> None:
+    def check(self, actions: list[PullAction]) -> None:
         for action in actions:
             assert not isinstance(self.over, Admit), "something happens after the pull is settled"
-            late = isinstance(action, Release) or action == SendToSource(Detach(**ABOUT))
+            late = isinstance(action, Release) or action == ToSource(Detach(**ABOUT))
             assert self.over is None or late, "more than a release, and a word to the source, after the end"
             match action:
-                case SendToSource(Attach() | AttachPrefix() | AttachSequence() as message):
+                case ToSource(Attach() | AttachPrefix() | AttachSequence() as message):
                     assert message.key == KEY
                     assert type(message) is self.asks_by
                     assert not isinstance(message, Attach) or message.offered == self.offered
                     assert not isinstance(message, AttachSequence) or message == SEQUENCE
                     self.attached = True
-                case SendToSource(Detach() as message):
+                case ToSource(Detach() as message):
                     assert message.key == KEY
                     assert not self.reading, "the source is told before the reads have ended"
                     assert self.attached, "the source is told by a pull that it does not know"
                     assert not self.detached, "the source is told twice"
                     self.detached = True
-                case SendToSource(Settle() as message):
+                case ToSource(Settle() as message):
                     assert not self.reading, "settles while a read is open"
                     assert self.arrived == set(self.sink_blocks), "settles before everything was read"
                     assert self.prefix or self.current in self.told_tokens, "settles without first tokens"
@@ -115,7 +115,7 @@ class Worker:
                     assert not self.wanted
                     assert num_blocks == self.num_blocks
                     self.wanted = True
-                case StartRead():
+                case ReadBlocks():
                     self.check_read(action)
                 case Admit(block_ids, first_tokens):
                     assert self.told_valid
@@ -126,12 +126,12 @@ class Worker:
                     self.over = action
                 case Release(block_ids):
                     self.end(block_ids)
-                case GaveUp():
+                case Abandoned():
                     self.over = action
                 case _:
                     raise AssertionError(action)
 
-    def check_read(self, read: StartRead) -> None:
+    def check_read(self, read: ReadBlocks) -> None:
         start, end = read.start, read.start + len(read.source_blocks)
         assert self.reserved
         assert 0 <= start < end <= self.num_blocks
@@ -160,7 +160,7 @@ class Worker:
             held = set(self.sink_blocks) - set(self.ends)
             assert held == (set(self.sink_blocks) if self.over is None else self.under_read), "a block is lost"
         if self.over is not None:
-            gave_up = isinstance(self.over, GaveUp)
+            gave_up = isinstance(self.over, Abandoned)
             assert self.detached == (gave_up and self.attached and not self.reading)
             assert set(self.pull.quarantined) == self.under_read
             assert self.pull.over == (not self.under_read)
@@ -201,7 +201,7 @@ class Worker:
         )
         if self.prefix and not whole and self.pull.state in (PullState.ATTACHING, PullState.OFFERED, PullState.PULLING):
             self.check(self.pull.blocks_ready(message))
-            assert isinstance(self.over, GaveUp)
+            assert isinstance(self.over, Abandoned)
             assert self.over.cause is Cause.TRANSFER
             return
         offered = self.pull.state is PullState.OFFERED
@@ -227,7 +227,7 @@ class Worker:
             self.told_tokens.add((lease, epoch))
         self.check(self.pull.prefill_done(PrefillDone(**ABOUT, lease=lease, epoch=epoch, first_tokens=first_tokens)))
         if hears and ((lease, epoch) != self.current or all(ended)):
-            assert isinstance(self.over, GaveUp)
+            assert isinstance(self.over, Abandoned)
 
     def settled(self) -> None:
         """What a source says: valid only to who has asked, and of the lease that was asked about."""

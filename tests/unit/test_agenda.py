@@ -9,7 +9,7 @@ from migration_bench import GATEWAY, World
 
 from common.contract.ids import Incarnation
 from common.contract.messages import Abort, Cancelled, Drain, Message, Tokens
-from common.worker.agenda import Agenda, Inbox
+from common.worker.agenda import Agenda, Inbox, PlanWanted
 from common.worker.events import Event, Ticked
 from kv_transfer.events import Consequence, Released, Send, Serve
 
@@ -79,6 +79,22 @@ def test_the_conclusion_comes_last_and_what_follows_from_it_is_settled_too() -> 
     agenda = Agenda(told.append, conclude=conclude)
     agenda.handle(Ticked(), 0.0)
     assert told == [Ticked(), "conclusion", Released((1,)), "conclusion"]
+
+
+def test_what_comes_last_waits_for_the_conclusion_and_for_all_that_follows() -> None:
+    told: list[object] = []
+
+    def decide(event: Event | Consequence) -> None:
+        told.append(event)
+        if isinstance(event, Ticked):
+            agenda.emit_last(PlanWanted(None))
+            agenda.emit(Released((1,)))
+        elif event == Released((1,)):
+            agenda.emit(Released((2,)))
+
+    agenda = Agenda(decide, conclude=lambda: told.append("conclusion"))
+    agenda.handle(Ticked(), 0.0)
+    assert told == [Ticked(), Released((1,)), Released((2,)), "conclusion", PlanWanted(None), "conclusion"]
 
 
 def test_a_core_that_is_called_while_it_decides_fails() -> None:

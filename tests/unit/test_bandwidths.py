@@ -8,12 +8,12 @@ import pytest
 
 from common.contract.ids import Incarnation
 from kv_transfer.bandwidths import Bandwidths
-from kv_transfer.routes import Route, Way
+from kv_transfer.routes import ReadRoute, Way
 
 SUFFICIENT = {"cpu": {Way.RDMA, Way.CUDA_IPC, Way.SHARED_MEMORY}, "cuda": {Way.RDMA, Way.CUDA_IPC}}
 
 
-def observe(bandwidths: Bandwidths, *routes: Route) -> None:
+def observe(bandwidths: Bandwidths, *routes: ReadRoute) -> None:
     for number, route in enumerate(routes):
         for first in (True, False):
             bandwidths.observe(Incarnation(f"p{number}"), route, 10**9, 0.5, first=first)
@@ -22,7 +22,7 @@ def observe(bandwidths: Bandwidths, *routes: Route) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("way", Way)
 def test_what_suffices_and_what_is_a_fallback(device: str, way: Way) -> None:
-    route = Route(way=way)
+    route = ReadRoute(way=way)
     assert route.suffices(device) == (way in SUFFICIENT[device])
     assert route.falls_back(device) == (way not in SUFFICIENT[device] | {Way.ZMQ, Way.UNKNOWN})
 
@@ -30,8 +30,8 @@ def test_what_suffices_and_what_is_a_fallback(device: str, way: Way) -> None:
 def test_a_fallback_is_counted_logged_once_and_visible(caplog: pytest.LogCaptureFixture) -> None:
     bandwidths = Bandwidths("cpu")
     assert bandwidths.state() == {"sources_read": {}, "fallbacks": 0}
-    tcp = Route(way=Way.TCP, wire="tcp/eth0", same_host=False)
-    observe(bandwidths, tcp, Route(way=Way.RDMA, wire="rc_mlx5/mlx5_0:1", same_host=False), tcp)
+    tcp = ReadRoute(way=Way.TCP, wire="tcp/eth0", same_host=False)
+    observe(bandwidths, tcp, ReadRoute(way=Way.RDMA, wire="rc_mlx5/mlx5_0:1", same_host=False), tcp)
     assert bandwidths.state() == {"sources_read": {"rdma": 1, "tcp": 2}, "fallbacks": 2}
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "blocks from p0 come by tcp (tcp/eth0)" in warning
@@ -42,16 +42,16 @@ def test_a_fallback_is_counted_logged_once_and_visible(caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("device", "route", "said"),
     [
-        ("cuda", Route(way=Way.TCP, wire="tcp/lo", same_host=True), True),
-        ("cuda", Route(way=Way.RDMA, wire="rc_mlx5/mlx5_0:1", same_host=True), True),
-        ("cuda", Route(way=Way.CUDA_IPC, wire="cuda_ipc/cuda", same_host=True), False),
-        ("cuda", Route(way=Way.RDMA, wire="rc_mlx5/mlx5_0:1", same_host=False), False),
-        ("cuda", Route(), False),
-        ("cpu", Route(way=Way.SHARED_MEMORY, wire="cma/memory", same_host=True), False),
+        ("cuda", ReadRoute(way=Way.TCP, wire="tcp/lo", same_host=True), True),
+        ("cuda", ReadRoute(way=Way.RDMA, wire="rc_mlx5/mlx5_0:1", same_host=True), True),
+        ("cuda", ReadRoute(way=Way.CUDA_IPC, wire="cuda_ipc/cuda", same_host=True), False),
+        ("cuda", ReadRoute(way=Way.RDMA, wire="rc_mlx5/mlx5_0:1", same_host=False), False),
+        ("cuda", ReadRoute(), False),
+        ("cpu", ReadRoute(way=Way.SHARED_MEMORY, wire="cma/memory", same_host=True), False),
     ],
 )
 def test_gpus_of_one_host_that_do_not_use_cuda_ipc_are_warned_of(
-    device: str, route: Route, said: bool, caplog: pytest.LogCaptureFixture
+    device: str, route: ReadRoute, said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     observe(Bandwidths(device), route)
     lines = [record.getMessage() for record in caplog.records if "and not by cuda_ipc" in record.getMessage()]
@@ -60,7 +60,7 @@ def test_gpus_of_one_host_that_do_not_use_cuda_ipc_are_warned_of(
 
 def test_rates_have_the_way_as_their_only_label() -> None:
     bandwidths = Bandwidths("cpu")
-    observe(bandwidths, *[Route(way=Way.TCP, wire=f"tcp/eth{number}") for number in range(50)])
+    observe(bandwidths, *[ReadRoute(way=Way.TCP, wire=f"tcp/eth{number}") for number in range(50)])
     samples = [sample for metric in bandwidths.metrics() for sample in metric.samples]
     assert {tuple(sample.labels) for sample in samples} == {("way",), ()}
     (rate,) = [sample for sample in samples if sample.name == "baton_read_bytes_per_second"]

@@ -27,7 +27,7 @@ from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
-from kv_transfer.sink import Pull
+from kv_transfer.pull import Pull
 
 INTERACTIVE, STANDARD, BATCH = Tier
 BLOCK_SIZE = 4

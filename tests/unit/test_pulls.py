@@ -62,8 +62,8 @@ from kv_transfer.events import (
     Unpinned,
 )
 from kv_transfer.lender import Lender
+from kv_transfer.pull import Pull
 from kv_transfer.pulls import Pulls
-from kv_transfer.sink import Pull
 from kv_transfer.transfers import Transfers
 from kv_transfer.transport import Read, ReadState, Transport
 

@@ -12,7 +12,7 @@ from state_diagrams import PAGES, redrawn, tables
 from common.runtime.state_tables import ImpossibleTransitionError, diagram, follow
 from decode_worker.request import REQUEST_TABLE, STAGE_TABLE
 from kv_transfer.lease import LEASE_TABLE
-from kv_transfer.sink import PULL_TABLE
+from kv_transfer.pull import PULL_TABLE
 from prefill_worker.request import PROMPT_TABLE
 
 TABLES: list[Mapping[Any, Mapping[Any, Any]]] = [PROMPT_TABLE, REQUEST_TABLE, STAGE_TABLE, LEASE_TABLE, PULL_TABLE]
@@ -85,5 +85,5 @@ def test_each_table_is_shown() -> None:
         "decode_worker.request.STAGE_TABLE",
         "prefill_worker.request.PROMPT_TABLE",
         "kv_transfer.lease.LEASE_TABLE",
-        "kv_transfer.sink.PULL_TABLE",
+        "kv_transfer.pull.PULL_TABLE",
     }

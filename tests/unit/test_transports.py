@@ -26,6 +26,7 @@ from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
 from common.runtime.peer_networks import PeerNetworks
 from kv_transfer import nixl_transport, zmq_transport
+from kv_transfer.events import AddSource, DropSource, Serve, StartRead
 from kv_transfer.mover import Mover
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.regions import Region
@@ -701,7 +702,7 @@ class Watched:
 
     def read(self, read_id: int, source: str = "s") -> None:
         """Start a read of one block."""
-        self.mover.read(ReadId(read_id), Incarnation(source), [read_id], [read_id])
+        self.mover.carry_out(StartRead(ReadId(read_id), Incarnation(source), (read_id,), (read_id,), None))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for the mover to get there."""
@@ -719,7 +720,7 @@ async def watched() -> Watched:
 
 
 async def test_the_transport_is_used_on_one_thread_and_callbacks_come_on_the_loop(watched: Watched) -> None:
-    watched.mover.add_source(Incarnation("s"), b"")
+    watched.mover.carry_out(AddSource(Incarnation("s"), b""))
     watched.read(1)
     watched.read(2)
     assert watched.mover.num_open_reads == 2
@@ -727,7 +728,7 @@ async def test_the_transport_is_used_on_one_thread_and_callbacks_come_on_the_loo
     watched.transport.reads[1].finish()
     await watched.until(lambda: 2 in watched.ends)
     assert watched.ends == {2: None}
-    watched.mover.drop_source(Incarnation("s"))
+    watched.mover.carry_out(DropSource(Incarnation("s")))
     await watched.until(lambda: 1 in watched.ends)
     assert str(watched.ends[1]) == "dropped"
     await watched.mover.close()
@@ -749,7 +750,7 @@ async def test_close_waits_a_little_for_reads_and_reports_every_one(watched: Wat
     assert watched.ends[1] is None
     assert str(watched.ends[2]) == "closed"
     watched.read(3)
-    assert 3 not in watched.ends, "never from within read"
+    assert 3 not in watched.ends, "never from within carry_out"
     await watched.until(lambda: 3 in watched.ends)
     assert "stopped" in str(watched.ends[3])
     await watched.mover.close()
@@ -768,7 +769,7 @@ async def test_a_mover_that_cannot_start_says_why() -> None:
 
 async def test_a_refused_source_fails_its_reads_only(watched: Watched) -> None:
     watched.transport.raising["add_source"] = TransferError("blocks of 1 byte")
-    watched.mover.add_source(Incarnation("bad"), b"")
+    watched.mover.carry_out(AddSource(Incarnation("bad"), b""))
     watched.read(1, "bad")
     watched.read(2, "good")
     await watched.until(lambda: 1 in watched.ends and len(watched.transport.reads) == 1)
@@ -776,7 +777,7 @@ async def test_a_refused_source_fails_its_reads_only(watched: Watched) -> None:
     watched.transport.reads[0].finish()
     await watched.until(lambda: watched.ends.get(2, 0) is None)
     del watched.transport.raising["add_source"]
-    watched.mover.add_source(Incarnation("bad"), b"")
+    watched.mover.carry_out(AddSource(Incarnation("bad"), b""))
     watched.read(3, "bad")
     await watched.until(lambda: len(watched.transport.reads) == 2)
     await watched.mover.close()
@@ -796,9 +797,9 @@ async def test_a_bug_ends_the_mover_and_every_read_is_reported(watched: Watched,
     await watched.until(lambda: len(watched.transport.reads) == 1)
     bug = ZeroDivisionError("a bug")
     watched.transport.raising[method] = bug
-    watched.mover.add_source(Incarnation("s"), b"")
+    watched.mover.carry_out(AddSource(Incarnation("s"), b""))
     watched.read(2)
-    watched.mover.drop_source(Incarnation("s"))
+    watched.mover.carry_out(DropSource(Incarnation("s")))
     await watched.until(lambda: bool(watched.fatal) and len(watched.ends) == 2)
     assert watched.fatal == [bug]
     assert all(isinstance(error, TransferError) for error in watched.ends.values())
@@ -811,7 +812,7 @@ async def test_reads_whose_end_cannot_be_proved_are_never_reported(watched: Watc
     watched.read(1)
     await watched.until(lambda: len(watched.transport.reads) == 1)
     watched.transport.raising |= {"drop_source": TransferError("no fence"), "close": TransferError("no fence")}
-    watched.mover.drop_source(Incarnation("s"))
+    watched.mover.carry_out(DropSource(Incarnation("s")))
     await watched.until(lambda: bool(watched.fatal))
     await watched.mover.close()
     assert not watched.ends
@@ -832,9 +833,9 @@ async def test_the_thread_polls_only_while_there_is_something_to_poll_for(watche
         assert transport.num_polls == before
 
     await rests()
-    watched.mover.set_serving(True)
+    watched.mover.carry_out(Serve(serving=True))
     await polls()
-    watched.mover.set_serving(False)
+    watched.mover.carry_out(Serve(serving=False))
     await rests()
     watched.read(1)
     await polls()
@@ -847,7 +848,7 @@ async def test_the_thread_polls_only_while_there_is_something_to_poll_for(watche
 async def test_a_transport_that_serves_by_itself_is_not_polled_for_its_peers() -> None:
     watched = Watched(Faulty(serves_by_polling=False))
     await watched.mover.start()
-    watched.mover.set_serving(True)
+    watched.mover.carry_out(Serve(serving=True))
     await asyncio.sleep(0.02)
     before = watched.transport.num_polls
     await asyncio.sleep(0.05)
@@ -859,7 +860,7 @@ async def test_a_block_that_arrives_otherwise_than_it_was_sent_is_an_error() -> 
     source = Pair("zmq", 8, 4096)
     try:
         async with Sink("zmq", 8, 4096) as sink:
-            sink.mover.add_source(source.incarnation, source.source.metadata())
+            sink.mover.carry_out(AddSource(source.incarnation, source.source.metadata()))
             checksums = source.source_cache.region.crc32([3, 4])
             source.source_cache.blocks_NB[4] = 0
             right = sink.read(source.incarnation, [3], [0], checksums[:1])

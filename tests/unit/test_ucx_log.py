@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kv_transfer.routes import Route, Way, way_of
+from kv_transfer.routes import ReadRoute, Way, way_of
 from kv_transfer.ucx_log import MAX_TABLES, UcxLog
 
 MIB = 2**20
@@ -56,7 +56,7 @@ class Written:
     def _flush(self) -> None:
         self.num_flushes += 1
 
-    def route(self, agent: str = AGENT, block_bytes: int = MIB, device: str = "cpu") -> Route:
+    def route(self, agent: str = AGENT, block_bytes: int = MIB, device: str = "cpu") -> ReadRoute:
         """What is known by now."""
         self.log.drain()
         return self.log.route(agent, block_bytes, device)
@@ -92,15 +92,15 @@ def test_the_way_by_what_ucx_calls_it(wire: str, way: Way) -> None:
 
 
 def test_a_table_names_the_route_of_its_agent(written: Written) -> None:
-    assert written.route() == Route()
+    assert written.route() == ReadRoute()
     written.write(table(AGENT, "intra-node", HOST, CMA))
     written.write(table(AGENT.replace("sink-1", "sink-12"), "inter-node", HOST, ("0..inf", "zero-copy", "rc/m:1")))
-    assert written.route() == Route(way=Way.SHARED_MEMORY, wire="cma/memory", same_host=True)
+    assert written.route() == ReadRoute(way=Way.SHARED_MEMORY, wire="cma/memory", same_host=True)
     assert written.route(AGENT.replace("sink-1", "sink-12")).same_host is False
-    assert written.route(AGENT.replace("sink-1", "sink-2")) == Route()
+    assert written.route(AGENT.replace("sink-1", "sink-2")) == ReadRoute()
     assert written.num_flushes > 0, "UCX holds lines back"
     written.log.forget(AGENT)
-    assert written.route() == Route()
+    assert written.route() == ReadRoute()
 
 
 def test_the_row_of_the_blocks_size_counts(written: Written) -> None:
@@ -126,9 +126,9 @@ def test_the_latest_table_counts(written: Written) -> None:
 def test_tables_of_other_memory_operations_and_peers_do_not_count(written: Written) -> None:
     written.write(table(AGENT, "self", HOST, CMA))
     written.write(table(AGENT, "intra-node", "remote memory write by ucp_put* from host memory to host", CMA))
-    assert written.route() == Route()
+    assert written.route() == ReadRoute()
     written.write(table(AGENT, "intra-node", HOST, CMA))
-    assert written.route(device="cuda") == Route()
+    assert written.route(device="cuda") == ReadRoute()
     written.write(table(AGENT, "intra-node", GPU, ("0..inf", "zero-copy", "cuda_ipc/cuda")))
     assert written.route(device="cuda").way is Way.CUDA_IPC
     assert written.route().way is Way.SHARED_MEMORY
@@ -153,7 +153,7 @@ def test_what_was_read_takes_no_memory(written: Written) -> None:
 def test_tables_are_bounded(written: Written) -> None:
     for number in range(MAX_TABLES + 1):
         written.write(table(f"sink-{number}-baton-298217d24c46e59cb93e5262", "intra-node", HOST, CMA))
-    assert written.route("sink-0-baton-298217d24c46e59cb93e5262") == Route()
+    assert written.route("sink-0-baton-298217d24c46e59cb93e5262") == ReadRoute()
     assert written.route(f"sink-{MAX_TABLES}-baton-298217d24c46e59cb93e5262").way is Way.SHARED_MEMORY
 
 
@@ -177,7 +177,7 @@ def test_a_log_that_goes_elsewhere_tells_nothing() -> None:
     told = UcxLog(None, lambda: pytest.fail("there is nothing to flush"))
     told.drain()
     assert not told.heard
-    assert told.route(AGENT, MIB, "cpu") == Route()
+    assert told.route(AGENT, MIB, "cpu") == ReadRoute()
 
 
 @pytest.mark.processes

@@ -30,7 +30,7 @@ from kv_transfer.parked import ParkedAttaches
 MAX_TOMBSTONES = 4096
 """Most ended leases whose answers are remembered."""
 
-Action = Send | Unpinned | Released | LeaseDropped
+LeaseAction = Send | Unpinned | Released | LeaseDropped
 
 
 class LeaseTable:
@@ -85,13 +85,14 @@ class LeaseTable:
 
     # --- the offer -----------------------------------------------------------------------------------------------
 
-    def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[Action]:
+    def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[LeaseAction]:
         """Pin `block_ids` for a request that has no lease yet, and answer a parked attach."""
-        actions: list[Action] = []
+        actions: list[LeaseAction] = []
         held = self._leases.get(key.request)
         if held is not None and held.lent:  # lent under the request's own name: its sink is faulty
             actions += self._drop(held, Cause.SUPERSEDED, "the name is a request's")
         lease = self._pin(key, block_ids, deadline, now)
+        self.parked.expect_no_more(key.request)
         parked = self.parked.take(key.request, key.attempt)
         if parked is None:
             return actions
@@ -107,7 +108,7 @@ class LeaseTable:
         deadline: float,
         now: float,
         checksums: Sequence[int] = (),
-    ) -> list[Action]:
+    ) -> list[LeaseAction]:
         """Pin cached blocks for `sink`, under the name of a request that has no lease, and offer all of them."""
         assert block_ids, "a prefix of no blocks"
         lease = self._pin(key, block_ids, deadline, now)
@@ -126,7 +127,7 @@ class LeaseTable:
 
     def blocks_ready(
         self, request: RequestId, num_ready: int, checksums: Sequence[int] = (), *, now: float
-    ) -> list[Action]:
+    ) -> list[LeaseAction]:
         """The step that wrote blocks up to `num_ready` is complete. `checksums` are those of the blocks that became
         ready."""
         lease = self._leases[request]
@@ -146,7 +147,7 @@ class LeaseTable:
 
     def complete(
         self, request: RequestId, first_tokens: Sequence[Tokens], times: PromptTimes | None = None
-    ) -> list[Action]:
+    ) -> list[LeaseAction]:
         """The last chunk is done. `times` says how long the first tokens took. If no choice goes on after its first
         token, the lease ends."""
         lease = self._leases[request]
@@ -154,7 +155,7 @@ class LeaseTable:
         lease.first_tokens = tuple(first_tokens)
         lease.times = times
         lease.enter(LeaseEvent.COMPLETE, "complete")
-        actions: list[Action] = []
+        actions: list[LeaseAction] = []
         if lease.sink is not None:
             actions.append(Send(lease.sink, lease.done()))
         if all(tokens.finish_reason is not None for tokens in first_tokens):
@@ -166,7 +167,9 @@ class LeaseTable:
 
     # --- the sink ------------------------------------------------------------------------------------------------
 
-    def attach(self, message: Attach | AttachPrefix | AttachSequence, sink: Incarnation, now: float) -> list[Action]:
+    def attach(
+        self, message: Attach | AttachPrefix | AttachSequence, sink: Incarnation, now: float
+    ) -> list[LeaseAction]:
         """A sink subscribes, for the first time or again after a loss. It is told everything from the first block on.
 
         A prefix must have been lent before. An attach to an offer that has ended does not wait.
@@ -191,7 +194,7 @@ class LeaseTable:
             return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "a newer attempt is attached"))]
         return self._bind(lease, message.attempt, sink)
 
-    def settle(self, message: Settle, sink: Incarnation) -> list[Action]:
+    def settle(self, message: Settle, sink: Incarnation) -> list[LeaseAction]:
         """Answer whether the lease was held until now, in this epoch and for this sink. If it was, the lease ends."""
         self.parked.unpark(message.key, sink)  # a sink that settles has read everything and waits for no offer
         lease = self._leases.get(message.request)
@@ -209,7 +212,7 @@ class LeaseTable:
         told_before = self._settled.get(message.lease) == (message.key, message.epoch, sink)
         return [Send(sink, verdict(message, valid=told_before))]
 
-    def detach(self, message: Detach, sink: Incarnation, now: float) -> list[Action]:
+    def detach(self, message: Detach, sink: Incarnation, now: float) -> list[LeaseAction]:
         """The sink has given up, and its reads have ended. A lease that still stands waits for another sink; a loan
         ends."""
         self._readers.discard((message.key, sink))
@@ -219,7 +222,7 @@ class LeaseTable:
             return self._unbind(lease, now, "detached")
         return []
 
-    def sink_said_hello(self, sink: Incarnation, pulls: Collection[RequestKey], now: float) -> list[Action]:
+    def sink_said_hello(self, sink: Incarnation, pulls: Collection[RequestKey], now: float) -> list[LeaseAction]:
         """A sink's session opens, opens again, or (without `pulls`) is over. The sink has given up all that `pulls`
         does not name."""
         self._readers -= {reader for reader in self._readers if reader[1] == sink and reader[0] not in pulls}
@@ -229,26 +232,26 @@ class LeaseTable:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float) -> list[Action]:
+    def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float) -> list[LeaseAction]:
         """End the lease from this side (abort, failure), or refuse the attach that waits for it; inert without either.
 
         An attach that waits for a newer attempt goes on waiting.
         """
+        attempt = self.parked.expect_no_more(request)
+        self._note_end(request, attempt)
+        parked = self.parked.take(request, attempt)
+        actions: list[LeaseAction] = [] if parked is None else [parked.refusal(cause, message)]
         lease = self._leases.get(request)
         if lease is None:
-            attempt = self.parked.expected(request)
-            self._note_end(request, attempt)
-            parked = self.parked.take(request, attempt)
-            return [] if parked is None else [parked.refusal(cause, message)]
-        actions: list[Action] = []
+            return actions
         if lease.sink is not None:
             actions.append(Send(lease.sink, withdrawn(lease.key, cause, message)))
         return [*actions, self._end(lease)]
 
-    def expire(self, now: float) -> list[Action]:
+    def expire(self, now: float) -> list[LeaseAction]:
         """End the leases, and refuse the parked attaches, whose time is over: the request's budget, or the wait for a
         sink."""
-        actions: list[Action] = [*self.parked.expire(now)]
+        actions: list[LeaseAction] = [*self.parked.expire(now)]
         for lease in [lease for lease in self._leases.values() if self._expiry(lease) <= now]:
             self.num_expired += 1
             where = "were offered to a decode worker" if lease.sink is not None else "were waiting for a decode worker"
@@ -258,10 +261,10 @@ class LeaseTable:
             actions += self._drop(lease, cause, f"{what} while its blocks {where}")
         return actions
 
-    def reclaim(self, num_blocks: int, unattached_before: float) -> list[Action]:
+    def reclaim(self, num_blocks: int, unattached_before: float) -> list[LeaseAction]:
         """Under pressure: end complete leases that no sink has been attached to since `unattached_before`, the oldest
         first, until `num_blocks` blocks are free."""
-        actions: list[Action] = []
+        actions: list[LeaseAction] = []
         freed = 0
         for lease in sorted(self._leases.values(), key=lambda lease: lease.unattached_since):
             if freed >= num_blocks or lease.unattached_since > unattached_before:
@@ -277,7 +280,8 @@ class LeaseTable:
         epochs = [lease.epoch for lease in self._leases.values()]
         assert len(set(epochs)) == len(epochs), "two leases in one epoch"
         assert all(epoch <= self._epoch for epoch in epochs)
-        self.parked.check_invariants({request: lease.opened_attempt for request, lease in self._leases.items()})
+        opened = {request: lease.opened_attempt for request, lease in self._leases.items() if not lease.lent}
+        self.parked.check_invariants(opened)
         assert len(self._settled) <= MAX_TOMBSTONES
         for request, lease in self._leases.items():
             assert lease.key.request == request, lease.story
@@ -311,8 +315,8 @@ class LeaseTable:
         )
         return lease
 
-    def _bind(self, lease: Lease, attempt: int, sink: Incarnation) -> list[Action]:
-        actions: list[Action] = []
+    def _bind(self, lease: Lease, attempt: int, sink: Incarnation) -> list[LeaseAction]:
+        actions: list[LeaseAction] = []
         if lease.sink is not None and (lease.sink, lease.key.attempt) != (sink, attempt):
             actions.append(Send(lease.sink, withdrawn(lease.key, Cause.SUPERSEDED, "another sink attached")))
         lease.key = RequestKey(lease.key.request, attempt)
@@ -324,7 +328,7 @@ class LeaseTable:
             actions.append(Send(sink, lease.done()))
         return actions
 
-    def _unbind(self, lease: Lease, now: float, why: str) -> list[Action]:
+    def _unbind(self, lease: Lease, now: float, why: str) -> list[LeaseAction]:
         if lease.lent:
             return [self._end(lease)]
         lease.sink = None
@@ -332,8 +336,8 @@ class LeaseTable:
         lease.story.append(why)
         return []
 
-    def _drop(self, lease: Lease, cause: Cause, message: str) -> list[Action]:
-        actions: list[Action] = []
+    def _drop(self, lease: Lease, cause: Cause, message: str) -> list[LeaseAction]:
+        actions: list[LeaseAction] = []
         if lease.sink is not None:
             actions.append(Send(lease.sink, withdrawn(lease.key, cause, message)))
         if not lease.lent:

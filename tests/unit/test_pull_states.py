@@ -25,15 +25,15 @@ from common.contract.messages import (
     Source,
     Tokens,
 )
-from kv_transfer.sink import (
-    Action,
+from kv_transfer.pull import (
+    Abandoned,
     Admit,
-    GaveUp,
     Pull,
+    PullAction,
     PullState,
+    ReadBlocks,
     Release,
-    SendToSource,
-    StartRead,
+    ToSource,
     WantBlocks,
 )
 
@@ -66,17 +66,17 @@ def state_of(pull: Pull) -> PullState:
     return pull.state
 
 
-def sent(actions: list[Action]) -> list[type[Message]]:
+def sent(actions: list[PullAction]) -> list[type[Message]]:
     """Kinds of the messages for the source."""
-    return [type(action.message) for action in actions if isinstance(action, SendToSource)]
+    return [type(action.message) for action in actions if isinstance(action, ToSource)]
 
 
-def released(actions: list[Action]) -> list[int]:
+def released(actions: list[PullAction]) -> list[int]:
     return [block for action in actions if isinstance(action, Release) for block in action.block_ids]
 
 
-def gave_up(actions: list[Action]) -> Cause | None:
-    [end] = [action for action in actions if isinstance(action, GaveUp)]
+def gave_up(actions: list[PullAction]) -> Cause | None:
+    [end] = [action for action in actions if isinstance(action, Abandoned)]
     assert actions[-1] is end, "the end is told after everything else"
     return end.cause
 
@@ -99,7 +99,7 @@ def pulling(pull: Pull) -> Pull:
     """With block 0 under read."""
     offered(pull)
     assert pull.reserve(SINK_BLOCKS) == []
-    assert pull.blocks_ready(ready(0, 10)) == [StartRead(0, (10,), (50,), None)]
+    assert pull.blocks_ready(ready(0, 10)) == [ReadBlocks(0, (10,), (50,), None)]
     return pull
 
 
@@ -111,9 +111,9 @@ def test_blocks_that_nothing_was_read_into_can_be_taken_back(pull: Pull) -> None
     pull.revoke()
     assert (pull.state, pull.revocable) == (PullState.OFFERED, False)
     assert pull.blocks_ready(ready(0, 10, 11)) == [], "nothing is read without blocks"
-    assert pull.prefill_done(done(None)) == [SendToSource(ATTACH)]
+    assert pull.prefill_done(done(None)) == [ToSource(ATTACH)]
     assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
-    assert pull.reserve((60, 61, 62)) == [StartRead(0, (10, 11, 12), (60, 61, 62), None)]
+    assert pull.reserve((60, 61, 62)) == [ReadBlocks(0, (10, 11, 12), (60, 61, 62), None)]
     assert not pull.revocable
     with pytest.raises(AssertionError):
         pull.revoke()
@@ -150,17 +150,17 @@ states = pytest.mark.parametrize("state", IN_STATE)
 
 
 def test_the_life_of_a_pull(pull: Pull) -> None:
-    assert pull.attach() == [SendToSource(Attach(**ABOUT, offered=2))], "by default, the Prefill of its own attempt"
+    assert pull.attach() == [ToSource(Attach(**ABOUT, offered=2))], "by default, the Prefill of its own attempt"
     assert state_of(pull) is PullState.ATTACHING
     assert pull.blocks_ready(ready(0)) == [WantBlocks(3)]
     assert state_of(pull) is PullState.OFFERED
     assert pull.reserve(SINK_BLOCKS) == []
     assert state_of(pull) is PullState.PULLING
-    assert pull.blocks_ready(ready(0, 10, 11)) == [StartRead(0, (10, 11), (50, 51), None)]
+    assert pull.blocks_ready(ready(0, 10, 11)) == [ReadBlocks(0, (10, 11), (50, 51), None)]
     assert pull.read_done(0, None) == []
-    assert pull.blocks_ready(ready(2, 12)) == [StartRead(2, (12,), (52,), None)]
+    assert pull.blocks_ready(ready(2, 12)) == [ReadBlocks(2, (12,), (52,), None)]
     assert pull.prefill_done(done(None)) == []
-    assert pull.read_done(2, None) == [SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.read_done(2, None) == [ToSource(Settle(**ABOUT, **LEASE))]
     assert state_of(pull) is PullState.SETTLING
     assert not pull.over
     assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
@@ -171,26 +171,26 @@ def test_the_life_of_a_pull(pull: Pull) -> None:
 def test_a_pull_may_be_of_what_an_older_attempt_has_computed() -> None:
     """Its decode worker has failed, and its offer still stands."""
     pull = Pull(KEY, AT, offered=1)
-    assert pull.attach() == [SendToSource(Attach(**ABOUT, offered=1))]
+    assert pull.attach() == [ToSource(Attach(**ABOUT, offered=1))]
     pull.blocks_ready(ready(0, 10, 11, 12))
     pull.prefill_done(done(None))
     pull.reserve(SINK_BLOCKS)
     assert sent(pull.read_done(0, None)) == [Settle]
-    assert pull.attach() == [SendToSource(Attach(**ABOUT, offered=1)), SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.attach() == [ToSource(Attach(**ABOUT, offered=1)), ToSource(Settle(**ABOUT, **LEASE))]
 
 
 def test_a_pull_of_a_running_sequence_says_which_and_from_where() -> None:
     """With what the first stage has brought, only the rest is read; several tokens come with it."""
     wanted = AttachSequence(**ABOUT, sequence=RequestKey(KEY.request, 1), choice=3, position=9)
     pull = Pull(KEY, AT, sequence=wanted)
-    assert pull.attach() == [SendToSource(wanted)]
+    assert pull.attach() == [ToSource(wanted)]
     assert pull.blocks_ready(ready(0, 10, 11, 12)) == [WantBlocks(3)]
-    assert pull.attach() == [SendToSource(wanted)], "after lost messages"
+    assert pull.attach() == [ToSource(wanted)], "after lost messages"
     tokens = Tokens(**ABOUT, choice=3, position=9, token_ids=(5, 6, 7))
     assert pull.prefill_done(done(first_tokens=(tokens,))) == []
-    assert pull.reserve(SINK_BLOCKS, 2) == [StartRead(2, (12,), (52,), None)]
-    assert pull.read_done(2, None) == [SendToSource(Settle(**ABOUT, **LEASE))]
-    assert pull.attach() == [SendToSource(wanted), SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.reserve(SINK_BLOCKS, 2) == [ReadBlocks(2, (12,), (52,), None)]
+    assert pull.read_done(2, None) == [ToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.attach() == [ToSource(wanted), ToSource(Settle(**ABOUT, **LEASE))]
     assert pull.settled(settled()) == [Admit(SINK_BLOCKS, (tokens,))]
 
 
@@ -198,7 +198,7 @@ def test_blocks_that_are_ready_before_the_reservation_are_read_at_once(pull: Pul
     assert pull.blocks_ready(ready(0, 10)) == [WantBlocks(3)]
     assert pull.blocks_ready(ready(1, 11, 12)) == []
     assert pull.prefill_done(done(None)) == []
-    assert pull.reserve(SINK_BLOCKS) == [StartRead(0, (10, 11, 12), SINK_BLOCKS, None)]
+    assert pull.reserve(SINK_BLOCKS) == [ReadBlocks(0, (10, 11, 12), SINK_BLOCKS, None)]
     assert sent(pull.read_done(0, None)) == [Settle]
 
 
@@ -223,9 +223,9 @@ def test_no_settle_before_the_first_token_is_known(pull: Pull) -> None:
 def test_checksums_stay_with_their_blocks(pull: Pull) -> None:
     pull.blocks_ready(ready(0, 10, checksums=(1,)))
     [read] = pull.reserve(SINK_BLOCKS)
-    assert isinstance(read, StartRead)
+    assert isinstance(read, ReadBlocks)
     assert read.checksums == (1,)
-    assert pull.blocks_ready(ready(0, 10, 11, 12, checksums=(1, 2, 3))) == [StartRead(1, (11, 12), (51, 52), (2, 3))]
+    assert pull.blocks_ready(ready(0, 10, 11, 12, checksums=(1, 2, 3))) == [ReadBlocks(1, (11, 12), (51, 52), (2, 3))]
 
 
 def test_choices_that_go_on_are_admitted_with_those_that_have_ended(pull: Pull) -> None:
@@ -242,7 +242,7 @@ def test_a_repeated_offer_changes_nothing(pull: Pull) -> None:
     pulling(pull)
     for again in (ready(0), ready(0, 10)):
         assert pull.blocks_ready(again) == []
-    assert pull.blocks_ready(ready(0, 10, 11)) == [StartRead(1, (11,), (51,), None)]
+    assert pull.blocks_ready(ready(0, 10, 11)) == [ReadBlocks(1, (11,), (51,), None)]
     assert pull.blocks_ready(ready(1, 11)) == []
 
 
@@ -257,7 +257,7 @@ def test_a_gap_is_asked_for_again(pull: Pull, prepare: Callable[[Pull], Pull]) -
     prepare(pull)
     assert sent(pull.blocks_ready(ready(2, 12))) == [Attach]
     actions = pull.blocks_ready(ready(0, 10, 11, 12))
-    reads = [action for action in actions if isinstance(action, StartRead)]
+    reads = [action for action in actions if isinstance(action, ReadBlocks)]
     assert [read.start for read in reads] == ([1] if pull.state is PullState.PULLING else [])
     assert sent(actions) == []
 
@@ -294,7 +294,7 @@ def test_after_a_loss_the_pull_attaches_again(pull: Pull) -> None:
 def test_after_a_loss_a_settling_pull_asks_again(pull: Pull) -> None:
     """The source may have lost this sink, and still hold the lease."""
     settling(pull)
-    assert pull.attach() == [SendToSource(ATTACH), SendToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.attach() == [ToSource(ATTACH), ToSource(Settle(**ABOUT, **LEASE))]
     assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
     assert pull.prefill_done(done(None)) == []
     assert isinstance(pull.settled(settled())[0], Admit)
@@ -352,7 +352,7 @@ def test_checksums_that_begin_in_the_middle_are_not_taken_for_those_of_the_first
     pulling(pull)
     actions = pull.blocks_ready(ready(1, 11, 12, checksums=(2, 3)))
     for read in actions:
-        if isinstance(read, StartRead):
+        if isinstance(read, ReadBlocks):
             assert read.checksums in (None, (2, 3))
     if pull.state is PullState.ABANDONED:
         assert gave_up(actions) is Cause.TRANSFER
@@ -428,7 +428,7 @@ def test_a_withdrawn_offer_ends_the_pull(pull: Pull, state: PullState) -> None:
     IN_STATE[state](pull)
     actions = pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.LEASE_LOST, message="reclaimed"))
     assert gave_up(actions) is Cause.LEASE_LOST
-    assert isinstance(actions[-1], GaveUp)
+    assert isinstance(actions[-1], Abandoned)
     assert "reclaimed" in actions[-1].message
 
 
@@ -529,7 +529,7 @@ def test_held_blocks_are_not_read(pull: Pull) -> None:
     offered(pull)
     assert pull.reserve(SINK_BLOCKS, num_held=2) == []
     assert pull.blocks_ready(ready(0, 10)) == []
-    assert pull.blocks_ready(ready(1, 11, 12)) == [StartRead(2, (12,), (52,), None)]
+    assert pull.blocks_ready(ready(1, 11, 12)) == [ReadBlocks(2, (12,), (52,), None)]
     pull.prefill_done(done(None))
     assert sent(pull.read_done(2, None)) == [Settle]
     assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
@@ -537,7 +537,7 @@ def test_held_blocks_are_not_read(pull: Pull) -> None:
 
 def test_checksums_of_held_blocks_are_skipped_with_them(pull: Pull) -> None:
     pull.blocks_ready(ready(0, 10, 11, 12, checksums=(1, 2, 3)))
-    assert pull.reserve(SINK_BLOCKS, num_held=1) == [StartRead(1, (11, 12), (51, 52), (2, 3))]
+    assert pull.reserve(SINK_BLOCKS, num_held=1) == [ReadBlocks(1, (11, 12), (51, 52), (2, 3))]
 
 
 def test_with_every_block_held_the_source_settles_all_the_same(pull: Pull) -> None:
@@ -594,17 +594,17 @@ def prefix() -> Iterator[Pull]:
 
 
 def test_the_life_of_a_prefix_pull(prefix: Pull) -> None:
-    assert prefix.attach() == [SendToSource(AttachPrefix(**ABOUT, block_hashes=HASHES))]
+    assert prefix.attach() == [ToSource(AttachPrefix(**ABOUT, block_hashes=HASHES))]
     assert prefix.blocks_ready(ready(0, 10, 11, 12)) == [WantBlocks(3)], "fewer than asked for will do"
-    assert prefix.reserve(SINK_BLOCKS) == [StartRead(0, (10, 11, 12), SINK_BLOCKS, None)]
-    assert prefix.read_done(0, None) == [SendToSource(Settle(**ABOUT, **LEASE))]
+    assert prefix.reserve(SINK_BLOCKS) == [ReadBlocks(0, (10, 11, 12), SINK_BLOCKS, None)]
+    assert prefix.read_done(0, None) == [ToSource(Settle(**ABOUT, **LEASE))]
     assert prefix.settled(settled()) == [Admit(SINK_BLOCKS, ())]
     assert prefix.over
 
 
 def test_held_blocks_of_a_prefix_are_not_read(prefix: Pull) -> None:
     prefix.blocks_ready(ready(0, 10, 11, 12))
-    assert prefix.reserve(SINK_BLOCKS, num_held=2) == [StartRead(2, (12,), (52,), None)]
+    assert prefix.reserve(SINK_BLOCKS, num_held=2) == [ReadBlocks(2, (12,), (52,), None)]
     assert sent(prefix.read_done(2, None)) == [Settle]
 
 
@@ -665,8 +665,8 @@ def test_a_prefix_that_is_lent_anew_is_taken_if_nothing_was_read(prefix: Pull, r
         assert gave_up(actions) is Cause.LEASE_LOST
         return
     assert actions == []
-    assert prefix.reserve(SINK_BLOCKS) == [StartRead(0, (20, 21, 22), SINK_BLOCKS, None)]
-    assert prefix.read_done(0, None) == [SendToSource(Settle(**ABOUT, **new))]
+    assert prefix.reserve(SINK_BLOCKS) == [ReadBlocks(0, (20, 21, 22), SINK_BLOCKS, None)]
+    assert prefix.read_done(0, None) == [ToSource(Settle(**ABOUT, **new))]
 
 
 def test_a_source_without_the_prefix_ends_the_pull(prefix: Pull) -> None:

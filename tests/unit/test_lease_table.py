@@ -27,10 +27,10 @@ from common.contract.messages import (
     Source,
     Tokens,
 )
-from kv_transfer import parked, source
+from kv_transfer import lease_table, parked
 from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
-from kv_transfer.sink import GaveUp, Pull
-from kv_transfer.source import Action, LeaseTable
+from kv_transfer.lease_table import LeaseAction, LeaseTable
+from kv_transfer.pull import Abandoned, Pull
 
 R1, R2 = RequestId("r1"), RequestId("r2")
 D1, D2 = Incarnation("d1"), Incarnation("d2")
@@ -91,32 +91,32 @@ def settle(offer: BlocksReady, **changes: object) -> Settle:
     return Settle(**fields | changes)
 
 
-def verdict(actions: list[Action]) -> bool:
+def verdict(actions: list[LeaseAction]) -> bool:
     """What the asker was told."""
     [answer] = [each.message for each in actions if isinstance(each, Send) and isinstance(each.message, Settled)]
     return answer.valid
 
 
-def sent(actions: list[Action]) -> list[tuple[Incarnation, Message]]:
+def sent(actions: list[LeaseAction]) -> list[tuple[Incarnation, Message]]:
     """(sink, message) of actions that are nothing but messages."""
     messages = [(each.peer, each.message) for each in actions if isinstance(each, Send)]
     assert len(messages) == len(actions), actions
     return messages
 
 
-def only(kind: type[M], actions: list[Action]) -> tuple[Incarnation, M]:
+def only(kind: type[M], actions: list[LeaseAction]) -> tuple[Incarnation, M]:
     """(sink, message) of the one action, a message of this kind."""
     [(to, message)] = sent(actions)
     assert isinstance(message, kind)
     return to, message
 
 
-def told(actions: list[Action]) -> list[tuple[Incarnation, type]]:
+def told(actions: list[LeaseAction]) -> list[tuple[Incarnation, type]]:
     """Who was told what kind of thing."""
     return [(each.peer, type(each.message)) for each in actions if isinstance(each, Send)]
 
 
-def withdrawals(actions: list[Action]) -> list[tuple[Incarnation, int, Cause]]:
+def withdrawals(actions: list[LeaseAction]) -> list[tuple[Incarnation, int, Cause]]:
     """(sink, attempt, cause) of each withdrawal."""
     return [
         (each.peer, each.message.attempt, each.message.cause)
@@ -125,7 +125,7 @@ def withdrawals(actions: list[Action]) -> list[tuple[Incarnation, int, Cause]]:
     ]
 
 
-def unpinned(actions: list[Action]) -> list[tuple[int, ...]]:
+def unpinned(actions: list[LeaseAction]) -> list[tuple[int, ...]]:
     return [each.block_ids for each in actions if isinstance(each, Unpinned)]
 
 
@@ -321,7 +321,7 @@ def test_an_unknown_lease_is_invalid(table: LeaseTable) -> None:
 
 
 def test_tombstones_are_bounded_and_a_forgotten_settle_is_invalid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_TOMBSTONES", 2)
+    monkeypatch.setattr(lease_table, "MAX_TOMBSTONES", 2)
     table = LeaseTable(unattached_ttl_s=TTL_S)
     offers = []
     for _ in range(3):
@@ -689,7 +689,7 @@ def test_who_waits_for_an_offer_is_not_given_an_older_one(table: LeaseTable) -> 
 
 
 def test_ended_offers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_TOMBSTONES", 2)
+    monkeypatch.setattr(lease_table, "MAX_TOMBSTONES", 2)
     table = LeaseTable(unattached_ttl_s=TTL_S)
     for name in ("p0", "p1", "p2"):
         table.open(key(request=RequestId(name)), BLOCKS, 600.0, 0.0)
@@ -700,7 +700,7 @@ def test_ended_offers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPa
 def test_the_end_tells_whether_a_sink_has_the_blocks(table: LeaseTable) -> None:
     [end] = [each for each in table.settle(settle(completed(table)), D1) if isinstance(each, Unpinned)]
     assert end == Unpinned(key(), BLOCKS, settled=True)
-    ends: list[Callable[[], list[Action]]] = [
+    ends: list[Callable[[], list[LeaseAction]]] = [
         lambda: table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0),
         lambda: table.expire(1e9),
         lambda: table.complete(R1, [first_token("stop")]),
@@ -854,7 +854,7 @@ def attach_prefix(attempt: int = 1, request: RequestId = R1) -> AttachPrefix:
     return AttachPrefix(request=request, attempt=attempt, block_hashes=(BlockHash(bytes(32)),) * 5)
 
 
-def returned(actions: list[Action]) -> list[tuple[int, ...]]:
+def returned(actions: list[LeaseAction]) -> list[tuple[int, ...]]:
     assert not any(isinstance(each, Unpinned | LeaseDropped) for each in actions), "nobody has asked for this here"
     return [each.block_ids for each in actions if isinstance(each, Released)]
 
@@ -962,6 +962,15 @@ def test_a_request_that_bears_the_name_of_a_lent_prefix_gets_its_lease(table: Le
     assert offer.num_blocks == 2
 
 
+def test_nobody_waits_for_a_request_that_has_ended_while_a_prefix_was_lent_under_its_name(table: LeaseTable) -> None:
+    table.parked.expect(key(), 600.0)
+    lent(table)
+    table.check_invariants()
+    assert returned(table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)) == [BLOCKS]
+    assert withdrawals(table.attach(attach(), D2, 2.0)) == [(D2, 1, Cause.LEASE_LOST)]
+    assert len(table.parked) == 0
+
+
 def test_a_parked_attach_under_the_name_of_a_prefix_is_told(table: LeaseTable) -> None:
     table.attach(attach(), D2, 0.0)
     actions = table.lend(key(), BLOCKS, D1, 30.0, 0.0)
@@ -992,6 +1001,6 @@ def test_who_attaches_when_the_first_token_has_ended_the_request_is_told_so() ->
     pull = Pull(key(2), Source(address="p:1", incarnation=Incarnation("p")), offered=1)
     pull.attach()
     pull.blocks_ready(offer)
-    assert [action for action in pull.prefill_done(done) if isinstance(action, GaveUp)] == [
-        GaveUp(None, "the first token ended the request")
+    assert [action for action in pull.prefill_done(done) if isinstance(action, Abandoned)] == [
+        Abandoned(None, "the first token ended the request")
     ]

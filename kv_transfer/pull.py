@@ -90,7 +90,7 @@ PULL_TABLE: Mapping[PullState, Mapping[PullEvent, PullState]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class SendToSource:
+class ToSource:
     """Send `message` to the source."""
 
     message: Message
@@ -104,7 +104,7 @@ class WantBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class StartRead:
+class ReadBlocks:
     """Read blocks `[start, start + len(source_blocks))` of the sequence; report `read_done(start, …)`."""
 
     start: int
@@ -130,14 +130,14 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class GaveUp:
+class Abandoned:
     """The pull is abandoned. `cause` is None when the first tokens ended the request (`Pull.ended_with`)."""
 
     cause: Cause | None
     message: str
 
 
-Action = SendToSource | WantBlocks | StartRead | Admit | Release | GaveUp
+PullAction = ToSource | WantBlocks | ReadBlocks | Admit | Release | Abandoned
 
 
 class Pull:
@@ -209,7 +209,7 @@ class Pull:
 
     # --- events --------------------------------------------------------------------------------------------------
 
-    def attach(self) -> list[Action]:
+    def attach(self) -> list[PullAction]:
         """Subscribe to the offer. Call this again after lost messages: the source then tells everything again."""
         self.story.append("attach")
         if self.state in (PullState.SETTLED, PullState.ABANDONED):
@@ -221,7 +221,7 @@ class Pull:
             return [self._attach(), self._settle()]  # a source that has lost only this sink still holds the lease
         return [self._attach()]
 
-    def blocks_ready(self, message: BlocksReady) -> list[Action]:
+    def blocks_ready(self, message: BlocksReady) -> list[PullAction]:
         """The source offers more blocks, or, after an attach, all of them again."""
         if self.state not in (PullState.ATTACHING, PullState.OFFERED, PullState.PULLING):
             return []
@@ -256,7 +256,7 @@ class Pull:
             return [WantBlocks(message.num_blocks)]
         return self._read_more()
 
-    def reserve(self, block_ids: Sequence[int], num_held: int = 0) -> list[Action]:
+    def reserve(self, block_ids: Sequence[int], num_held: int = 0) -> list[PullAction]:
         """Reserve one block for each block of the offer, and begin to read those that are announced. The first
         `num_held` are valid already, and are not read."""
         assert len(block_ids) == self.num_blocks, self.story
@@ -274,7 +274,7 @@ class Pull:
         self._sink_blocks = ()
         self._num_held = self._num_requested = 0
 
-    def read_done(self, start: int, error: str | None) -> list[Action]:
+    def read_done(self, start: int, error: str | None) -> list[PullAction]:
         """The read that began at block `start` has ended; `error` says why, if it failed."""
         end = self._open_reads.pop(start)
         self.story.append(f"read [{start}, {end}) {error or 'done'}")
@@ -284,7 +284,7 @@ class Pull:
             return self._settle_if_read()
         return self.abandon(Cause.TRANSFER, f"a read failed: {error}")
 
-    def prefill_done(self, message: PrefillDone) -> list[Action]:
+    def prefill_done(self, message: PrefillDone) -> list[PullAction]:
         """The first tokens are known, and every block has been announced."""
         if self.state not in (PullState.OFFERED, PullState.PULLING) or self.block_hashes is not None:
             return []
@@ -299,7 +299,7 @@ class Pull:
             return self.attach()
         return self._settle_if_read()
 
-    def settled(self, message: Settled) -> list[Action]:
+    def settled(self, message: Settled) -> list[PullAction]:
         """The source's verdict. Only `valid`, for our lease and epoch, admits what was read."""
         if self.state is not PullState.SETTLING or self._lease != (message.lease, message.epoch):
             return []
@@ -309,21 +309,21 @@ class Pull:
         assert self._first_tokens is not None
         return [Admit(self._sink_blocks, self._first_tokens)]
 
-    def withdrawn(self, message: OfferWithdrawn) -> list[Action]:
+    def withdrawn(self, message: OfferWithdrawn) -> list[PullAction]:
         """The source has nothing (more) to offer. A cause that concerns the source alone is not passed on as the sink's
         own."""
         cause = Cause.LEASE_LOST if message.cause in _OF_THE_SOURCE else message.cause
         return self.abandon(cause, f"the source withdrew its offer: {message.message}")
 
-    def abandon(self, cause: Cause | None, message: str) -> list[Action]:
+    def abandon(self, cause: Cause | None, message: str) -> list[PullAction]:
         """Give up; inert if the pull has ended."""
         if self.state in (PullState.SETTLED, PullState.ABANDONED):
             return []
         self._enter(PullEvent.ABANDON)
         reading = set(self._reading())
         free = tuple(block for block in self._sink_blocks if block not in reading)
-        actions: list[Action] = [Release(free)] if free else []
-        return [*actions, *self._detach_if_over(), GaveUp(cause, message)]
+        actions: list[PullAction] = [Release(free)] if free else []
+        return [*actions, *self._detach_if_over(), Abandoned(cause, message)]
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
@@ -352,14 +352,14 @@ class Pull:
     def _reading(self) -> tuple[int, ...]:
         return tuple(block for start, end in self._open_reads.items() for block in self._sink_blocks[start:end])
 
-    def _read_more(self) -> list[Action]:
+    def _read_more(self) -> list[PullAction]:
         start, end = self._num_requested, len(self._offered)
         if self.state is not PullState.PULLING or start >= end:
             return []
         self._num_requested = end
         self._open_reads[start] = end
         return [
-            StartRead(
+            ReadBlocks(
                 start=start,
                 source_blocks=tuple(self._offered[start:end]),
                 sink_blocks=self._sink_blocks[start:end],
@@ -367,7 +367,7 @@ class Pull:
             )
         ]
 
-    def _settle_if_read(self) -> list[Action]:
+    def _settle_if_read(self) -> list[PullAction]:
         if (
             self.state is not PullState.PULLING
             or self._first_tokens is None
@@ -378,23 +378,23 @@ class Pull:
         self._enter(PullEvent.READ)
         return [self._settle()]
 
-    def _detach_if_over(self) -> list[Action]:
+    def _detach_if_over(self) -> list[PullAction]:
         if not self._attached or self._open_reads:
             return []
-        return [SendToSource(Detach(request=self.key.request, attempt=self.key.attempt))]
+        return [ToSource(Detach(request=self.key.request, attempt=self.key.attempt))]
 
-    def _attach(self) -> SendToSource:
+    def _attach(self) -> ToSource:
         request, attempt = self.key
         if self._sequence is not None:
-            return SendToSource(self._sequence)
+            return ToSource(self._sequence)
         if self.block_hashes is None:
-            return SendToSource(Attach(request=request, attempt=attempt, offered=self._offered_attempt))
-        return SendToSource(AttachPrefix(request=request, attempt=attempt, block_hashes=self.block_hashes))
+            return ToSource(Attach(request=request, attempt=attempt, offered=self._offered_attempt))
+        return ToSource(AttachPrefix(request=request, attempt=attempt, block_hashes=self.block_hashes))
 
-    def _settle(self) -> SendToSource:
+    def _settle(self) -> ToSource:
         assert self._lease is not None
         lease, epoch = self._lease
-        return SendToSource(Settle(request=self.key.request, attempt=self.key.attempt, lease=lease, epoch=epoch))
+        return ToSource(Settle(request=self.key.request, attempt=self.key.attempt, lease=lease, epoch=epoch))
 
 
 def _is_whole(offer: BlocksReady, most: int) -> bool:

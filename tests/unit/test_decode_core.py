@@ -1,0 +1,83 @@
+"""The decode worker's core, driven by events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from migration_bench import BLOCK_SIZE, BUDGET_S, GATEWAY, Site, World
+from step_tokens import handles
+
+from common.contract.block_hashes import block_hashes
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import AttachPrefix, AttachSequence, Decode, Message
+from common.contract.sampling import SamplingParams
+from common.worker.events import Action, AskMask, Compute, Event, MaskMade, Received, StepEnded, StepWanted
+
+SINK = Incarnation("sink")
+
+
+class Driven:
+    """A core whose shell is the test."""
+
+    def __init__(self, num_blocks: int) -> None:
+        site: Site = World(["d"], num_blocks=num_blocks).sites[Incarnation("d")]
+        self.core, self.engine = site.core, site.engine
+
+    def handle(self, event: Event) -> list[Action]:
+        """What the core decides."""
+        return self.core.handle(event, 0.0)
+
+    def hear(self, peer: Incarnation, message: Message) -> list[Action]:
+        """A message arrives."""
+        return self.handle(Received(peer, message))
+
+    def ask(self, name: str, prompt: Sequence[int], grammar: str | None = None) -> None:
+        """A request of one token, or of some if it has a grammar. Its mask is known at once."""
+        work = Decode(
+            request=RequestId(name),
+            attempt=1,
+            token_ids=tuple(prompt),
+            prompt_len=len(prompt),
+            choices=(0,),
+            handles=handles(),
+            sampling=SamplingParams(max_tokens=1 if grammar is None else 4, grammar=grammar),
+            budget_s=BUDGET_S,
+            source=None,
+            offered=None,
+        )
+        for action in self.hear(GATEWAY, work):
+            if isinstance(action, AskMask):
+                self.handle(MaskMade(action.state, None))
+
+    def plan(self) -> Compute | None:
+        """The next step, if there is one."""
+        return next((each for each in self.handle(StepWanted(None)) if isinstance(each, Compute)), None)
+
+    def step(self) -> None:
+        """Plan a step, and compute it."""
+        compute = self.plan()
+        assert compute is not None
+        work = compute.work
+        outcomes = self.engine.execute(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
+        self.handle(StepEnded(work, self.engine.decoded, outcomes, (), (), 0.01))
+
+
+def test_what_follows_from_a_cut_is_settled_before_the_next_plan() -> None:
+    """A faulty sink lets a sequence stand still under the name of a prefix that it has borrowed. When the sequence is
+    to be cut, the loan ends. Only with its block is there room for a request that waits."""
+    driven = Driven(num_blocks=4)
+    driven.ask("cached", range(BLOCK_SIZE + 1))
+    driven.step()
+    driven.ask("idle", [7], grammar="start: /x/")
+    driven.step()
+    assert driven.plan() is None, "the sequence runs, and waits for its next mask"
+    name, sequence = RequestId("borrowed"), RequestKey(RequestId("idle"), 1)
+    hashes = tuple(block_hashes(range(BLOCK_SIZE), BLOCK_SIZE))
+    driven.hear(SINK, AttachPrefix(request=name, attempt=1, block_hashes=hashes))
+    driven.hear(SINK, AttachSequence(request=name, attempt=1, sequence=sequence, choice=0, position=1))
+    assert driven.core.lender.num_leases == 1
+    driven.core.check_invariants()
+    driven.ask("waiting", range(20, 20 + 2 * BLOCK_SIZE + 1))
+    assert driven.core.scheduler.num_waiting == 1
+    assert driven.plan() is not None, "it has room now, and nobody asks again"
+    assert driven.core.lender.num_leases == 0
