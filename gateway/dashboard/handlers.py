@@ -64,10 +64,8 @@ class Dashboard:
         *,
         clock: Clock = monotonic,
         period_s: float = PERIOD_S,
-        process: tuple[int, int] | None = None,
     ) -> None:
-        """`clock` is the application's. `process` is (number of this process from 1, number of the gateway's
-        processes)."""
+        """`clock` is the application's."""
         self._pools = pools
         self._model_name = settings.model_name
         self._targets = {
@@ -78,7 +76,6 @@ class Dashboard:
         self._recent = metrics.recent
         self._clock = clock
         self._period_s = period_s
-        self._process = process
         self._names = Names(secrets.token_bytes(16))
         self._assets = {path: assets.Asset(file) for path, file in assets.PATHS.items()}
         self._latest: tuple[float, dict[str, object]] = (float("-inf"), {})
@@ -141,7 +138,6 @@ class Dashboard:
         pools = self._pools
         return {
             "model": self._model_name,
-            "process": self._process,
             **pool_view(pools.worker_views(), pools.open_flows(), pools.handoffs, now, self._names),
             "summary": self._recent.summary(now),
             "targets": self._targets,
