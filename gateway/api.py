@@ -91,7 +91,7 @@ def create_app(
     if settings.explain_routing:
         app.on_response_prepare.append(_explain)
     if dashboard is not None:
-        dashboard.add_to(app, client_of)
+        dashboard.add_to(app)
     return app
 
 
@@ -248,7 +248,7 @@ class _Api:
     async def _stream(
         self, request: web.Request, life: RequestLife, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None]
     ) -> web.StreamResponse:
-        events = EventStream(request, self._limits.stall_timeout_s)
+        events = EventStream(request)
         try:
             with self._failures_counted(request, life):
                 await self._send_chunks(events, life, answer, pieces, request[CALLER])
