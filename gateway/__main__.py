@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -104,7 +103,7 @@ def _size(config: dict[str, Any], name: str, folder: Path) -> int:
 
 
 def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyring | None, ServerTls | None]:
-    """Load the API keys and the certificate; SIGHUP reloads them at once. Raises `OperatorError`."""
+    """Load the API keys and the certificate. Raises `OperatorError`."""
 
     def counted(file: str) -> Callable[[bool], None]:
         return lambda good: metrics.reloaded(file, good)
@@ -117,13 +116,6 @@ def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyrin
                 log.warning("API key %s: tenant_from_header has no effect without --tenant-header", key.name)
     if settings.tls_cert is not None and settings.tls_key is not None:
         tls = ServerTls(Path(settings.tls_cert), Path(settings.tls_key), reloaded=counted("tls"))
-
-    def reload() -> None:
-        for each in (keyring, tls):
-            if each is not None:
-                each.refresh(at_once=True)
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     return keyring, tls
 
 
