@@ -322,12 +322,8 @@ async def test_no_chat_template() -> None:
 async def test_a_body_over_the_limit() -> None:
     body = json.dumps(COMPLETION | {"user": "x" * 2000}).encode()
     limits = settings(max_body_bytes=1000)
-    for data, headers in [
-        (body, {}),
-        (body * 1000, {}),
-        (gzip.compress(body), {"Content-Encoding": "gzip"}),
-    ]:
-        status, answer, _ = await post(COMPLETIONS_PATH, data, api_settings=limits, headers=headers)
+    for data in (body, body * 1000):
+        status, answer, _ = await post(COMPLETIONS_PATH, data, api_settings=limits)
         assert status == 413
         assert_error(answer, None, "body_too_large")
 
@@ -349,10 +345,11 @@ async def test_a_body_as_large_as_allowed_is_read() -> None:
     assert status == 200
 
 
-async def test_a_broken_encoding() -> None:
-    status, answer, _ = await post(COMPLETIONS_PATH, b"not gzip", headers={"Content-Encoding": "gzip"})
-    assert status == 400
-    assert_error(answer, None, "invalid_body")
+async def test_a_compressed_body_is_not_taken() -> None:
+    packed = gzip.compress(json.dumps(COMPLETION).encode())
+    status, answer, _ = await post(COMPLETIONS_PATH, packed, headers={"Content-Encoding": "gzip"})
+    assert status == 415
+    assert_error(answer, None, "unsupported_encoding")
 
 
 async def test_a_body_that_does_not_come() -> None:
