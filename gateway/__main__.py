@@ -44,7 +44,7 @@ from gateway.routing.dispatcher import Dispatcher
 from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
 from gateway.web.ending import GOODBYE_S
 from gateway.web.tls import ServerTls
-from gateway.workers.discovery import Discovery, DiscoveryMetrics, DnsSource, Source
+from gateway.workers.discovery import Discovery, DnsSource, Source
 from gateway.workers.registry import Registry
 
 if TYPE_CHECKING:
@@ -237,8 +237,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
                 dashboard.admin = AdminLink(settings.admin_host, admin_listener.port)
         working.append(asyncio.create_task(dispatcher.run()))
         if settings.discovery != "static":
-            lists = DiscoveryMetrics(metrics.registry, monotonic)
-            discovery = Discovery(await _sources(settings, stack), lists, monotonic)
+            discovery = Discovery(await _sources(settings, stack), metrics.registry, monotonic)
             working.append(asyncio.create_task(discovery.run(dispatcher.follow)))
         stopping = asyncio.create_task(stop.wait())
         usable = asyncio.create_task(dispatcher.wait_usable())

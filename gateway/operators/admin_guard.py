@@ -9,7 +9,6 @@ can still read.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from typing import Final
 from urllib.parse import urlsplit
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from gateway.web.host_names import is_address
 from gateway.web.http_errors import ApiError, from_http, internal_error
 
 MAX_BODY_BYTES: Final = 2**16
@@ -44,17 +44,9 @@ def is_own(origin: str, host: str) -> bool:
         names = page.hostname, here.hostname
     except ValueError:
         return False
-    return page.scheme in ("http", "https") and names[0] == names[1] and _is_no_name(names[0])
-
-
-def _is_no_name(host: str | None) -> bool:
-    if host is None or host == "localhost":
-        return host is not None
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
+    if page.scheme not in ("http", "https") or names[0] is None or names[0] != names[1]:
         return False
-    return True
+    return names[0] == "localhost" or is_address(names[0])
 
 
 def _is_preflight(request: web.Request) -> bool:
