@@ -76,7 +76,6 @@ class Dashboard:
         self._clock = clock
         self._period_s = period_s
         self._names = Names(secrets.token_bytes(16))
-        self._assets = {path: assets.Asset(file) for path, file in assets.PATHS.items()}
         self._latest: tuple[float, dict[str, object]] = (float("-inf"), {})
         self._num_watchers = 0
         """Open event streams."""
@@ -89,7 +88,7 @@ class Dashboard:
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes, and the end of all event streams at the application's shutdown."""
-        for path in self._assets:
+        for path in assets.PATHS:
             app.router.add_get(path, self._asset)
         app.router.add_get("/pools", self._state)
         app.router.add_get("/pools/events", self._events, allow_head=False)
@@ -98,7 +97,7 @@ class Dashboard:
     # --- handlers ------------------------------------------------------------------------------------------------
 
     async def _asset(self, request: web.Request) -> web.StreamResponse:
-        return self._assets[request.path].response(request, self._admin_origin(request))
+        return assets.response(request.path, self._admin_origin(request))
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
