@@ -145,7 +145,7 @@ class Intake:
         self._check_form(form)
         num_prompts = len(form.prompt)
         self._most_tokens(form, num_prompts, form.logprobs)  # refuse before tokenising
-        grammar = await grammar_of(form, self._tokenizer)
+        grammar = await grammar_of(form)
         context = self._context()
         self._expect(form.prompt, "prompt", context, admit)
         prompts: list[list[int]] = []
