@@ -15,24 +15,22 @@ of streams, and greedy and sampled streams, take turns. Microseconds per step:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import aiohttp
 
+from benchmarks.command import Result, UsageError, run
 from benchmarks.endless_streams import PULSE, endless_streams
 from benchmarks.figures import cpu_seconds, spread
 from benchmarks.models import llama_15m
 from benchmarks.process import Process
-from benchmarks.record import record
 
 if TYPE_CHECKING:
     import torch
@@ -53,40 +51,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "top-p": {"temperature": 0.8, "top_p": 0.95},
 }
-
-
-def main() -> None:
-    """Measure, print, record; with `--serve`, be the worker."""
-    if sys.argv[1:2] == ["--serve"]:
-        del sys.argv[1]
-        serve_without_model()
-        return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, nargs="+", default=[32])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each round")
-    parser.add_argument("--no-record", action="store_true")
-    options = parser.parse_args()
-    if max(options.streams) > MOST_STREAMS:
-        parser.error(f"at most {MOST_STREAMS} streams")
-    with TemporaryDirectory() as scratch:
-        folder = llama_15m(Path(scratch))
-        worker = Process("benchmarks.step_overhead", worker_options(folder, max(options.streams)))
-        try:
-            worker.start()
-            taken = asyncio.run(measure(worker, options))
-        finally:
-            worker.close()
-    figures = {
-        streams: {kind: {name: spread(values) for name, values in each.items()} for kind, each in kinds.items()}
-        for streams, kinds in taken.items()
-    }
-    for streams, kinds in figures.items():
-        for kind, each in kinds.items():
-            print(f"{streams:>4} {kind:<12}", "  ".join(f"{name} {value['p50']:.3g}" for name, value in each.items()))
-    if not options.no_record:
-        workload = {name: value for name, value in vars(options).items() if name != "no_record"}
-        print(record("step-overhead", workload=workload | {"vocabulary": 32000}, figures=figures, seed=0))
 
 
 # --- the worker process ------------------------------------------------------------------------------------------
@@ -226,18 +190,18 @@ Taken = dict[str, dict[str, dict[str, list[float]]]]
 """Number of streams → kind of stream → figure → its value in each round."""
 
 
-async def measure(worker: Process, options: argparse.Namespace) -> Taken:
-    """The figures of each round."""
-    taken: Taken = {str(number): {kind: {} for kind in KINDS} for number in options.streams}
+async def in_turns(worker: Process, numbers: Sequence[int], rounds: int, seconds: float) -> Taken:
+    """The figures of each round, for each number of streams."""
+    taken: Taken = {str(number): {kind: {} for kind in KINDS} for number in numbers}
     async with aiohttp.ClientSession() as session, endless_streams(worker.address) as streams:
-        for _ in range(options.rounds):
-            for number in options.streams:
+        for _ in range(rounds):
+            for number in numbers:
                 for kind, parameters in KINDS.items():
                     streams.start(number, parameters)
                     while await running(session, worker) < number:
                         await asyncio.sleep(0.05)
                     before = await counts(session, worker)
-                    await asyncio.sleep(options.seconds)
+                    await asyncio.sleep(seconds)
                     for name, value in per_step(before, await counts(session, worker)).items():
                         taken[str(number)][kind].setdefault(name, []).append(value)
                     streams.stop()
@@ -264,5 +228,28 @@ async def counts(session: aiohttp.ClientSession, worker: Process) -> Counts:
     return Counts(time.perf_counter(), cpu_seconds(worker.pid), float(steps), seconds, calls)
 
 
+def measure(
+    scratch: Path,
+    *,
+    streams: tuple[int, ...] = (32,),
+    rounds: int = 7,
+    seconds: Annotated[float, "of each round"] = 3.0,
+) -> Result:
+    """Start the worker, and measure every number and kind of streams."""
+    if max(streams) > MOST_STREAMS:
+        raise UsageError(f"at most {MOST_STREAMS} streams")
+    with Process("benchmarks.step_overhead", worker_options(llama_15m(scratch), max(streams))) as worker:
+        taken = asyncio.run(in_turns(worker, streams, rounds, seconds))
+    figures = {
+        number: {kind: {name: spread(values) for name, values in each.items()} for kind, each in kinds.items()}
+        for number, kinds in taken.items()
+    }
+    return Result(name="step-overhead", figures=figures, workload={"vocabulary": 32000})
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--serve"]:
+        del sys.argv[1]
+        serve_without_model()
+    else:
+        run(measure, __doc__)

@@ -10,8 +10,9 @@ _HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-_MAX_HELD_BYTES = 2**14
-"""Events of more bytes than this are sent, and not held back."""
+_FEW_BYTES = 2**14
+"""Fewer bytes than this may be held back, and fewer wait in the write buffer of a client that reads. It is far below
+the size that pauses writing."""
 
 
 class _Response(web.StreamResponse):
@@ -31,6 +32,8 @@ class EventStream:
         self._response: web.StreamResponse | None = None
         self._held = b""
         """Events held back until the next one."""
+        self._chunked = False
+        """Whether the response's head is sent, and its body is sent in chunks (RFC 9112, 7.1)."""
 
     @property
     def started(self) -> bool:
@@ -44,6 +47,19 @@ class EventStream:
         Raises `ConnectionError` if the client is gone.
         """
         await self._write(b"data: " + data + b"\n\n", more=more)
+
+    @property
+    def flows(self) -> bool:
+        """Whether an event can be sent at once: the client has read all before it."""
+        transport = self._request.transport
+        if not self._chunked or self._held or transport is None:
+            return False
+        return transport.get_write_buffer_size() < _FEW_BYTES and not transport.is_closing()
+
+    def send_now(self, data: bytes) -> None:
+        """Send an event, without the coroutines of `send`; the stream must flow. `data` must not contain a line end."""
+        assert self._request.transport is not None
+        self._request.transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
 
     async def flush(self) -> None:
         """Send held events. Raises as `send` does."""
@@ -72,7 +88,8 @@ class EventStream:
             response = _Response(headers=_HEADERS)
             await response.prepare(self._request)
             self._response = response
-        if more and len(event) <= _MAX_HELD_BYTES:
+        if more and len(event) < _FEW_BYTES:
             self._held = event
-        else:
-            await response.write(event)
+            return
+        await response.write(event)
+        self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
