@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -195,6 +196,9 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
 
 async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) -> None:
     """Bind, connect, and serve until `stop`. Raises `OperatorError`."""
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # asks other servers to read their files again: this one does so anyway
     announcer = Announcer(settings.announce_fd)
     dispatcher = _dispatcher(settings, folder)
     api_settings = api_settings_of(settings, folder)
