@@ -7,11 +7,10 @@ import hashlib
 import logging
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -43,11 +42,10 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.observability.metrics import GatewayMetrics
 from gateway.operators.admin import create_admin_app
-from gateway.processes import Share, run_processes
 from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
 from gateway.web.ending import GOODBYE_S
 from gateway.web.tls import ServerTls
-from gateway.workers.discovery import Discovery, DiscoveryMetrics, DnsSource, Source
+from gateway.workers.discovery import Discovery, DnsSource, Source
 from gateway.workers.registry import Registry
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def _size(config: dict[str, Any], name: str, folder: Path) -> int:
 
 
 def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyring | None, ServerTls | None]:
-    """Load the API keys and the certificate; SIGHUP reloads them at once. Raises `OperatorError`."""
+    """Load the API keys and the certificate. Raises `OperatorError`."""
 
     def counted(file: str) -> Callable[[bool], None]:
         return lambda good: metrics.reloaded(file, good)
@@ -119,13 +117,6 @@ def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyrin
                 log.warning("API key %s: tenant_from_header has no effect without --tenant-header", key.name)
     if settings.tls_cert is not None and settings.tls_key is not None:
         tls = ServerTls(Path(settings.tls_cert), Path(settings.tls_key), reloaded=counted("tls"))
-
-    def reload() -> None:
-        for each in (keyring, tls):
-            if each is not None:
-                each.refresh(at_once=True)
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     return keyring, tls
 
 
@@ -135,11 +126,7 @@ async def _listen(listener: Listener, what: str, host: str, port: int, scheme: s
         await listener.bind(host, port)
     except OSError as error:
         raise OperatorError(f"cannot bind {what}{host}:{port}: {error.strerror or error}") from error
-    return _url(scheme, host, listener.port)
-
-
-def _url(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.port}"
 
 
 def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing | None:
@@ -207,8 +194,11 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
     return {role: EndpointSliceSource(api, namespace, service, resync_s=period_s) for role, service in named.items()}
 
 
-async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, share: Share | None = None) -> None:
-    """Bind, connect, and serve until `stop`. With a `share`, serve on the shared port. Raises `OperatorError`."""
+async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) -> None:
+    """Bind, connect, and serve until `stop`. Raises `OperatorError`."""
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # asks other servers to read their files again: this one does so anyway
     announcer = Announcer(settings.announce_fd)
     dispatcher = _dispatcher(settings, folder)
     api_settings = api_settings_of(settings, folder)
@@ -217,8 +207,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
     tracing = open_tracing(settings, metrics)
     dashboard = None
     if settings.dashboard == "on":
-        process = None if share is None else (share.index + 1, share.number)
-        dashboard = Dashboard(dispatcher, api_settings, metrics, process=process)
+        dashboard = Dashboard(dispatcher, api_settings, metrics)
     keyring, tls = _secrets(settings, metrics)
     with collector_paused():
         tokenizer = ModelTokenizer.load(folder)
@@ -231,8 +220,6 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         traces=tracing,
         dashboard=dashboard,
     )
-    if share is not None:
-        app.middlewares.append(share.middleware)
     runner = create_runner(app, shutdown_timeout_s=settings.shutdown_grace_s)
     await runner.setup()
     admin_app = create_admin_app(dispatcher.links)
@@ -244,25 +231,17 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
     admin_listener = Listener(admin, _ADMIN_BOUNDS)
     stack, working = AsyncExitStack(), list[asyncio.Task[None]]()
     try:
-        scheme = "http" if tls is None else "https"
-        if share is None:
-            url = await _listen(listener, "", settings.host, settings.port, scheme)
-        else:
-            listener.listen(share.listener)
-            await web.UnixSite(runner, share.path).start()
-            url = _url(scheme, settings.host, listener.port)
+        url = await _listen(listener, "", settings.host, settings.port, "http" if tls is None else "https")
         log.info("HTTP on %s", url)
         admin_url = None
-        if settings.admin_port is not None and (share is None or share.index == 0):
+        if settings.admin_port is not None:
             admin_url = await _listen(admin_listener, "the admin port ", settings.admin_host, settings.admin_port)
             log.info("admin on %s", admin_url)
-        admin_port = settings.admin_port if admin_url is None else urlsplit(admin_url).port
-        if dashboard is not None and admin_port:
-            dashboard.admin = AdminLink(settings.admin_host, admin_port)
+            if dashboard is not None:
+                dashboard.admin = AdminLink(settings.admin_host, admin_listener.port)
         working.append(asyncio.create_task(dispatcher.links.run()))
         if settings.discovery != "static":
-            lists = DiscoveryMetrics(metrics.registry, monotonic)
-            discovery = Discovery(await _sources(settings, stack), lists, monotonic)
+            discovery = Discovery(await _sources(settings, stack), metrics.registry, monotonic)
             working.append(asyncio.create_task(discovery.run(dispatcher.links.follow)))
         stopping = asyncio.create_task(stop.wait())
         usable = asyncio.create_task(dispatcher.links.wait_usable())
@@ -289,15 +268,6 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         await stack.aclose()
 
 
-def _run_processes(settings: GatewaySettings, folder: Path) -> None:
-    def serve_share(share: Share, stop: asyncio.Event) -> Coroutine[Any, Any, None]:
-        configure_logging(settings.log_level, f"baton gateway {share.index}", settings.log_format)
-        return serve(settings.model_copy(update={"announce_fd": share.announce_fd}), folder, stop, share)
-
-    announcer = Announcer(settings.announce_fd)
-    run_processes(settings.host, settings.port, settings.processes, serve_share, announcer, settings.shutdown_grace_s)
-
-
 def main() -> None:
     """Entry point."""
 
@@ -317,10 +287,7 @@ def main() -> None:
             log.info("--explain-routing: x-baton-* headers tell every client the workers' addresses")
         keep_torch_out()
         folder = resolve_model(settings.model, weights=False)
-        if settings.processes == 1:
-            run(lambda stop: serve(settings, folder, stop))
-        else:
-            _run_processes(settings, folder)
+        run(lambda stop: serve(settings, folder, stop))
 
     exit_on_operator_error(body)
 

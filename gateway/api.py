@@ -93,7 +93,7 @@ def create_app(
     if settings.explain_routing:
         app.on_response_prepare.append(_explain)
     if dashboard is not None:
-        dashboard.add_to(app, client_of)
+        dashboard.add_to(app)
     return app
 
 
@@ -246,7 +246,7 @@ class _Api:
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(self, request: web.Request, life: RequestLife, answer: AnswerFormat) -> web.StreamResponse:
-        events = EventStream(request, self._limits.stall_timeout_s)
+        events = EventStream(request)
         chunks = ChunkSender(events, life.job, answer, partial(self._observe, life, request[CALLER]))
         num_reports = 0
         try:

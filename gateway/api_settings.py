@@ -44,8 +44,6 @@ class Limits:
     body_grace_s: float = 10.0
     """Seconds without a rate limit on a body; after them it must have an average rate of `min_body_bytes_per_s`."""
     min_body_bytes_per_s: int = 1024
-    stall_timeout_s: float = 60.0
-    """Seconds without reading after which a streaming client counts as gone."""
     retry_after_s: int = 1
     """Default of `Retry-After` in 429 and 503, in seconds."""
 

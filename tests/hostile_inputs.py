@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -213,22 +212,9 @@ def _sizes() -> Iterator[Hostile]:
     yield Hostile("a body that is too large", post(COMPLETIONS, large), too_large)
     yield Hostile("a body said to be of an exabyte", head("POST", COMPLETIONS, f"Content-Length: {10**18}"), too_large)
     for name, packed, encoding, expected in [
-        ("gzip", gzip.compress(fine), "gzip", FINE),
-        ("gzip in capitals", gzip.compress(fine), "GZip", FINE),
-        ("deflate", zlib.compress(fine), "deflate", FINE),
-        ("a gzip bomb", bomb, "gzip", too_large),
-        ("a deflate bomb", zlib.compress(b"0" * 2**26), "deflate", too_large),
-        ("gzip of gzip", gzip.compress(gzip.compress(fine)), "gzip", BAD),
-        ("gzip of a gzip bomb", gzip.compress(bomb), "gzip", BAD),
-        ("cut gzip", gzip.compress(fine)[:-9], "gzip", BAD),
-        ("gzip with a wrong sum", gzip.compress(fine)[:-8] + b"\0" * 8, "gzip", BAD),
-        ("gzip with something behind it", gzip.compress(fine) + b"x", "gzip", BAD),
-        ("two gzips", gzip.compress(fine) * 2, "gzip", BAD),
-        ("no gzip", fine, "gzip", BAD),
-        ("no deflate", fine, "deflate", BAD),
-        ("empty gzip", b"", "gzip", BAD),
+        ("gzip", gzip.compress(fine), "gzip", frozenset({415})),
+        ("a gzip bomb", bomb, "gzip", frozenset({415})),
         ("brotli", fine, "br", frozenset({415})),
-        ("zstd", fine, "zstd", frozenset({415})),
         ("an unknown encoding", fine, "rot13", frozenset({415})),
         ("several encodings", gzip.compress(fine), "gzip, gzip", frozenset({415})),
         ("the identity", fine, "identity", FINE),

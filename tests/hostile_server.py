@@ -53,7 +53,7 @@ async def serve(stop: asyncio.Event) -> None:
 
 
 async def _serve(stop: asyncio.Event, keyring: Keyring) -> None:
-    limits = settings(body_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S, max_body_bytes=2**20)
+    limits = settings(body_timeout_s=TIMEOUT_S, max_body_bytes=2**20)
     bounds = ConnectionBounds(header_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S, max_connections=256)
     runners, listeners = [], {}
     for name, keys in [("open", None), ("keyed", keyring)]:

@@ -258,7 +258,6 @@ class GatewaySettings(TierSettings):
     host: str = Field("127.0.0.1", description="address to bind")
     port: Port = Field(8000, description="port of the HTTP API (0: any free one)")
     dashboard: Literal["on", "off"] = Field("on", description="the page at /, and /pools from which it reads")
-    processes: int = Field(1, ge=1, le=64, description="processes that share the port, each with links of its own")
     admin_host: str = Field("127.0.0.1", description="address of the admin port")
     admin_port: Port | None = Field(None, description="port to look at workers and drain them (0: any free one)")
     prefill_workers: WorkerAddresses = Field(

@@ -15,8 +15,7 @@ class DaemonThreads:
     """At most `num_threads` daemon threads, for work that may never end."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        """Starts no thread: each `submit` starts one until there are `num_threads`, so that the process can fork
-        before."""
+        """Starts no thread: each `submit` starts one until there are `num_threads`."""
         self._num_threads = num_threads
         self._name = name
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()

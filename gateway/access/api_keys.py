@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import secrets
 import sys
 import time
@@ -45,8 +44,6 @@ _MAX_FILE_BYTES: Final = 4 * 2**20
 _NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
 _PREFIX: Final = "baton-"
 _KEY_BYTES: Final = 32
-
-_LOG = logging.getLogger(__name__)
 
 
 def _printable(text: str) -> str:
@@ -111,8 +108,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 class Keyring:
-    """The keys in force. A changed file is read again; if it is invalid, the error is logged and the keys stay as they
-    were."""
+    """The keys in force. A changed file is read again at the next request."""
 
     def __init__(
         self,
@@ -121,39 +117,24 @@ class Keyring:
         clock: Callable[[], float] = time.monotonic,
         reloaded: Callable[[bool], None] = lambda good: None,
     ) -> None:
-        """`reloaded` is called with the outcome of each attempt to read the file again. Raises `OperatorError`."""
-        self._path = path
-        self._reloaded = reloaded
-        self._files = WatchedFiles([path], clock)
-        self._keys = _by_digest(read_keys(path))
+        """The arguments are as in `WatchedFiles`. Raises `OperatorError`."""
+        self._file = WatchedFiles(
+            "the API keys", [path], lambda: _by_digest(read_keys(path)), clock=clock, reloaded=reloaded
+        )
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
         """All entries of the file."""
-        return tuple(key for _, key in self._keys)
+        return tuple(key for _, key in self._file.current())
 
     def find(self, given: str) -> ApiKey | None:
         """The entry of a given key, or None. The lookup takes the same time for wrong and for right keys."""
-        self.refresh()
         digest = hashlib.sha256(given.encode(errors="surrogateescape")).digest()
         found = None
-        for known, key in self._keys:
+        for known, key in self._file.current():
             if hmac.compare_digest(digest, known):
                 found = key
         return found
-
-    def refresh(self, *, at_once: bool = False) -> None:
-        """Read the file again if it has changed. `at_once` ignores the minimum interval between two checks."""
-        if not self._files.changed(at_once=at_once):
-            return
-        try:
-            self._keys = _by_digest(read_keys(self._path))
-        except OperatorError as error:
-            _LOG.error("the API keys stay as they were: %s", error)
-            self._reloaded(False)
-        else:
-            _LOG.info("%d API keys read from %s", len(self._keys), self._path)
-            self._reloaded(True)
 
 
 def _by_digest(keys: tuple[ApiKey, ...]) -> list[tuple[bytes, ApiKey]]:

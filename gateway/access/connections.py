@@ -61,7 +61,7 @@ class _Connection(web.RequestHandler):
     __slots__ = ("_body", "_bounds", "_head_bytes", "_head_timer", "_listener", "_num_answered", "_stall_timer")
 
     def __init__(self, server: web.Server, bounds: ConnectionBounds, listener: Listener) -> None:
-        # `request_body` inflates bodies, because it bounds their size; discarded bodies are not inflated.
+        # Nothing is inflated: `request_body` refuses compressed bodies, and others are discarded.
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),

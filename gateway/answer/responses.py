@@ -6,9 +6,10 @@ A choice's log probabilities have one entry for each token that the usage counts
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 from common.contract.messages import TokenLogprobs
 from gateway.answer import answer_schemas as answers
@@ -28,16 +29,8 @@ class TokenSpeller(Protocol):
         ...
 
 
-class _Array(Protocol):
-    """Constructor of a JSON array: `list`, or `_one_by_one`."""
-
-    def __call__(self, items: Iterable[_Item], /) -> Sequence[_Item]:
-        """The array of these items."""
-        ...
-
-
-def _one_by_one(items: Iterable[_Item], /) -> Sequence[_Item]:
-    """An array whose items are made when `encode_in_pieces` takes them."""
+def _one_by_one(items: Iterable[_Item]) -> Sequence[_Item]:
+    """An array whose items are made when they are encoded."""
     return cast(Sequence[_Item], iter(items))
 
 
@@ -110,36 +103,11 @@ class Heading(NamedTuple):
         return cls(id=drawn, created=created, model=model, system_fingerprint=system_fingerprint)
 
 
-class AnswerFormat(Protocol):
-    """The format of one endpoint's answers."""
+class AnswerFormat(ABC):
+    """The format of one endpoint's answers. Arrays that can be long are iterators."""
 
-    operation: str
+    operation: ClassVar[str]
     """OpenTelemetry's name of the endpoint's operation."""
-
-    @property
-    def heading(self) -> Heading:
-        """Fields that all answers and chunks share."""
-        ...
-
-    def chunk(self, piece: Piece, first: bool) -> answers.ChatCompletionChunk | answers.Completion:
-        """A piece, the choice's `first` or a later one, as a chunk of a stream."""
-        ...
-
-    def usage_chunk(self, usage: answers.Usage) -> answers.ChatCompletionChunk | answers.Completion:
-        """The last chunk of a stream that reports usage."""
-        ...
-
-    def whole(
-        self, choices: Sequence[WholeChoice], usage: answers.Usage
-    ) -> answers.ChatCompletion | answers.Completion:
-        """The answer to a request that does not stream; arrays that can be long are iterators."""
-        ...
-
-
-class CompletionFormat:
-    """`/v1/completions`."""
-
-    operation = "text_completion"
 
     def __init__(
         self,
@@ -160,9 +128,49 @@ class CompletionFormat:
         self._echoed = echoed
         self._prompted = prompted
 
+    @abstractmethod
+    def chunk(self, piece: Piece, first: bool) -> answers.ChatCompletionChunk | answers.Completion:
+        """A piece, the choice's `first` or a later one, as a chunk of a stream. A choice's first chunk has its prompt's
+        token ids, if they were asked for."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: answers.Usage) -> answers.ChatCompletionChunk | answers.Completion:
+        """The last chunk of a stream that reports usage, which has no choices."""
+
+    @abstractmethod
+    def whole(
+        self, choices: Sequence[WholeChoice], usage: answers.Usage
+    ) -> answers.ChatCompletion | answers.Completion:
+        """The answer to a request that does not stream: all choices, in order."""
+
+    def _prompt_logprobs(
+        self, reports: Iterable[TokenReport], num: int
+    ) -> Sequence[Mapping[str, answers.RankedToken] | None]:
+        """`prompt_logprobs` in vLLM's form: for each token of the prompt but the first, an object by token id with that
+        token and the `num` most likely ones; null for the first."""
+
+        def entry(token_id: int, logprob: float, rank: int) -> dict[str, answers.RankedToken]:
+            name, _ = self._speller.spelling(token_id)
+            return {str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": name}}
+
+        def entries(report: TokenReport) -> Mapping[str, answers.RankedToken] | None:
+            if report.logprobs is None:
+                return None
+            told = entry(report.token_id, report.logprobs.logprob, report.rank)
+            for rank, (token_id, logprob) in enumerate(report.logprobs.top[:num], 1):
+                told |= entry(token_id, logprob, rank)
+            return told
+
+        return _one_by_one(map(entries, reports))
+
+
+class CompletionFormat(AnswerFormat):
+    """`/v1/completions`."""
+
+    operation = "text_completion"
+
     def chunk(self, piece: Piece, first: bool) -> answers.Completion:
-        """The piece's text; a choice's first chunk has its prompt's token ids, if they were asked for."""
-        choice = self._choice(piece.choice, piece.text, piece.prompt_reports, piece.reports, piece.finish_reason, list)
+        choice = self._choice(piece.choice, piece.text, piece.prompt_reports, piece.reports, piece.finish_reason)
         if self._prompt_ids is not None:
             choice["token_ids"] = piece.token_ids
             if first:
@@ -170,11 +178,9 @@ class CompletionFormat:
         return self._completion([choice])
 
     def usage_chunk(self, usage: answers.Usage) -> answers.Completion:
-        """A chunk with usage and no choices."""
         return {**self._completion([]), "usage": usage}
 
     def whole(self, choices: Sequence[WholeChoice], usage: answers.Usage) -> answers.Completion:
-        """All choices, in order."""
         return {**self._completion(_one_by_one(map(self._whole_choice, range(len(choices)), choices))), "usage": usage}
 
     def _completion(self, choices: Sequence[answers.CompletionChoice]) -> answers.Completion:
@@ -189,7 +195,7 @@ class CompletionFormat:
 
     def _whole_choice(self, index: int, whole: WholeChoice) -> answers.CompletionChoice:
         text = "".join(whole.texts)
-        choice = self._choice(index, text, whole.prompt_reports, whole.reports, whole.finish_reason, _one_by_one)
+        choice = self._choice(index, text, whole.prompt_reports, whole.reports, whole.finish_reason)
         if self._prompt_ids is not None:
             choice["token_ids"] = whole.token_ids
             choice["prompt_token_ids"] = self._prompt_ids[index]
@@ -202,11 +208,10 @@ class CompletionFormat:
         prompt_reports: Sequence[TokenReport],
         reports: Sequence[TokenReport],
         finish_reason: AnswerEnd | None,
-        array: _Array,
     ) -> answers.CompletionChoice:
         assert finish_reason != "tool_calls"
         all_reports = reports if self._echoed is None else [*prompt_reports, *reports]
-        logprobs = self._logprobs(all_reports, array) if self._with_logprobs else None
+        logprobs = self._logprobs(all_reports) if self._with_logprobs else None
         choice: answers.CompletionChoice = {
             "index": index,
             "text": text,
@@ -214,15 +219,15 @@ class CompletionFormat:
             "finish_reason": finish_reason,
         }
         if self._prompted is not None:
-            choice["prompt_logprobs"] = _prompt_logprobs(prompt_reports, self._prompted, self._speller, array)
+            choice["prompt_logprobs"] = self._prompt_logprobs(prompt_reports, self._prompted)
         return choice
 
-    def _logprobs(self, reports: Sequence[TokenReport], array: _Array) -> answers.CompletionLogprobs:
+    def _logprobs(self, reports: Sequence[TokenReport]) -> answers.CompletionLogprobs:
         return {
-            "tokens": array(self._name(report.token_id) for report in reports),
-            "token_logprobs": array(report.logprobs.logprob if report.logprobs else None for report in reports),
-            "top_logprobs": array(self._alternatives(report) for report in reports),
-            "text_offset": array(report.text_offset for report in reports),
+            "tokens": _one_by_one(self._name(report.token_id) for report in reports),
+            "token_logprobs": _one_by_one(report.logprobs.logprob if report.logprobs else None for report in reports),
+            "top_logprobs": _one_by_one(self._alternatives(report) for report in reports),
+            "text_offset": _one_by_one(report.text_offset for report in reports),
         }
 
     def _alternatives(self, report: TokenReport) -> Mapping[str, float] | None:
@@ -236,30 +241,12 @@ class CompletionFormat:
         return self._speller.spelling(token_id)[0]
 
 
-class ChatFormat:
+class ChatFormat(AnswerFormat):
     """`/v1/chat/completions`."""
 
     operation = "chat"
 
-    def __init__(
-        self,
-        heading: Heading,
-        speller: TokenSpeller,
-        with_logprobs: bool,
-        *,
-        prompt_ids: PromptIds = None,
-        prompted: int | None = None,
-    ) -> None:
-        """`prompted` is as in `CompletionFormat`."""
-        self.heading = heading
-        self._speller = speller
-        self._with_logprobs = with_logprobs
-        self._prompt_ids = prompt_ids
-        self._prompted = prompted
-
     def chunk(self, piece: Piece, first: bool) -> answers.ChatCompletionChunk:
-        """The piece's text; a choice's first chunk also has the role, and the prompt's token ids, if they were asked
-        for."""
         delta: answers.ChatDelta = {"role": "assistant"} if first else {}
         if piece.reasoning:
             delta["reasoning_content"] = delta["reasoning"] = piece.reasoning
@@ -272,7 +259,7 @@ class ChatFormat:
         choice: answers.ChatChunkChoice = {
             "index": piece.choice,
             "delta": delta,
-            "logprobs": self._logprobs(piece.reports, list),
+            "logprobs": self._logprobs(piece.reports),
             "finish_reason": piece.finish_reason,
         }
         chunk = self._chunk([choice])
@@ -283,11 +270,9 @@ class ChatFormat:
         return chunk
 
     def usage_chunk(self, usage: answers.Usage) -> answers.ChatCompletionChunk:
-        """A chunk with usage and no choices."""
         return {**self._chunk([]), "usage": usage}
 
     def whole(self, choices: Sequence[WholeChoice], usage: answers.Usage) -> answers.ChatCompletion:
-        """All choices, in order."""
         answer: answers.ChatCompletion = {
             "id": self.heading.id,
             "object": "chat.completion",
@@ -300,8 +285,7 @@ class ChatFormat:
         if self._prompt_ids is not None:
             answer["prompt_token_ids"] = self._prompt_ids[0]
         if self._prompted is not None:
-            reports = choices[0].prompt_reports
-            answer["prompt_logprobs"] = _prompt_logprobs(reports, self._prompted, self._speller, _one_by_one)
+            answer["prompt_logprobs"] = self._prompt_logprobs(choices[0].prompt_reports, self._prompted)
         return answer
 
     def _chunk(self, choices: Sequence[answers.ChatChunkChoice]) -> answers.ChatCompletionChunk:
@@ -319,18 +303,18 @@ class ChatFormat:
         choice: answers.ChatChoice = {
             "index": index,
             "message": _message(whole),
-            "logprobs": self._logprobs(whole.reports, _one_by_one),
+            "logprobs": self._logprobs(whole.reports),
             "finish_reason": whole.finish_reason,
         }
         if self._prompt_ids is not None:
             choice["token_ids"] = whole.token_ids
         return choice
 
-    def _logprobs(self, reports: Iterable[TokenReport], array: _Array) -> answers.ChatLogprobs | None:
+    def _logprobs(self, reports: Iterable[TokenReport]) -> answers.ChatLogprobs | None:
         if not self._with_logprobs:
             return None
         told = (self._report(report.token_id, report.logprobs) for report in reports if report.logprobs is not None)
-        return {"content": array(told), "refusal": None}
+        return {"content": _one_by_one(told), "refusal": None}
 
     def _report(self, token_id: int, logprobs: TokenLogprobs) -> answers.TokenReport:
         alternatives = [self._entry(other, logprob) for other, logprob in logprobs.top]
@@ -339,26 +323,6 @@ class ChatFormat:
     def _entry(self, token_id: int, logprob: float) -> answers.TokenAlternative:
         name, content = self._speller.spelling(token_id)
         return {"token": name, "logprob": logprob, "bytes": list(content)}
-
-
-def _prompt_logprobs(
-    reports: Iterable[TokenReport], num: int, speller: TokenSpeller, array: _Array
-) -> Sequence[Mapping[str, answers.RankedToken] | None]:
-    """`prompt_logprobs` in vLLM's form: for each token of the prompt but the first, an object by token id with that
-    token and the `num` most likely ones; null for the first."""
-
-    def entry(token_id: int, logprob: float, rank: int) -> dict[str, answers.RankedToken]:
-        return {str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": speller.spelling(token_id)[0]}}
-
-    def entries(report: TokenReport) -> Mapping[str, answers.RankedToken] | None:
-        if report.logprobs is None:
-            return None
-        told = entry(report.token_id, report.logprobs.logprob, report.rank)
-        for rank, (token_id, logprob) in enumerate(report.logprobs.top[:num], 1):
-            told |= entry(token_id, logprob, rank)
-        return told
-
-    return array(map(entries, reports))
 
 
 def _message(choice: WholeChoice) -> answers.ChatAnswerMessage:

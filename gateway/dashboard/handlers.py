@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, Protocol
 
@@ -31,7 +31,7 @@ from gateway.workers.worker_view import WorkerView
 PERIOD_S: Final = 0.4
 """Seconds between two events."""
 MAX_WATCHERS: Final = 16
-"""Most concurrent event streams. The next one is refused with 429, or replaces one of the client that has most."""
+"""Most concurrent event streams; further ones are refused with 429."""
 _LATEST_SLOTS: Final = 4
 """Slots in each event except the first, which has all."""
 
@@ -64,40 +64,31 @@ class Dashboard:
         *,
         clock: Clock = monotonic,
         period_s: float = PERIOD_S,
-        process: tuple[int, int] | None = None,
     ) -> None:
-        """`clock` is the application's. `process` is (number of this process from 1, number of the gateway's
-        processes)."""
+        """`clock` is the application's."""
         self._pools = pools
         self._model_name = settings.model_name
         self._targets = {
             tier.value: {"ttft_s": _finite(target.ttft_s), "itl_s": _finite(target.itl_s)}
             for tier, target in settings.targets.items()
         }
-        self._stall_timeout_s = settings.limits.stall_timeout_s
         self._recent = metrics.recent
         self._clock = clock
         self._period_s = period_s
-        self._process = process
         self._names = Names(secrets.token_bytes(16))
-        self._assets = {path: assets.Asset(file) for path, file in assets.PATHS.items()}
         self._latest: tuple[float, dict[str, object]] = (float("-inf"), {})
-        self._open: dict[str, list[asyncio.Event]] = {}
-        """Client → end signals of its event streams, oldest first; setting one ends its stream."""
-        self._closing = False
-        self._watchers = Gauge(
-            "baton_gateway_dashboard_watchers", "Event streams of the pools.", registry=metrics.registry
-        )
+        self._num_watchers = 0
+        """Open event streams."""
+        self._ends = asyncio.Event()
+        """Set when the application shuts down: all event streams end, so that the shutdown does not wait for them."""
+        watchers = Gauge("baton_gateway_dashboard_watchers", "Event streams of the pools.", registry=metrics.registry)
+        watchers.set_function(lambda: self._num_watchers)
         self.admin: AdminLink | None = None
         """Set once the admin port is bound, if there is one."""
 
-    def add_to(self, app: web.Application, client_of: Callable[[web.Request], str]) -> None:
-        """Add the routes, the count of refusals, and the closing of all event streams at the application's shutdown.
-
-        `client_of` returns the client identity of an admitted request.
-        """
-        self._client_of = client_of
-        for path in self._assets:
+    def add_to(self, app: web.Application) -> None:
+        """Add the routes, and the end of all event streams at the application's shutdown."""
+        for path in assets.PATHS:
             app.router.add_get(path, self._asset)
         app.router.add_get("/pools", self._state)
         app.router.add_get("/pools/events", self._events, allow_head=False)
@@ -106,18 +97,18 @@ class Dashboard:
     # --- handlers ------------------------------------------------------------------------------------------------
 
     async def _asset(self, request: web.Request) -> web.StreamResponse:
-        return self._assets[request.path].response(request, self._admin_origin(request))
+        return assets.response(request.path, self._admin_origin(request))
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         return web.json_response(self._whole() | self._admin_fields(request), headers=headers)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        with self._watching(request) as end:
-            events = EventStream(request, self._stall_timeout_s)
+        with self._watching():
+            events = EventStream(request)
             admin = self._admin_fields(request)
             await events.send(encode(self._whole() | admin))
-            while not await _is_set_within(end, self._period_s):
+            while not await _is_set_within(self._ends, self._period_s):
                 await events.send(encode(self._shared() | admin))
             return await events.close()
 
@@ -141,7 +132,6 @@ class Dashboard:
         pools = self._pools
         return {
             "model": self._model_name,
-            "process": self._process,
             **pool_view(pools.worker_views(), pools.open_flows(), pools.handoffs, now, self._names),
             "summary": self._recent.summary(now),
             "targets": self._targets,
@@ -159,46 +149,18 @@ class Dashboard:
     # --- event streams -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _watching(self, request: web.Request) -> Iterator[asyncio.Event]:
-        """Register an event stream; yields the signal that ends it."""
-        client, end = self._client_of(request), asyncio.Event()
-        self._make_room(client)
-        self._open.setdefault(client, []).append(end)
-        if self._closing:
-            end.set()
-        self._watchers.inc()
-        try:
-            yield end
-        finally:
-            self._watchers.dec()
-            self._leave(client, end)
-
-    def _make_room(self, client: str) -> None:
-        """End the oldest stream of the client with most, if it has more than this client would have; else raise a 429.
-        So no client can keep the others out."""
-        if sum(map(len, self._open.values())) < MAX_WATCHERS:
-            return
-        most = max(self._open, key=lambda each: len(self._open[each]))
-        if len(self._open[most]) <= len(self._open.get(client, ())) + 1:
+    def _watching(self) -> Iterator[None]:
+        """Count an event stream. Raises `ApiError`, a 429, if there are as many as may be."""
+        if self._num_watchers >= MAX_WATCHERS:
             raise ApiError(429, f"{MAX_WATCHERS} watch already, as many as may", code=Cause.CAPACITY)
-        oldest = self._open[most][0]
-        oldest.set()
-        self._leave(most, oldest)
-
-    def _leave(self, client: str, end: asyncio.Event) -> None:
-        """Unregister a stream; inert if it is not registered."""
-        streams = self._open.get(client, [])
-        if end in streams:
-            streams.remove(end)
-            if not streams:
-                del self._open[client]
+        self._num_watchers += 1
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
 
     async def _close(self, _: web.Application) -> None:
-        """End all event streams, so that the shutdown does not wait for them."""
-        self._closing = True
-        for streams in self._open.values():
-            for end in streams:
-                end.set()
+        self._ends.set()
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

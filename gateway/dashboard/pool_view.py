@@ -49,7 +49,7 @@ class Names:
 
 def worker_view(worker: WorkerView) -> dict[str, object]:
     """One worker as this gateway sees it."""
-    load, rates = worker.load, worker.rates.per_s
+    load = worker.load
     said = load or worker.welcome
     return {
         "id": worker.address,
@@ -67,8 +67,8 @@ def worker_view(worker: WorkerView) -> dict[str, object]:
         "queued_tokens": sum(load.queued_tokens) if load else None,
         "blocks_used": load.blocks_used if load else None,
         "blocks_total": load.blocks_total if load else None,
-        "prompt_tokens_per_s": None if rates is None else round(rates[0], 1),
-        "output_tokens_per_s": None if rates is None else round(rates[1], 1),
+        "prompt_tokens": load.prompt_tokens if load else None,
+        "output_tokens": load.output_tokens if load else None,
     }
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
-from typing import Final, get_args
-
-from pydantic import BaseModel
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 _LOG = logging.getLogger(__name__)
 _MAX_NAMES: Final = 256
 _MAX_NAME_CHARS: Final = 64
-_MOST_LOOKED_AT: Final = 10_000
 
 _NOT_STORED = "answers are not stored"
 _NO_IMAGES = "there is nothing but text"
@@ -49,42 +44,6 @@ IGNORED: Final[Mapping[str, str]] = {
 }
 """Fields of the OpenAI API and of vLLM that have no effect, with the reason. A field that the request's schema declares
 does have an effect, even if it is listed here."""
-
-
-def unknown_fields(given: object, schema: type[BaseModel]) -> Iterator[str]:
-    """Fields that `schema` and its nested schemas do not declare, a nested one as `messages.name`. Only the first
-    10,000 fields and parts are examined."""
-    left: deque[tuple[object, tuple[type[BaseModel], ...], str]] = deque([(given, (schema,), "")])
-    num_looked_at = 0
-    while left:
-        given, schemas, path = left.popleft()
-        known = _known(schemas)
-        for part in given if isinstance(given, list) else (given,):
-            num_looked_at += 1
-            for name, value in part.items() if isinstance(part, dict) else ():
-                num_looked_at += 1
-                if name not in known:
-                    yield path + name
-                elif known[name] and isinstance(value, (dict, list)):
-                    left.append((value, known[name], f"{path}{name}."))
-                if num_looked_at >= _MOST_LOOKED_AT:
-                    return
-            if num_looked_at >= _MOST_LOOKED_AT:
-                return
-
-
-@cache
-def _known(schemas: tuple[type[BaseModel], ...]) -> dict[str, tuple[type[BaseModel], ...]]:
-    """Field name → schemas nested in it, over all fields of these schemas."""
-    fields = [item for schema in schemas for item in schema.model_fields.items()]
-    return {field.alias or name: tuple(_models_in(field.annotation)) for name, field in fields}
-
-
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for each in get_args(annotation):
-        yield from _models_in(each)
 
 
 class IgnoredFields:

@@ -55,10 +55,7 @@ _LONG_CHARS: Final = 2048
 """Texts of at least this many characters are charged before they are tokenised."""
 _SHORT_MESSAGES: Final = 8
 _SHORT_CHARS: Final = 2048
-"""A conversation of at most so many messages and characters is short."""
-_TEMPLATE_S: Final = 10.0
-"""Time limit for rendering a conversation with the chat template. The template is a program by the model's author, and
-may contain an endless loop."""
+"""A conversation of at most so many messages and characters is short: it is rendered on the event loop's thread."""
 
 
 class Job(NamedTuple):
@@ -127,15 +124,13 @@ class Intake:
         self._most_bytes = settings.limits.max_answer_bytes
         self._ignored = IgnoredFields()
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
-        self._rendered_short = False
-        """Whether a short conversation has been rendered."""
 
     async def completion(self, form: CompletionRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
         """A job with one generation for each prompt."""
         self._check_form(form)
         num_prompts = len(form.prompt)
         most_tokens(form, self._most_bytes, num_prompts, form.logprobs)  # refuse before tokenising
-        grammar = await grammar_of(form, self._tokenizer)
+        grammar = await grammar_of(form)
         context = self._context()
         self._expect(form.prompt, "prompt", context, charge)
         prompts: list[list[int]] = []
@@ -287,17 +282,12 @@ class Intake:
                 ending,
             )
 
-        short = _is_short(messages, tools, switches)
         try:
-            # The first one compiles the template, which is not brief.
-            prompt = await self._tokenizer.threads.run(render, _TEMPLATE_S, brief=short and self._rendered_short)
-            self._rendered_short = self._rendered_short or short
-            return prompt
+            if _is_short(messages, tools, switches):
+                return render()
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizer.threads, render)
         except ChatTemplateError as error:
             raise invalid("messages", str(error)) from error
-        except TimeoutError as error:
-            message = f"the model's chat template does not come to an end within {_TEMPLATE_S:g} s with these messages"
-            raise invalid("messages", message) from error
 
     def _generation(
         self,

@@ -22,8 +22,6 @@ from gateway.intake.expanded_length import MAX_EXPANDED, expanded_grammar_length
 from gateway.intake.field_types import MAX_TEXT_CHARS
 from gateway.intake.json_schemas import refuse_unenforceable
 from gateway.intake.schemas import SamplingFields, StructuredOutputs
-from gateway.intake.token_walk import token_error
-from gateway.text.tokenizer import ModelTokenizer
 from gateway.web.http_errors import ApiError, invalid
 
 COMPILE_TIMEOUT_S = 2.0
@@ -52,8 +50,8 @@ _num_waiting = 0
 _ANY_OBJECT = '{"type": "object"}'
 
 
-async def grammar_of(form: SamplingFields, tokenizer: ModelTokenizer | None = None) -> str | None:
-    """The grammar of an answer to `form`, tried for a few steps with tokens of `tokenizer`; None if unconstrained.
+async def grammar_of(form: SamplingFields) -> str | None:
+    """The grammar of an answer to `form`; None if unconstrained.
 
     Raises `ApiError`: a 400 that names the field, or a 429.
     """
@@ -66,7 +64,7 @@ async def grammar_of(form: SamplingFields, tokenizer: ModelTokenizer | None = No
     if len(text) > MAX_TEXT_CHARS:
         raise invalid(param, f"{param}: {len(text)} characters, at most {MAX_TEXT_CHARS}")
     refuse_contradictions(form, param)
-    return await checked(param, functools.partial(compile_grammar, kind, text), tokenizer)
+    return await checked(param, functools.partial(compile_grammar, kind, text))
 
 
 def refuse_contradictions(form: SamplingFields, param: str) -> None:
@@ -77,17 +75,10 @@ def refuse_contradictions(form: SamplingFields, param: str) -> None:
         raise invalid("ignore_eos", f"ignore_eos does not go together with {param}, which says where an answer ends")
 
 
-async def checked(
-    param: str, compile_it: Callable[[], tuple[str, str]], tokenizer: ModelTokenizer | None = None
-) -> str:
+async def checked(param: str, compile_it: Callable[[], tuple[str, str]]) -> str:
     """The grammar that `compile_it` returns with an error message or "". Raises `ApiError` for an error, or if it takes
     too long."""
-
-    def work() -> tuple[str, str]:
-        grammar, error = compile_it()
-        return grammar, error or ("" if tokenizer is None else token_error(grammar, tokenizer))
-
-    compiled = await _begun(work)
+    compiled = await _begun(compile_it)
     try:
         async with asyncio.timeout(COMPILE_TIMEOUT_S):
             grammar, error = await compiled

@@ -63,7 +63,7 @@ async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str 
 
     Raises `ApiError`: a 400 that names the field at fault, or a 429.
     """
-    answer = await grammar_of(form, dialect.tokenizer)
+    answer = await grammar_of(form)
     forced = forced_tools(form)
     if forced and answer is not None:
         raise invalid("tool_choice", "tool_choice: the answer has a format, so it cannot have to be a call")
@@ -86,9 +86,7 @@ async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str 
         named_calls="[ARGS]" in template,
         call_ids="[CALL_ID]" in template,
     )
-    return await checked(
-        "tools" if tools else "response_format", functools.partial(compile_answer, spec), dialect.tokenizer
-    )
+    return await checked("tools" if tools else "response_format", functools.partial(compile_answer, spec))
 
 
 @functools.lru_cache(maxsize=32)

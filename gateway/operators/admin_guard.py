@@ -9,20 +9,18 @@ can still read.
 
 from __future__ import annotations
 
-import ipaddress
-import logging
 from typing import Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from gateway.web.http_errors import ApiError, from_http, internal_error
+from gateway.access.cors import Cors
+from gateway.access.http_guard import as_api_error
+from gateway.web.host_names import is_address
+from gateway.web.http_errors import ApiError, from_http
 
 MAX_BODY_BYTES: Final = 2**16
-_MAX_AGE_S: Final = 600
-
-_LOG = logging.getLogger(__name__)
 
 
 @web.middleware
@@ -31,9 +29,9 @@ async def admin_guard(request: web.Request, handler: Handler) -> web.StreamRespo
     origin = request.headers.get("Origin")
     if origin is not None and not is_own(origin, request.headers.get("Host", "")):
         return ApiError(403, "requests of this web page are not taken", code="foreign_origin").response(1)
-    response = _preflight() if _is_preflight(request) else await _respond(request, handler)
-    if origin is not None:
-        response.headers.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
+    cors = Cors(() if origin is None else (origin,))
+    response = cors.preflight(request) if cors.is_preflight(request) else await _respond(request, handler)
+    response.headers.update(cors.headers(request))
     return response
 
 
@@ -44,34 +42,9 @@ def is_own(origin: str, host: str) -> bool:
         names = page.hostname, here.hostname
     except ValueError:
         return False
-    return page.scheme in ("http", "https") and names[0] == names[1] and _is_no_name(names[0])
-
-
-def _is_no_name(host: str | None) -> bool:
-    if host is None or host == "localhost":
-        return host is not None
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
+    if page.scheme not in ("http", "https") or names[0] is None or names[0] != names[1]:
         return False
-    return True
-
-
-def _is_preflight(request: web.Request) -> bool:
-    return (
-        request.method == "OPTIONS"
-        and "Origin" in request.headers
-        and "Access-Control-Request-Method" in request.headers
-    )
-
-
-def _preflight() -> web.Response:
-    headers = {
-        "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
-        "Access-Control-Allow-Headers": "Content-Type",
-        "Access-Control-Max-Age": str(_MAX_AGE_S),
-    }
-    return web.Response(status=204, headers=headers)
+    return names[0] == "localhost" or is_address(names[0])
 
 
 async def _respond(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -79,11 +52,8 @@ async def _respond(request: web.Request, handler: Handler) -> web.StreamResponse
         return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large").response(1)
     try:
         return await handler(request)
-    except ApiError as error:
-        return error.response(1)
     except web.HTTPException as error:
         headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
         return from_http(error, request.path, MAX_BODY_BYTES).response(1, headers)
-    except Exception as error:  # noqa: BLE001 (logged)
-        _LOG.error("unexpected error", exc_info=error)
-        return internal_error().response(1)
+    except Exception as error:  # noqa: BLE001 (logged in as_api_error)
+        return as_api_error(error).response(1)

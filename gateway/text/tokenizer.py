@@ -8,6 +8,7 @@ could contradict text that was already sent.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import ctypes
 import inspect
@@ -15,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -22,7 +24,6 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken
 
 from common.contract.errors import BatonError, OperatorError
-from gateway.bounded_threads import BoundedThreads
 from gateway.text.detokenizer import TokenDecoder
 from gateway.text.plain_text import Marker
 
@@ -103,9 +104,9 @@ class ModelTokenizer:
         self._spellings: dict[int, tuple[str, bytes]] = {}
         self._longest_bytes = max(len(token.encode()) for token in vocabulary)
         """Most bytes of any token's spelling in the vocabulary; no token stands for more bytes of text."""
-        self.threads = BoundedThreads(_NUM_THREADS, "tokenizer")
-        """Threads for long texts."""
-        self._large = BoundedThreads(1, "tokenizer-large")
+        self.threads = ThreadPoolExecutor(_NUM_THREADS, "tokenizer")
+        """Threads for long texts. Work whose caller leaves before it has begun is left out."""
+        self._large = ThreadPoolExecutor(1, "tokenizer-large")
         """The thread for very long texts."""
 
     @classmethod
@@ -242,7 +243,8 @@ class ModelTokenizer:
                 if num_bytes >= _LARGE_BYTES:
                     _give_memory_back()
 
-        return await (self.threads if num_bytes < _LARGE_BYTES else self._large).run(encode)
+        threads = self.threads if num_bytes < _LARGE_BYTES else self._large
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     def _encode_whole(self, text: str, add_special_tokens: bool) -> list[int]:
         # Only the batch form releases the interpreter lock.

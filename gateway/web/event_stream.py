@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
-
 from aiohttp import web
 
 _HEADERS = {
@@ -13,8 +10,8 @@ _HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-_SURE_BYTES = 2**14
-"""An event of at most this many bytes is accepted at once if the connection's buffer is empty, because it is far below
+_FEW_BYTES = 2**14
+"""Fewer bytes than this may be held back, and fewer wait in the write buffer of a client that reads. It is far below
 the size that pauses writing."""
 
 
@@ -25,12 +22,13 @@ class _Response(web.StreamResponse):
 
 
 class EventStream:
-    """Starts the response with the first event, so that a failure before it still has an HTTP status of its own."""
+    """Starts the response with the first event, so that a failure before it still has an HTTP status of its own.
 
-    def __init__(self, request: web.Request, stall_timeout_s: float) -> None:
-        """A client that reads nothing for `stall_timeout_s` is disconnected."""
+    A client that reads nothing is disconnected by its connection.
+    """
+
+    def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._stall_timeout_s = stall_timeout_s
         self._response: web.StreamResponse | None = None
         self._held = b""
         """Events held back until the next one."""
@@ -46,7 +44,7 @@ class EventStream:
         """Send an event; `data` must not contain a line end. With `more`, the event may be held until the next one or
         `flush`.
 
-        Raises `ConnectionError` if the client is gone, or reads nothing.
+        Raises `ConnectionError` if the client is gone.
         """
         await self._write(b"data: " + data + b"\n\n", more=more)
 
@@ -56,7 +54,7 @@ class EventStream:
         transport = self._request.transport
         if not self._chunked or self._held or transport is None:
             return False
-        return transport.get_write_buffer_size() < _SURE_BYTES and not transport.is_closing()
+        return transport.get_write_buffer_size() < _FEW_BYTES and not transport.is_closing()
 
     def send_now(self, data: bytes) -> None:
         """Send an event, without the coroutines of `send`; the stream must flow. `data` must not contain a line end."""
@@ -80,7 +78,7 @@ class EventStream:
         """Send held events and end the response, which must have been started. Raises as `send` does."""
         assert self._response is not None
         held, self._held = self._held, b""
-        await self._until_stalled(self._response.write_eof(held))
+        await self._response.write_eof(held)
         return self._response
 
     async def _write(self, event: bytes, *, more: bool = False) -> None:
@@ -90,23 +88,8 @@ class EventStream:
             response = _Response(headers=_HEADERS)
             await response.prepare(self._request)
             self._response = response
-        if more and len(event) < _SURE_BYTES:
+        if more and len(event) < _FEW_BYTES:
             self._held = event
             return
-        transport = self._request.transport
-        if transport is not None and not transport.get_write_buffer_size() and len(event) <= _SURE_BYTES:
-            await response.write(event)  # accepted at once, so no timer is needed
-        else:
-            await self._until_stalled(response.write(event))
+        await response.write(event)
         self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
-
-    async def _until_stalled(self, written: Awaitable[None]) -> None:
-        """Wait for a write. Disconnect a client that reads nothing for `stall_timeout_s`, and raise
-        `ConnectionAbortedError`."""
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await written
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionAbortedError(f"the client has read nothing for {self._stall_timeout_s} s") from None

@@ -1,10 +1,9 @@
-"""Request bodies: reads, inflates and decodes them, within bounds on size and time."""
+"""Request bodies: reads and decodes them, within bounds on size and time."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, NoReturn
@@ -15,8 +14,6 @@ from common.contract.errors import Cause
 from gateway.api_settings import Limits
 from gateway.web.http_errors import ApiError, invalid
 
-_ENCODINGS: Final = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
-"""Content encodings of a body, with zlib's window bits for each."""
 _EXACT: Final = 2**53
 """Up to this magnitude a float represents every integer exactly."""
 
@@ -24,8 +21,7 @@ _EXACT: Final = 2**53
 class BodyReader:
     """Reads the bodies of all requests; bodies being read hold at most `max_bodies_bytes` together.
 
-    A compressed body is kept compressed until it is complete, and inflated then, so its memory meanwhile is what was
-    sent. At the bound, the client that holds most loses its largest body, so that no client can keep the others out.
+    At the bound, the client that holds most loses its largest body, so that no client can keep the others out.
     """
 
     def __init__(self, limits: Limits, client_of: Callable[[web.Request], str]) -> None:
@@ -39,8 +35,9 @@ class BodyReader:
     async def read_json(self, request: web.Request) -> object:
         """Read the body as JSON; integers may be written with a decimal point. Raises `ApiError`."""
         limits = self._limits
-        encoding = request.headers.get("Content-Encoding", "identity")
-        body = _Body(self._client_of(request), encoding, limits.max_body_bytes)
+        if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+            raise ApiError(415, "a body must not be compressed", code="unsupported_encoding")
+        body = _Body(self._client_of(request), limits.max_body_bytes)
         if request.content_length is not None and request.content_length > limits.max_body_bytes:
             raise body.too_large()
         self._reading.add(body)
@@ -49,7 +46,7 @@ class BodyReader:
                 await self._receive(request, body)
             else:
                 await self._receive_in_time(request, body)
-            return _decode(body.whole(), limits.max_body_values)
+            return _decode(body.content, limits.max_body_values)
         except web.RequestPayloadError as error:
             raise invalid(None, "the body could not be read", code="invalid_body") from error
         finally:
@@ -106,18 +103,11 @@ class _Body:
     began_s = 0.0
     """When it began to arrive."""
 
-    def __init__(self, client: str, encoding: str, max_bytes: int) -> None:
+    def __init__(self, client: str, max_bytes: int) -> None:
         self.client = client
+        self.content = bytearray()
         self.given_up = False
         self._max_bytes = max_bytes
-        self._content = bytearray()
-        self._inflater = None
-        if encoding.strip().lower() != "identity":
-            window = _ENCODINGS.get(encoding.strip().lower())
-            if window is None:
-                message = f"a body may have the encodings {', '.join(_ENCODINGS)}"
-                raise ApiError(415, message, code="unsupported_encoding")
-            self._inflater = zlib.decompressobj(window)
 
     def give_up(self) -> None:
         """Mark the body as given up, and wake its reader."""
@@ -126,26 +116,12 @@ class _Body:
             self.deadline.reschedule(asyncio.get_running_loop().time())
 
     def feed(self, chunk: bytes) -> None:
-        self._content += chunk
-        if len(self._content) > self._max_bytes:
+        self.content += chunk
+        if len(self.content) > self._max_bytes:
             raise self.too_large()
 
     def __len__(self) -> int:
-        return len(self._content)
-
-    def whole(self) -> bytes:
-        """The whole body, inflated to at most the allowed size."""
-        if self._inflater is None:
-            return bytes(self._content)
-        try:
-            content = self._inflater.decompress(self._content, self._max_bytes + 1)
-        except zlib.error as error:
-            raise _not_packed_so() from error
-        if len(content) > self._max_bytes:
-            raise self.too_large()
-        if not self._inflater.eof or self._inflater.unused_data:
-            raise _not_packed_so()
-        return content
+        return len(self.content)
 
     def too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
@@ -155,11 +131,7 @@ def _too_much() -> ApiError:
     return ApiError(429, "too much is being sent at once", code=Cause.CAPACITY)
 
 
-def _not_packed_so() -> ApiError:
-    return invalid(None, "the body is not what its Content-Encoding says", code="invalid_body")
-
-
-def _decode(body: bytes, max_values: int) -> object:
+def _decode(body: bytearray, max_values: int) -> object:
     # Decoding in C blocks all other requests, in any thread, so bodies that would take long are refused before it.
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > max_values:
         raise ApiError(413, f"the body holds more than {max_values} JSON values", code="body_too_large")

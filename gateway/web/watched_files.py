@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+from common.contract.errors import OperatorError
 
 CHECK_INTERVAL_S: Final = 1.0
 """Least seconds between two checks of the files; they are checked when they are needed."""
 
+_LOG = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int] | None
+T = TypeVar("T")
 
 
-class WatchedFiles:
-    """Tells whether any of some files has changed. It checks only when asked."""
+class WatchedFiles(Generic[T]):
+    """What some files hold. Changed files are read again; if they cannot be used, the error is logged and what they
+    held before stays in force."""
 
-    def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        what: str,
+        paths: Sequence[Path],
+        read: Callable[[], T],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        reloaded: Callable[[bool], None] = lambda good: None,
+    ) -> None:
+        """`read` reads the files or raises `OperatorError`, as this does then. `reloaded` is called with the outcome of
+        each attempt to read them again. The log names the files as `what`, in the plural."""
+        self._what = what
         self._paths = tuple(paths)
+        self._read = read
         self._clock = clock
+        self._reloaded = reloaded
         self._stamps = self._look()
         self._looked_s = clock()
+        self._held = read()
 
-    def changed(self, *, at_once: bool = False) -> bool:
-        """Whether the files have changed since the last check. Ask before reading them: a change during the reading
-        shows at the next check. `at_once` ignores the minimum interval."""
+    def current(self) -> T:
+        """What the files hold, as of the last check."""
         now_s = self._clock()
-        if not at_once and now_s - self._looked_s < CHECK_INTERVAL_S:
-            return False
-        self._looked_s = now_s
-        before, self._stamps = self._stamps, self._look()
-        return self._stamps != before
+        if now_s - self._looked_s >= CHECK_INTERVAL_S:
+            self._looked_s = now_s
+            # Before the files are read: a change during the reading shows at the next check.
+            before, self._stamps = self._stamps, self._look()
+            if self._stamps != before:
+                self._read_again()
+        return self._held
+
+    def _read_again(self) -> None:
+        try:
+            self._held = self._read()
+        except OperatorError as error:
+            _LOG.error("%s stay as they were: %s", self._what, error)
+            self._reloaded(False)
+        else:
+            _LOG.info("%s were read again", self._what)
+            self._reloaded(True)
 
     def _look(self) -> tuple[_Stamp, ...]:
         return tuple(_stamp(path) for path in self._paths)

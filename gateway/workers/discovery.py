@@ -12,6 +12,7 @@ import random
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -60,11 +61,15 @@ class SourceError(Exception):
     """A source does not answer, or answers incorrectly."""
 
 
-class DiscoveryMetrics:
-    """Metrics of the lists."""
+class Discovery:
+    """Follows one source for each role."""
 
-    def __init__(self, registry: CollectorRegistry, clock: Clock) -> None:
+    def __init__(self, sources: Mapping[Role, Source], registry: CollectorRegistry, clock: Clock) -> None:
+        """Metrics of the lists are added to `registry`."""
+        self._sources = sources
         self._clock = clock
+        self._listed_at = dict.fromkeys(sources, clock())
+        """When the last list of a role came; before the first, when the wait for it began."""
         self._listed = Gauge(
             "baton_gateway_discovered_workers", "Workers in the last list of a role.", ["role"], registry=registry
         )
@@ -74,41 +79,15 @@ class DiscoveryMetrics:
             ["role"],
             registry=registry,
         )
-        self._age = Gauge(
+        age = Gauge(
             "baton_gateway_discovery_age_seconds",
             "Since the last list of a role; before the first, since the start.",
             ["role"],
             registry=registry,
         )
-
-    def awaits(self, role: Role) -> None:
-        """Start to wait for lists of a role; the metrics count the wait for the first one."""
-        self._errors.labels(role)
-        self._counts_from_now(role)
-
-    def listed(self, role: Role, number: int) -> None:
-        """Record a list of `number` workers."""
-        self._listed.labels(role).set(number)
-        self._counts_from_now(role)
-
-    def failed(self, role: Role) -> None:
-        """Record a failure to get a list."""
-        self._errors.labels(role).inc()
-
-    def _counts_from_now(self, role: Role) -> None:
-        now = self._clock()
-        self._age.labels(role).set_function(lambda: self._clock() - now)
-
-
-class Discovery:
-    """Follows one source for each role."""
-
-    def __init__(self, sources: Mapping[Role, Source], metrics: DiscoveryMetrics, clock: Clock) -> None:
-        self._sources = sources
-        self._metrics = metrics
-        self._clock = clock
         for role in sources:
-            metrics.awaits(role)
+            self._errors.labels(role)
+            age.labels(role).set_function(partial(self._age_s, role))
 
     async def run(self, tell: Tell) -> None:
         """Follow the sources until cancelled."""
@@ -116,13 +95,17 @@ class Discovery:
             for role, source in self._sources.items():
                 tasks.create_task(self._follow(role, source, tell))
 
+    def _age_s(self, role: Role) -> float:
+        return self._clock() - self._listed_at[role]
+
     async def _follow(self, role: Role, source: Source, tell: Tell) -> None:
         known: Collection[Endpoint] | None = None
         pause_s = _FIRST_PAUSE_S
 
         def told(endpoints: Collection[Endpoint]) -> None:
             nonlocal known
-            self._metrics.listed(role, len(endpoints))
+            self._listed.labels(role).set(len(endpoints))
+            self._listed_at[role] = self._clock()
             if known is None or set(endpoints) != set(known):
                 log.info("%s workers: %s", role, ", ".join(sorted(map(_worded, endpoints))) or "none")
             known = endpoints
@@ -141,7 +124,7 @@ class Discovery:
                 pause_s = _FIRST_PAUSE_S  # not earlier: if lists succeed and watches fail, every round does both
                 await asyncio.sleep(max(0.0, _SHORTEST_ROUND_S - (self._clock() - began)))
             except SourceError as error:
-                self._metrics.failed(role)
+                self._errors.labels(role).inc()
                 since = "none is known yet" if known is None else f"the {len(known)} known last go on being used"
                 log.warning("%s workers cannot be listed (%s): %s", role, since, error)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))

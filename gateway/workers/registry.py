@@ -108,7 +108,6 @@ class Registry:
             worker.in_flight = 0
         worker.refused, worker.stalled = None, False
         worker.full = worker.leaving = False
-        worker.rates.forget()
         self._changed.add(worker)
         self._settle(opening=worker)
         if worker.refused is not None:
@@ -120,7 +119,6 @@ class Registry:
         worker.incarnation = worker.welcome = worker.load = None
         worker.forget_given()
         worker.refused = None
-        worker.rates.forget()
         self._changed.add(worker)
         self._settle()
 
@@ -136,7 +134,6 @@ class Registry:
         before, worker.load, worker.load_at = worker.load, load, now
         worker.gone = [0] * len(Tier)
         worker.full = worker.leaving = False
-        worker.rates.read(now, load.prompt_tokens, load.output_tokens)
         while worker.unseen and worker.unseen[0].number <= load.received:
             worker.unseen.popleft()
         if before is None or load.running == 0 or load.steps != before.steps:

@@ -9,7 +9,6 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
-from gateway.workers.token_rates import TokenRates
 from gateway.workers.worker_life import WorkerLife
 
 
@@ -63,8 +62,6 @@ class WorkerView:
     """Whether it has refused an admitted request for lack of capacity since its last heartbeat."""
     leaving: bool = False
     """Whether it has refused a request because it drains, since its last heartbeat."""
-    rates: TokenRates = field(default_factory=TokenRates)
-    """Token rates of this session."""
     identity: str = ""
     """Identity of the worker at this address, if discovery knows it."""
     listed: bool = True

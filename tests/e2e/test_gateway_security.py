@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 import trustme
-from stack import Workers, until
+from stack import Workers
 
 FIRST, SECOND = "baton-first", "baton-second"
 QUESTION = {"prompt": "who drops the baton", "max_tokens": 4}
@@ -48,6 +48,14 @@ async def _ask(url: str, context: ssl.SSLContext, key: str) -> tuple[int, Any]:
             return response.status, response.headers
 
 
+async def _status(url: str, context: ssl.SSLContext, key: str) -> int | None:
+    """None if the certificate is not one that the client trusts."""
+    try:
+        return (await _ask(url, context, key))[0]
+    except aiohttp.ClientConnectorCertificateError:
+        return None
+
+
 async def test_keys_and_certificates_are_exchanged_without_a_pause(alone: Workers, tmp_path: Path) -> None:
     authority, keys = trustme.CA(), tmp_path / "keys.toml"
     context = ssl.create_default_context()
@@ -68,22 +76,23 @@ async def test_keys_and_certificates_are_exchanged_without_a_pause(alone: Worker
         _write_keys(keys, SECOND)
         other = trustme.CA()
         _write_certificate(tmp_path, other)
-        gateway.popen.send_signal(signal.SIGHUP)
-        await until(lambda: sum("read from" in line for line in gateway.log) == 2, "the files are not read")
         trusting_other = ssl.create_default_context()
         other.configure_trust(trusting_other)
-        assert (await _ask(url, trusting_other, SECOND))[0] == 200
+        async with asyncio.timeout(60):
+            while await _status(url, trusting_other, SECOND) != 200:
+                await asyncio.sleep(0.05)
         assert (await _ask(url, trusting_other, FIRST))[0] == 401
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await _ask(url, context, SECOND)
 
         keys.write_text("[[keys]]\nname = 1")
-        gateway.popen.send_signal(signal.SIGHUP)
-        await until(lambda: any("stay as they were" in line for line in gateway.log), "the file is not read")
-        assert (await _ask(url, trusting_other, SECOND))[0] == 200
+        async with asyncio.timeout(60):
+            while not any("the API keys stay as they were" in line for line in gateway.log):
+                assert (await _ask(url, trusting_other, SECOND))[0] == 200
+                await asyncio.sleep(0.05)
 
 
-async def test_without_such_files_a_hangup_changes_nothing(alone: Workers) -> None:
+async def test_a_hangup_changes_nothing(alone: Workers) -> None:
     with alone.gateway() as gateway:
         gateway.popen.send_signal(signal.SIGHUP)
         async with aiohttp.ClientSession() as session:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import signal
 import socket
 import urllib.error
 import urllib.request
@@ -41,12 +40,14 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str]
         assert [ask(gateway, token) for token in (8, 9, 10)] == [200, 200, 429]
         assert processes["decode"].metric("baton_requests_ended_total", end="finished") == 2  # handed over, both
         keys.write_text("no keys")
-        gateway.popen.send_signal(signal.SIGHUP)
         address = urlsplit(gateway.facts["url"])
         with socket.create_connection((address.hostname, address.port)) as client:
             client.sendall(b"no request\r\n\r\n")
             assert client.recv(1000)
-        wait_until(lambda: 'file_refused{file="api_keys"} 1' in gateway.get("/metrics"), "the keys are not read again")
+        refused = 'file_refused{file="api_keys"} 1'
+        wait_until(
+            lambda: ask(gateway, 11) == 429 and refused in gateway.get("/metrics"), "the keys are not read again"
+        )
         yield {role: process.get("/metrics") for role, process in processes.items()}
     finally:
         gateway.signal()

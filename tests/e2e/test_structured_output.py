@@ -138,6 +138,14 @@ async def test_each_kind_of_grammar(main_gateway: Process, asked: dict[str, Any]
         assert re.fullmatch(expected, text), text
 
 
+async def test_an_ambiguous_grammar_is_given_up_with_the_bound_that_it_exceeds(main_gateway: Process) -> None:
+    ambiguous = "start: e\ne: e e e | e e | /[ -~]/ |"
+    many: Any = {"model": MODEL, "prompt": "say it:", "max_tokens": 300, "extra_body": {"guided_grammar": ambiguous}}
+    async with openai.AsyncOpenAI(base_url=f"{main_gateway.facts['url']}/v1", api_key="any") as client:
+        with pytest.raises(openai.BadRequestError, match="one token takes more than 5000 items"):
+            await client.completions.create(**many, **WEIGHTLESS)
+
+
 async def tokens_of(dispatcher: Dispatcher, work: Generation, after: Callable[[int], None] = lambda num: None) -> Any:
     """The tokens of its choices, and how they ended; `after` hears how many of the first there are."""
     tokens: list[list[int]] = [[] for _ in range(work.num_choices)]

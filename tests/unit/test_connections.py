@@ -340,9 +340,8 @@ def _talkative() -> ScriptedGenerator:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_nobody_reads(stream: bool) -> None:
-    """A stream has a bound of its own; a whole answer, which is written at once, has the connection's."""
-    api_settings, bounds = settings(stall_timeout_s=1000), ConnectionBounds(stall_timeout_s=60)
-    async with serve(_talkative(), api_settings, bounds=bounds, send_buffer_bytes=4096) as server:
+    bounds = ConnectionBounds(stall_timeout_s=60)
+    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
         body = json.dumps(LARGE | {"stream": stream}).encode()
         with _small_client(server) as client, Time() as time:
             await asyncio.get_running_loop().sock_sendall(client, _head(len(body)) + body)

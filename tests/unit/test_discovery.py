@@ -18,7 +18,7 @@ from waiting import StandingClock
 from common.contract.messages import Role
 from common.runtime.clock import Clock, monotonic
 from gateway.workers import discovery, endpoint_slices
-from gateway.workers.discovery import Discovery, DiscoveryMetrics, DnsSource, Endpoint, SourceError
+from gateway.workers.discovery import Discovery, DnsSource, Endpoint, SourceError
 from gateway.workers.endpoint_slices import EndpointSliceSource
 
 WAIT_S = 30
@@ -71,7 +71,7 @@ async def following(api: FakeApi, *, resync_s: float = 60.0, clock: Clock = mono
             role: EndpointSliceSource(client, NAMESPACE, service, resync_s=resync_s)
             for role, service in ((Role.PREFILL, PREFILL), (Role.DECODE, DECODE))
         }
-        task = asyncio.create_task(Discovery(sources, DiscoveryMetrics(told.registry, clock), clock).run(told))
+        task = asyncio.create_task(Discovery(sources, told.registry, clock).run(told))
         try:
             yield told
             assert not task.done(), task.result()
@@ -431,8 +431,7 @@ async def test_lists_that_come_do_not_hurry_watches_that_fail(tells: bool, monke
     monkeypatch.setattr(discovery, "_FIRST_PAUSE_S", 0.5)
     monkeypatch.setattr(discovery, "_LONGEST_PAUSE_S", 15.0)
     source, told = Unwatchable(), Told()
-    metrics = DiscoveryMetrics(told.registry, monotonic)
-    task = asyncio.create_task(Discovery({Role.DECODE: source}, metrics, monotonic).run(told))
+    task = asyncio.create_task(Discovery({Role.DECODE: source}, told.registry, monotonic).run(told))
     await told.failed(8)
     for pause_s, most_s in zip(pauses, (0.5, 1, 2, 4, 8, 15, 15), strict=False):
         assert most_s / 2 <= pause_s <= most_s
@@ -512,8 +511,7 @@ async def test_all_addresses_of_a_name_are_workers(monkeypatch: pytest.MonkeyPat
     assert addresses == ["10.0.0.1:7000", "10.0.0.2:7000"]
 
     told = Told()
-    metrics = DiscoveryMetrics(told.registry, monotonic)
-    task = asyncio.create_task(Discovery({Role.DECODE: source}, metrics, monotonic).run(told))
+    task = asyncio.create_task(Discovery({Role.DECODE: source}, told.registry, monotonic).run(told))
     await told.until(lambda: len(told.last.get(Role.DECODE, ())) == 2)
     hosts = None
     await told.failed(3)

@@ -22,7 +22,7 @@ from common.contract.sampling import SamplingParams
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
-from gateway.workers.discovery import Discovery, DiscoveryMetrics, Endpoint
+from gateway.workers.discovery import Discovery, Endpoint
 from gateway.workers.endpoint_slices import EndpointSliceSource
 from gateway.workers.registry import Registry
 
@@ -216,7 +216,7 @@ async def test_requests_are_served_while_the_source_is_down() -> None:
         api.put("d-1", DECODE, [Pod("127.0.0.1", "uid-d")], port)
         metrics = CollectorRegistry()
         sources = {Role.DECODE: EndpointSliceSource(client, NAMESPACE, DECODE)}
-        discovery = Discovery(sources, DiscoveryMetrics(metrics, monotonic), monotonic)
+        discovery = Discovery(sources, metrics, monotonic)
         task = asyncio.create_task(discovery.run(made.dispatcher.links.follow))
         try:
             await asyncio.wait_for(made.dispatcher.links.wait_usable(), WAIT_S)

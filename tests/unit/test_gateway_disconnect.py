@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 from gateway_fixtures import MODEL, ScriptedGenerator, Server, serve, settings
 
+from gateway.access.connections import ConnectionBounds
+
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 100}
 
 
@@ -72,8 +74,8 @@ async def test_a_client_that_reads_nothing_is_disconnected(tokens_per_delta: int
                 yield [delta]
 
     generator = Endless(token_ids=[5, 6] * 500, tokens_per_delta=tokens_per_delta)
-    limits = settings(stall_timeout_s=0.3, max_sequence_tokens=100_000)
-    async with serve(generator, limits, send_buffer_bytes=4096) as server:
+    bounds = ConnectionBounds(stall_timeout_s=0.3)
+    async with serve(generator, settings(max_sequence_tokens=100_000), bounds=bounds, send_buffer_bytes=4096) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

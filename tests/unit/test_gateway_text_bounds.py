@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from gateway_fixtures import (
     COMPLETIONS_PATH,
     CONTEXT,
     assert_error,
+    byte_level_backend,
     encode,
     post,
     settings,
@@ -152,6 +155,32 @@ async def test_what_is_far_beyond_is_refused_without_a_count_to_the_end() -> Non
 
 
 # --- who pays -------------------------------------------------------------------------------------------------------
+
+
+async def test_long_texts_are_tokenised_a_few_at_once_and_not_for_clients_that_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer, go, begun = wrap(byte_level_backend()), threading.Event(), list[int]()
+    backend = tokenizer._backend
+
+    class Slow:
+        def encode_batch_fast(self, *args: object, **options: object) -> object:
+            begun.append(threading.get_ident())
+            assert go.wait(60)
+            return backend.encode_batch_fast(*args, **options)
+
+    monkeypatch.setattr(tokenizer, "_backend", Slow())
+    asked = [asyncio.create_task(tokenizer.encode("hello " * 2000)) for _ in range(50)]
+    async with asyncio.timeout(30):
+        while len(begun) < 4:
+            await asyncio.sleep(0.01)
+    for task in asked[:40]:
+        task.cancel()
+    await asyncio.gather(*asked[:40], return_exceptions=True)
+    assert len(begun) == 4
+    go.set()
+    assert len({len(tokens) for tokens in await asyncio.gather(*asked[40:])}) == 1
+    assert len(begun) == 14
 
 
 async def test_tokenize_is_charged(tmp_path: Path) -> None:

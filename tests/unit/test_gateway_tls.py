@@ -108,10 +108,7 @@ async def test_a_certificate_that_is_renewed_is_shown_to_the_next(
         assert await _serial(_port(server.url), context) == first, "looked at no more than once a second"
         time.now += 1
         assert await _serial(_port(server.url), context) == certificate.serial != first
-        certificate.renew()
-        tls.refresh(at_once=True)
-        assert await _serial(_port(server.url), context) == certificate.serial
-        assert reloads == [True, True]
+        assert reloads == [True]
 
 
 async def test_files_that_cannot_be_used_change_nothing(
@@ -128,7 +125,7 @@ async def test_files_that_cannot_be_used_change_nothing(
         time.now += 1
         assert await _serial(_port(server.url), certificate.client()) == serial, "a new certificate with the old key"
         assert reloads == [False]
-        assert "stays as it was" in caplog.text
+        assert "stay as they were" in caplog.text
         certificate.key.write_bytes(renewed)
         time.now += 1
         assert await _serial(_port(server.url), certificate.client()) == certificate.serial

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from common.runtime.config import GatewaySettings, load
 from common.runtime.logs import JsonFormatter, TextFormatter
 from gateway.intake import schemas
-from gateway.intake.ignored_fields import IGNORED, IgnoredFields, unknown_fields
+from gateway.intake.ignored_fields import IGNORED, IgnoredFields
 from gateway.intake.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -180,57 +179,6 @@ def test_ignored_fields_are_listed_once_and_without_values(
     assert listed(caplog) == ["ignored fields: ['store', 'wizard']", r"ignored fields: ['dragon\n']"]
 
 
-def test_ignored_fields_of_parts_are_listed_by_their_paths(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(schemas, "_IGNORED_FIELDS", IgnoredFields())
-    caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
-    function = {"name": "f", "wizard": "secret", "parameters": {"type": "object", "dragon": "secret"}}
-    body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": "hello", "wizard": "secret"}],
-        "stream_options": {"include_usage": True, "wizard": "secret"},
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "secret", "schema": {"type": "object"}, "strict": True},
-            "wizard": "secret",
-        },
-        "tools": [{"type": "function", "function": function, "wizard": "secret"}] * 2,
-        "tool_choice": {"type": "function", "function": {"name": "f", "wizard": "secret"}},
-    }
-    with pytest.raises(ApiError):
-        parse(ChatRequest, body)  # two functions of one name: even so
-    body["tools"] = body["tools"][:1]
-    parse(ChatRequest, body)
-    odd_ones: list[dict[str, Any]] = [
-        {"tools": [5, [], {"function": 5}]},
-        {"stream_options": [{"a": 1}]},
-        {"tools": {"b": [{}]}},
-    ]
-    for odd in odd_ones:
-        with pytest.raises(ApiError):
-            parse(ChatRequest, CHAT | odd)
-    names = [
-        "messages.wizard",
-        "response_format.json_schema.name",
-        "response_format.json_schema.strict",
-        "response_format.wizard",
-        "stream_options.wizard",
-        "tool_choice.function.wizard",
-        "tools.function.wizard",
-        "tools.wizard",
-    ]
-    assert listed(caplog)[0] == f"ignored fields: {names}"
-    assert not any("secret" in line for line in listed(caplog))
-
-
-def test_fields_of_parts_that_have_several_forms_are_known(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    for choice in (tools[0], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}):
-        parse(ChatRequest, CHAT | {"tools": tools, "tool_choice": choice})
-    assert not listed(caplog)
-
-
 def test_no_more_is_listed_than_a_client_should_be_able_to_write(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
     fields = IgnoredFields()
@@ -275,29 +223,6 @@ def test_what_is_listed_stays_on_its_line(caplog: pytest.LogCaptureFixture) -> N
     line = TextFormatter("baton gateway").format(record).partition(" baton gateway ")[2]
     assert line == r"ignored fields: ['\n2026-01-01 ERROR\x1b[31m\u2028\ud800']"
     assert json.loads(JsonFormatter("baton gateway").format(record))["message"] == line
-
-
-class Read(list[Any]):
-    """A list that counts what is read of it."""
-
-    num = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for each in super().__iter__():
-            self.num += 1
-            yield each
-
-
-@pytest.mark.parametrize("part", [{}, {"role": "user"}, {"content": [{"text": "hello"}]}, 1], ids=repr)
-def test_of_a_large_request_only_the_first_fields_are_looked_at(part: Any) -> None:
-    messages = Read([part] * 50_000)
-    body = {"messages": messages, "wizard": 1}
-    assert list(unknown_fields(body, ChatRequest)) == ["wizard"], "its own fields come before those of its parts"
-    assert 1000 < messages.num <= 10_000
-
-
-def test_of_many_fields_only_the_first_are_looked_at() -> None:
-    assert len(list(unknown_fields({f"wizard{number}": 1 for number in range(50_000)}, ChatRequest))) < 10_000
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,7 @@ function feedState(state, words) {
 }
 
 function show(view) {
-  // Of several processes that share a port, this one alone is seen: its requests, not the others'.
-  const share = view.process ? ` · process ${view.process[0]} of ${view.process[1]}` : '';
-  setText(element('model'), view.model + share);
+  setText(element('model'), view.model);
   document.title = `Baton · ${view.model}`;
   if (view.model === 'demo' && element('samples').hidden) {
     element('samples').hidden = false;

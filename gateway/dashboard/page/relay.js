@@ -6,6 +6,7 @@ import { Tracks } from './tracks.js';
 const element = (id) => document.getElementById(id);
 const ROLE_NAMES = { prefill: 'Prefill', decode: 'Decode' };
 const MAX_RUNNERS = 24;
+const RATE_WINDOW_MS = 2000;
 
 export class Relay {
   constructor() {
@@ -171,6 +172,7 @@ class WorkerCard {
     this.running = this.addLoad('running');
     this.waiting = this.addLoad('queue');
     this.rate = this.addLoad('tokens/s');
+    this.tokenRate = new TokenRate();
     this.button = make('button', 'quiet');
     this.button.type = 'button';
     this.button.addEventListener('click', () => ask(this.verb));
@@ -199,7 +201,8 @@ class WorkerCard {
     this.kvFill.style.width = `${(used ?? 0) * 100}%`;
     setText(this.running, count(worker.running));
     setText(this.waiting, count(worker.waiting));
-    setText(this.rate, count(rateOf(worker)));
+    const tokens = this.role === 'prefill' ? worker.prompt_tokens : worker.output_tokens;
+    setText(this.rate, count(this.tokenRate.read(tokens)));
     setText(this.address, describeProcess(worker));
     this.verb = worker.phase === 'draining' || worker.phase === 'drained' ? 'resume' : 'drain';
     setText(this.button, this.verb === 'drain' ? 'Drain' : 'Resume');
@@ -241,9 +244,22 @@ function describeProcess(worker) {
   return [worker.id, worker.transport, restarts].filter(Boolean).join(' · ');
 }
 
-function rateOf(worker) {
-  if (worker.prompt_tokens_per_s === null) return null;
-  return worker.role === 'prefill' ? worker.prompt_tokens_per_s : worker.output_tokens_per_s;
+/** Tokens a second over the last two seconds. The counter only grows; if it has shrunk, it is a new process's. */
+class TokenRate {
+  constructor() {
+    this.readings = [];
+  }
+
+  read(tokens) {
+    const at = performance.now();
+    const { readings } = this;
+    if (tokens === null || tokens < readings.at(-1)?.tokens) readings.length = 0;
+    if (tokens === null) return null;
+    readings.push({ at, tokens });
+    while (readings.length > 2 && readings[1].at <= at - RATE_WINDOW_MS) readings.shift();
+    const [first] = readings;
+    return at > first.at ? (1000 * (tokens - first.tokens)) / (at - first.at) : null;
+  }
 }
 
 function make(name, className = '', text = '') {
