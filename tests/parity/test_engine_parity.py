@@ -18,11 +18,9 @@ from transformers import AutoModelForCausalLM
 from common.contract.ids import RequestId, RequestKey
 from common.contract.sampling import SamplingParams
 from common.engine import native
-from common.engine.attention import ReferenceAttention
-from common.engine.backend import Backend
+from common.engine.backend import Backend, TorchBackend
 from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.block_pool import BlockPool
-from common.engine.cpu_attention import CpuAttention
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
@@ -179,11 +177,7 @@ Backends = Callable[[Kernels | None], Backend]
 
 
 def in_torch(kernels: Kernels | None) -> Backend:
-    return CpuAttention()
-
-
-def reference(kernels: Kernels | None) -> Backend:
-    return ReferenceAttention()
+    return TorchBackend()
 
 
 def in_c(kernels: Kernels | None) -> Backend:
@@ -221,7 +215,7 @@ def logits_of_chunks(
 
 
 @pytest.mark.parametrize("variant", ["llama-llama3-rope", "qwen2-windows-from-layer-1", "qwen3-layer-types-tied"])
-@pytest.mark.parametrize("backend", [in_torch, reference, in_c])
+@pytest.mark.parametrize("backend", [in_torch, in_c])
 def test_logits_do_not_depend_on_chunks(checkpoint: Callable[[str], Path], variant: str, backend: Backends) -> None:
     folder = checkpoint(variant)
     (prompt,) = prompts((150,))

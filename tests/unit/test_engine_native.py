@@ -18,7 +18,7 @@ from needs import require
 
 from common.contract.sampling import SamplingParams
 from common.engine import native
-from common.engine.attention import ReferenceAttention
+from common.engine.backend import TorchBackend
 from common.engine.batch import Sample, Samples, Slice
 from common.engine.draw import draw, random_numbers
 from common.engine.native import Kernels, pack
@@ -302,7 +302,7 @@ def test_slices_of_one_token_and_of_many(kernels: Kernels, lengths: tuple[int, .
     q = torch.randn(batch.num_tokens, 6, 32)
     for window in (None, 7):
         ours = NativeBackend(kernels).attend(q, layer, batch, window, 0.2)
-        theirs = ReferenceAttention().attend(q, layer, batch, window, 0.2)
+        theirs = TorchBackend().attend(q, layer, batch, window, 0.2)
         assert distance(ours, theirs.double()) < TOLERANCE
 
 
@@ -336,7 +336,7 @@ def test_rotation(kernels: Kernels, head_dim: int, normalised: bool) -> None:
         assert distance(out, ref) < TOLERANCE
 
 
-class DoubleBackend(ReferenceAttention):
+class DoubleBackend(TorchBackend):
     """In float64."""
 
     def rotate(self, *arguments: Any) -> Any:
@@ -359,7 +359,7 @@ def test_writes_reach_their_slots_rounded_as_torch_does_it_and_no_other(kernels:
     k, v = qkv.view(6, 7, 24)[:, 3:5], qkv.view(6, 7, 24)[:, 5:]
     ours, theirs = (torch.full((5, 2, 3, 2, 4, 24), 7.0, dtype=dtype) for _ in range(2))
     kernels.write(ours[:, :, 1], k, v, batch.slot_blocks_T, batch.slot_offsets_T)
-    ReferenceAttention().write(theirs[:, :, 1], k, v, batch)
+    TorchBackend().write(theirs[:, :, 1], k.to(dtype), v.to(dtype), batch)
     assert torch.equal(ours.nan_to_num(-1.0, 100.0, -100.0), theirs.nan_to_num(-1.0, 100.0, -100.0))
     assert bool(theirs.isnan().any())
 

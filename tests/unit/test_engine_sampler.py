@@ -24,8 +24,7 @@ from transformers import (
 from common.contract.errors import Cause
 from common.contract.sampling import SamplingParams
 from common.engine import native
-from common.engine.attention import ReferenceAttention
-from common.engine.backend import Backend
+from common.engine.backend import Backend, TorchBackend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken, Samples
 from common.engine.host_copy import HostCopy
 from common.engine.native.backend import NativeBackend
@@ -49,14 +48,14 @@ def ask(token_ids: list[int] | None = None, prompt_len: int = 1, choice: int = 0
     )
 
 
-backend: Backend = ReferenceAttention()
+backend: Backend = TorchBackend()
 
 
 @pytest.fixture(scope="module", autouse=True, params=["torch", "c"])
 def choose_backend(request: pytest.FixtureRequest) -> None:
     """Everything here is so for either."""
     global backend
-    backend = ReferenceAttention()
+    backend = TorchBackend()
     if request.param == "c":
         require("compiler")
         kernels = native.kernels()
@@ -401,7 +400,7 @@ def test_bfloat16_logits() -> None:
     assert tokens_of(logits, [ask(temperature=0.0)] * 2) == logits.float().argmax(dim=-1).tolist()
 
 
-class Counting(ReferenceAttention):
+class Counting(TorchBackend):
     """Counts the searches for the most likely tokens."""
 
     num_searches = 0
