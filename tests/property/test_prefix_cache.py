@@ -8,6 +8,7 @@ fail: it finds out every broken pool.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -282,8 +283,7 @@ class Broken(BlockPool):
 
     def _evict_first(self, first: list[int], num: int) -> list[int]:
         order = [*first, *(block for block in self._unreferenced if block not in first)]
-        self._unreferenced = type(self._unreferenced)()
-        self._unreferenced.extend(order)
+        self._unreferenced = OrderedDict.fromkeys(order)
         return super()._evict(num)
 
 
