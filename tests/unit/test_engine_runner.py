@@ -416,11 +416,11 @@ async def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32(
 ) -> None:
     seen: list[bool] = []
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         seen.append(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
         raise OperatorError("there is no GPU")
 
-    monkeypatch.setattr(Engine, "_load_runner", stop)
+    monkeypatch.setattr("common.engine.engine.load_runner", stop)
     products = torch.backends.cuda.matmul
     was = products.allow_bf16_reduced_precision_reduction
     products.allow_bf16_reduced_precision_reduction = True
