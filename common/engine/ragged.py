@@ -60,11 +60,6 @@ class RaggedBatch:
         """The token before each row of logits, `[R]` int64."""
         return self.token_ids_T[self.logit_rows_R]
 
-    @classmethod
-    def of(cls, slices: Sequence[Slice], block_size: int, device: torch.device) -> RaggedBatch:
-        """Lay `slices` (at least one) out as tensors."""
-        return Rows.of(slices, block_size).on(device)
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Rows:

@@ -13,7 +13,7 @@ from common.contract.kv_layout import KVLayout
 from common.engine.backend import TorchBackend
 from common.engine.batch import Slice
 from common.engine.kv_cache import KVCache
-from common.engine.ragged import RaggedBatch
+from common.engine.ragged import RaggedBatch, Rows
 
 torch.set_num_threads(1)
 
@@ -35,7 +35,7 @@ def make(
     cache = KVCache(layout, sum(needed) + 2, CPU)
     for layer in range(3):
         cache.layer(layer).normal_(generator=generator)
-    batch = RaggedBatch.of(slices, block_size, CPU)
+    batch = Rows.of(slices, block_size).on(CPU)
     q_THD = torch.randn(batch.num_tokens, num_kv_heads * group, HEAD_DIM, generator=generator)
     return q_THD.to(cache.layer(0).dtype), cache, batch
 
@@ -125,7 +125,7 @@ def test_attention_is_softmax_of_scaled_products() -> None:
         block = cache.layer(0)[table[position // 2]]
         block[0, 0, position % 2] = torch.tensor(keys[position])
         block[0, 1, position % 2] = torch.tensor(values[position])
-    batch = RaggedBatch.of([Slice(token_ids=[0], start=2, block_table=table)], 2, CPU)
+    batch = Rows.of([Slice(token_ids=[0], start=2, block_table=table)], 2).on(CPU)
     out = TorchBackend().attend(torch.tensor([[[1.0, 1.0]]]), cache.layer(0), batch, 2, 0.5)
     left, right = math.exp(0.5 * 1.0), math.exp(0.5 * 2.0)
     expected = [(left * 1 + right * 3) / (left + right), (left * 2 + right * 5) / (left + right)]
